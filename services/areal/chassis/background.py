@@ -1,0 +1,45 @@
+"""Background tasks that cannot die unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from areal.observability.logging import get_logger
+
+
+class Background:
+    """Owns a service's long-running tasks; the first one that raises ends the process.
+
+    A loop that fails silently is a service that looks alive and does nothing; a restarted process
+    is visible and starts clean.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._log = get_logger("areal.chassis.background")
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Starts a task; its exception (not its cancellation) sets `failed`."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._log.error("background_task_failed", task=task.get_name(), exc_info=error)
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def cancel(self, deadline_s: float = 5.0) -> None:
+        """Cancels all and waits at most `deadline_s` for them to end."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=deadline_s)

@@ -1,0 +1,240 @@
+"""One process, one service.
+
+        argv ──> config ──> build(config, context) ──> start() ──> SERVING
+                                                                     │ SIGTERM / SIGINT,
+                                                                     │ or a background task failed
+                                                                     v
+                                        exit <── close() <── drain() NOT_SERVING
+
+| state    | consumes            | waits for                  | unblocked by             |
+|----------|---------------------|----------------------------|--------------------------|
+| starting | nothing             | the service's dependencies | they answer, or deadline |
+| serving  | RPCs, /metrics      | a signal                   | SIGTERM, SIGINT, failure |
+| draining | running RPCs        | drain(), at most grace_s   | drain() returns          |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+import uvloop
+from aiohttp import web
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import generate_latest
+
+from areal.chassis.background import Background
+from areal.chassis.interceptors import CallInterceptor
+from areal.config import GRPOConfig, load_service_config
+from areal.errors import ArealError, ConfigError
+from areal.observability.logging import configure_logging, get_logger
+
+MAX_MESSAGE_BYTES = 128 * 1024 * 1024
+
+# (full service name, function that adds the servicer to a server)
+Registration = tuple[str, Callable[[grpc.aio.Server], None]]
+
+
+class ServiceContext:
+    """What the chassis lends a service: background tasks and a metrics registry."""
+
+    def __init__(self, name: str, listen: str, background: Background) -> None:
+        self.name = name
+        self.listen = listen
+        """host:port of the service; where the gateway serves HTTP."""
+        self.background = background
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+
+
+class Service:
+    """Base of every service: override what is needed."""
+
+    def registrations(self) -> Sequence[Registration]:
+        """The gRPC services; none: no gRPC server is started."""
+        return ()
+
+    async def start(self) -> None:
+        """Connects and begins; returns when ready to serve. Raise ArealError to give up."""
+
+    async def drain(self) -> None:
+        """Stops taking work and hands back what is held; bounded by the grace period."""
+
+    async def close(self) -> None:
+        """Releases connections."""
+
+
+def split_address(address: str, key: str) -> tuple[str, int]:
+    """`host:port` → parts; raises ConfigError naming `key`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{key} {address!r}: expected host:port")
+    return host, int(port)
+
+
+def check_port_free(address: str, key: str) -> None:
+    """One clear line for a port in use, before any server's own, longer words."""
+    host, port = split_address(address, key)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"{key} {address}: cannot listen there: {error.strerror}") from None
+
+
+async def _start_http(
+    context: ServiceContext, address: str, serving: asyncio.Event
+) -> web.AppRunner:
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(context.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def healthz(_: web.Request) -> web.Response:
+        ready = serving.is_set()
+        return web.json_response(
+            {"service": context.name, "serving": ready}, status=200 if ready else 503
+        )
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    host, port = split_address(address, "--metrics")
+    await web.TCPSite(runner, host, port).start()
+    return runner
+
+
+async def _start_grpc(
+    context: ServiceContext, service: Service
+) -> tuple[grpc.aio.Server | None, health.aio.HealthServicer, list[str]]:
+    health_servicer = health.aio.HealthServicer()
+    registrations = service.registrations()
+    names = [name for name, _ in registrations]
+    if not registrations:
+        return None, health_servicer, names
+    server = grpc.aio.server(
+        interceptors=[CallInterceptor(context.name, context.registry)],
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    for _, add in registrations:
+        add(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    server.add_insecure_port(context.listen)
+    await server.start()
+    return server, health_servicer, names
+
+
+async def _serve(
+    name: str,
+    build: Callable[[GRPOConfig, ServiceContext], Service],
+    config: GRPOConfig,
+    listen: str,
+    metrics: str,
+    grace_s: float,
+) -> int:
+    log = get_logger("areal.chassis")
+    check_port_free(listen, "--listen")
+    background = Background()
+    context = ServiceContext(name, listen, background)
+    service = build(config, context)
+    serving, stop = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+
+    http = await _start_http(context, metrics, serving) if metrics else None
+    server, health_servicer, names = await _start_grpc(context, service)
+
+    async def set_health(status: Any) -> None:
+        for each in ("", *names):
+            await health_servicer.set(each, status)
+
+    await set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+    starting = asyncio.ensure_future(service.start())
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait(
+            {starting, stopping, background.failed}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if starting.done():
+            starting.result()
+            # Start-up garbage never dies: keep the collector from walking it again and again.
+            gc.freeze()
+            await set_health(health_pb2.HealthCheckResponse.SERVING)
+            serving.set()
+            log.info("serving", listen=listen, metrics=metrics)
+            await asyncio.wait({stopping, background.failed}, return_when=asyncio.FIRST_COMPLETED)
+        code = 1 if background.failed.done() else 0
+        serving.clear()
+        await set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        log.info("draining", grace_s=grace_s)
+        try:
+            await asyncio.wait_for(service.drain(), grace_s)
+        except TimeoutError:
+            log.warning("drain_incomplete", waited_s=grace_s)
+        return code
+    finally:
+        for waiting in (starting, stopping):
+            waiting.cancel()
+        if server is not None:
+            await server.stop(1.0)
+        await background.cancel()
+        await service.close()
+        if http is not None:
+            await http.cleanup()
+        log.info("stopped")
+
+
+def run_service(
+    name: str, build: Callable[[GRPOConfig, ServiceContext], Service], argv: list[str] | None = None
+) -> None:
+    """The body of every service's `main`: parses argv, serves until told to stop, exits.
+
+    Args:
+        name: e.g. "buffer"; also in logs and metric names.
+        build: Makes the service; does no I/O.
+        argv: Defaults to the process's.
+    """
+
+    def command(
+        config: Annotated[Path, typer.Option(help="The experiment file.")],
+        listen: Annotated[str, typer.Option(help="host:port to serve on.")],
+        overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
+        metrics: Annotated[str, typer.Option(help="host:port of /metrics and /healthz.")] = "",
+        grace: Annotated[float, typer.Option(help="Seconds to drain in.")] = 20.0,
+        log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
+    ) -> None:
+        try:
+            loaded = load_service_config(config, overrides)
+            configure_logging(name, loaded.namespace, text=log_text)
+            code = uvloop.run(_serve(name, build, loaded, listen, metrics, grace))
+        except ArealError as error:
+            print(f"areal-{name}: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+            code = 2
+        raise typer.Exit(code)
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(name=f"areal-{name}")(command)
+    app(args=argv, prog_name=f"areal-{name}")

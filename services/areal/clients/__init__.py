@@ -1,0 +1,1 @@
+"""Typed async clients, one per service, and connections to Redis and NATS."""

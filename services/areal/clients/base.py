@@ -1,0 +1,119 @@
+"""What every gRPC client shares: channels, deadlines, retries, and errors with their own class."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
+
+from areal import errors
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+_MAX_MESSAGE_BYTES = 128 * 1024 * 1024
+_ERROR_KEY = "areal-error"
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel that reconnects by itself within seconds of a server's return."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            # One process may hold several channels to one address, each with its own connection.
+            ("grpc.use_local_subchannel_pool", 1),
+        ],
+    )
+
+
+def from_rpc_error(
+    error: grpc.aio.AioRpcError, method: str, address: str, since: float
+) -> errors.ArealError:
+    """The class the servicer raised, or the nearest one to gRPC's own status."""
+    detail = error.details() or ""
+    for key, value in error.trailing_metadata() or ():
+        if key == _ERROR_KEY:
+            kind = getattr(errors, str(value), None)
+            if kind is errors.WaitTimeout:
+                break
+            if isinstance(kind, type) and issubclass(kind, errors.ArealError):
+                return kind(detail)
+    code = error.code()
+    text = f"{method} on {address}: {detail}"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.WaitTimeout(method, on=address, since=since, hint=detail)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return errors.Unavailable(text)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return errors.InvalidInput(text)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.CapacityExceeded(text)
+    return errors.ArealError(f"{text} ({code.name})")
+
+
+class Client:
+    """Base of the typed clients: one channel, one address."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
+        """Opens a channel unless one is given (tests)."""
+        self.address = address
+        self._channel = channel or open_channel(address)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    async def _call(
+        self,
+        method: Callable[..., Awaitable[ResponseT]],
+        request: Any,
+        *,
+        timeout: float,
+        retry_for: float = 0.0,
+    ) -> ResponseT:
+        """One unary call.
+
+        Args:
+            method: A stub's method.
+            request: Its message.
+            timeout: Seconds for one try.
+            retry_for: Keep retrying `Unavailable` with backoff and jitter for this many seconds;
+                0: try once. Only for idempotent calls.
+
+        Raises:
+            ArealError: What the servicer raised, or Unavailable / WaitTimeout.
+        """
+        name = getattr(method, "_method", b"").decode().rsplit("/", maxsplit=1)[-1] or "call"
+        since = time.monotonic()
+
+        async def once() -> ResponseT:
+            try:
+                return await method(request, timeout=timeout)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, name, self.address, since) from None
+
+        if retry_for <= 0:
+            return await once()
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(errors.Unavailable),
+            stop=stop_after_delay(retry_for),
+            wait=wait_exponential_jitter(initial=0.1, max=3.0),
+            reraise=True,
+        ):
+            with attempt:
+                return await once()
+        raise AssertionError("unreachable: reraise=True")

@@ -1,0 +1,65 @@
+"""Connections to Redis and NATS that survive outages."""
+
+from __future__ import annotations
+
+import nats
+import redis.asyncio as redis
+from nats.aio.client import Client as NatsClient
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from areal.errors import ConfigError, Unavailable
+from areal.observability.logging import get_logger
+
+
+def redis_prefix(namespace: str) -> str:
+    """Key prefix of a run; the braces keep all its keys in one slot of a Redis cluster."""
+    return f"areal:{{{namespace}}}:"
+
+
+def connect_redis(url: str, *, max_connections: int = 64) -> redis.Redis:
+    """A lazy client; commands retry a lost connection for some seconds with backoff and jitter."""
+    if not url:
+        raise ConfigError("endpoints.redis '': expected redis://host:port")
+    return redis.Redis.from_url(
+        url,
+        max_connections=max_connections,
+        socket_timeout=30.0,
+        socket_connect_timeout=5.0,
+        health_check_interval=15,
+        retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries=6),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError],
+    )
+
+
+async def connect_nats(url: str, name: str) -> NatsClient:
+    """Connects, and reconnects for ever afterwards; raises Unavailable if it never answered."""
+    if not url:
+        raise ConfigError("endpoints.nats '': expected nats://host:port")
+    log = get_logger("areal.clients.nats")
+
+    async def disconnected() -> None:
+        log.warning("nats_disconnected")
+
+    async def reconnected() -> None:
+        log.info("nats_reconnected")
+
+    async def error(problem: Exception) -> None:
+        log.warning("nats_error", error=str(problem) or type(problem).__name__)
+
+    try:
+        return await nats.connect(
+            url,
+            name=name,
+            connect_timeout=5,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=1,
+            disconnected_cb=disconnected,
+            reconnected_cb=reconnected,
+            error_cb=error,
+            allow_reconnect=True,
+        )
+    except Exception as problem:  # nats raises many unrelated classes while connecting
+        raise Unavailable(f"nats {url.rsplit('@', maxsplit=1)[-1]}: {problem}") from None

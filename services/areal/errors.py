@@ -1,0 +1,99 @@
+"""Every error that crosses a module or a process boundary.
+
+    ArealError
+    ├── InvalidInput          the caller sent something wrong: names field, value, expectation
+    │   └── ConfigError       the same in a configuration file or override
+    ├── NotFound              no such task, recipe, server, version
+    ├── StaleIncarnation      a newer trainer has registered; this one must stop
+    ├── LeaseLost             the task was re-leased, cancelled or has ended
+    ├── WrongStep             take or commit out of order
+    ├── CapacityExceeded      a stated limit (memory, message size, queue) would be passed
+    ├── Unavailable           try the same call again: draining, or a dependency is away
+    ├── WaitTimeout           a deadline passed; says what, on whom, since when
+    └── WorkflowError         user code (workflow, reward) raised, or returned nonsense
+
+The gRPC chassis maps each class to a status code and clients map it back, so a caller catches the
+same class on either side of the wire.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+class ArealError(Exception):
+    """Base of all errors of this package; `str(error)` is one clear line."""
+
+
+class InvalidInput(ArealError):
+    """The caller sent something wrong."""
+
+
+class ConfigError(InvalidInput):
+    """A configuration key or value is wrong."""
+
+
+class NotFound(ArealError):
+    """The named thing does not exist."""
+
+
+class StaleIncarnation(ArealError):
+    """A newer trainer has registered."""
+
+
+class LeaseLost(ArealError):
+    """The lease's task was given to another worker, was cancelled or has ended."""
+
+
+class WrongStep(ArealError):
+    """A take or commit came out of order."""
+
+
+class CapacityExceeded(ArealError):
+    """A stated limit would be passed."""
+
+
+class Unavailable(ArealError):
+    """Try the same call again."""
+
+
+class WorkflowError(ArealError):
+    """User code raised or returned nonsense.
+
+    Attributes:
+        traceback: where, for the dead-letter list; may be empty.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+class WaitTimeout(ArealError):
+    """A deadline passed.
+
+    Example:
+        >>> raise WaitTimeout("batch of step 12", on="buffer 127.0.0.1:7001", since=t0, hint="...")
+        waited 30.0 s for batch of step 12 on buffer 127.0.0.1:7001 (...)
+    """
+
+    def __init__(
+        self, what: str, *, on: str = "", since: float | None = None, hint: str = ""
+    ) -> None:
+        """Builds the sentence.
+
+        Args:
+            what: The thing waited for.
+            on: Who was to deliver it.
+            since: `time.monotonic()` when the wait began.
+            hint: What to look at.
+        """
+        text = "waited "
+        if since is not None:
+            text += f"{time.monotonic() - since:.1f} s "
+        text += f"for {what}"
+        if on:
+            text += f" on {on}"
+        if hint:
+            text += f" ({hint})"
+        super().__init__(text)

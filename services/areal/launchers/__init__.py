@@ -1,0 +1,1 @@
+"""Where processes are started: this machine, and later Kubernetes, Slurm, Ray."""

@@ -1,0 +1,44 @@
+"""Structured logs: one JSON object a line (or plain text for a terminal) on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure_logging(service: str, namespace: str, *, text: bool = False) -> None:
+    """Sets up the process's logs; call once from a main function.
+
+    Args:
+        service: Name in every line.
+        namespace: `experiment/trial` in every line.
+        text: Human-readable lines instead of JSON.
+    """
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        if text
+        else structlog.processors.JSONRenderer()
+    )
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service, run=namespace)
+    # Libraries log through the standard module: same stream, warnings and above.
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose lines carry `component=name`; `log.info("event_name", key=value)`."""
+    logger: structlog.stdlib.BoundLogger = structlog.get_logger(component=name)
+    return logger

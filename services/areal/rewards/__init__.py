@@ -1,0 +1,1 @@
+"""Reward functions that ship with the library."""

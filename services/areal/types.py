@@ -1,0 +1,208 @@
+"""The vocabulary shared by recipes, workflows and services. No torch, no grpc here.
+
+Alignment: every per-token array of a trajectory has the full length L of `input_ids`; index t
+describes token t itself (its behavior logprob is the logprob of token t given the tokens before).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TaskState(StrEnum):
+    """The ten states of a task; the counters of all of them add up to the number submitted."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    BATCHED = "batched"
+    TRAINED = "trained"
+    DELIVERED = "delivered"
+    REJECTED = "rejected"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD_LETTERED = "dead_lettered"
+
+    @property
+    def live(self) -> bool:
+        """Whether the task may still change state."""
+        return self in LIVE_STATES
+
+
+LIVE_STATES = frozenset(
+    {TaskState.QUEUED, TaskState.RUNNING, TaskState.COMPLETED, TaskState.BATCHED}
+)
+
+
+class Purpose(StrEnum):
+    """Why a task is run."""
+
+    TRAIN = "train"
+    """Consumed by a trainer's batch; bound by the staleness rules."""
+    SERVE = "serve"
+    """Evaluation and external clients; ends `delivered`."""
+
+
+class StopReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """A stop token was sampled (it is the last output token)."""
+    LENGTH = "length"
+    """max_new_tokens or the context was reached."""
+    ABORT = "abort"
+    """Interrupted for good (the caller's deadline)."""
+    TOOL_CALLS = "tool_calls"
+    """Stopped to call a tool."""
+
+
+@dataclass
+class GenerationHyperparameters:
+    """How to sample. Plain types, so it is a config section too."""
+
+    n_samples: int = 1
+    """Samples of each task: the size of its group."""
+    max_new_tokens: int = 512
+    """Tokens at most, per sample."""
+    min_new_tokens: int = 0
+    """Stop tokens are masked before this many tokens."""
+    temperature: float = 1.0
+    """0 means greedy. Logprobs are those of the temperature-scaled distribution."""
+    top_p: float = 1.0
+    """Nucleus; 1 turns it off."""
+    top_k: int = -1
+    """-1 turns it off."""
+    greedy: bool = False
+    """Same as temperature 0."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Besides the model's end-of-sequence token."""
+
+
+@dataclass(frozen=True)
+class LLMRequest:
+    """One generation.
+
+    Example:
+        >>> LLMRequest(input_ids=[257, 49, 50, 258], gconfig=GenerationHyperparameters())
+    """
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters
+    rid: str = ""
+    """Unique id; the engine makes one when empty."""
+    affinity_key: str = ""
+    """Requests with the same key go to the same server when possible (prefix cache)."""
+
+
+@dataclass
+class LLMResponse:
+    """What came of a request, possibly over several servers and policy versions.
+
+    Example:
+        >>> response.output_tokens, response.output_versions, response.stop_reason
+        ([52, 54, 260], [3, 3, 4], StopReason.STOP)
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    """Behavior logprob of each output token."""
+    output_versions: list[int]
+    """Policy version that sampled each output token."""
+    stop_reason: StopReason
+    latency_s: float = 0.0
+    interruptions: int = 0
+    """Times the request was continued after an abort, drain or dead server."""
+
+
+@dataclass(frozen=True)
+class WorkflowSpec:
+    """How a worker rebuilds a workflow object: by digest and name, never pickled."""
+
+    name: str
+    """Class name in the recipe, or a built-in name ("rlvr")."""
+    recipe_digest: str = ""
+    """sha256 hex of the recipe's source; empty for a built-in."""
+    kwargs_json: str = "{}"
+    """JSON object; a function is {"$function": "qualified_name"}."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One dataset row submitted for rollout, with all its samples."""
+
+    task_id: str
+    purpose: Purpose
+    workflow: WorkflowSpec
+    data: dict[str, Any]
+    """The row; JSON types only."""
+    position: tuple[int, int] | None = None
+    """(epoch, index) in the dataset; None for tasks from elsewhere."""
+    time_to_live_s: float | None = None
+    traceparent: str = ""
+
+
+@dataclass
+class Trajectory:
+    """The immutable record of one sample; arrays are aligned, all of length L.
+
+    Example:
+        >>> t.input_ids, t.loss_mask, t.token_versions
+        (array([257, 49, 52, 260]), array([0, 0, 1, 1], bool), array([-1, -1, 3, 4]))
+    """
+
+    trajectory_id: str
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    behavior_logprobs: npt.NDArray[np.float32]
+    """0 where loss_mask is False."""
+    token_versions: npt.NDArray[np.int32]
+    """-1 on tokens that the policy did not sample."""
+    rewards: npt.NDArray[np.float32]
+    """Token-aligned; a single outcome sits on the last generated token."""
+    finish_reason: StopReason = StopReason.STOP
+    completion_text: str = ""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the token rewards."""
+        return float(self.rewards.sum())
+
+    @property
+    def head_version(self) -> int:
+        """Smallest version that sampled a token; -1 if none was sampled."""
+        sampled = self.token_versions[self.token_versions >= 0]
+        return int(sampled.min()) if sampled.size else -1
+
+
+@dataclass
+class TrajectoryGroup:
+    """The `n_samples` trajectories of one task: the queue's unit."""
+
+    group_id: str
+    trajectories: list[Trajectory]
+    traceparent: str = ""
+
+    @property
+    def head_version(self) -> int:
+        """Smallest head version of its trajectories."""
+        return min(t.head_version for t in self.trajectories)
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """How new weights reach the inference servers."""
+
+    type: str = "disk"
+    path: str = ""
+    """Root folder of published versions; empty: the run's own."""
+
+    @classmethod
+    def from_disk(cls, path: str = "") -> WeightUpdateMeta:
+        """Weights are written below `path`, which every server can read."""
+        return cls(type="disk", path=path)

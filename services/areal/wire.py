@@ -1,0 +1,212 @@
+"""Conversions between `areal.types` and the protobuf messages. No grpc here."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from areal.errors import InvalidInput
+from areal.types import (
+    Purpose,
+    StopReason,
+    Task,
+    TaskState,
+    Trajectory,
+    TrajectoryGroup,
+    WorkflowSpec,
+)
+from areal.v1 import trajectory_pb2 as pb
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("float32", "float64", "int32", "int64", "bool", "uint8")
+}
+# The arrays of a trajectory and their dtypes on the wire.
+TRAJECTORY_ARRAYS = {
+    "input_ids": "int32",
+    "loss_mask": "bool",
+    "behavior_logprobs": "float32",
+    "token_versions": "int32",
+    "rewards": "float32",
+}
+
+STATE_TO_PB: dict[TaskState, pb.TaskState] = {
+    state: pb.TaskState.Value(f"TASK_STATE_{state.name}") for state in TaskState
+}
+STATE_FROM_PB = {value: key for key, value in STATE_TO_PB.items()}
+PURPOSE_TO_PB: dict[Purpose, pb.Purpose] = {
+    purpose: pb.Purpose.Value(f"PURPOSE_{purpose.name}") for purpose in Purpose
+}
+PURPOSE_FROM_PB = {value: key for key, value in PURPOSE_TO_PB.items()}
+
+
+def array_to_pb(array: npt.NDArray[Any]) -> pb.Tensor:
+    """Encodes an array; raises InvalidInput for a dtype that does not travel."""
+    name = array.dtype.name
+    if name not in _DTYPES:
+        raise InvalidInput(f"tensor dtype {name!r}: expected one of {', '.join(_DTYPES)}")
+    data = np.ascontiguousarray(array, dtype=_DTYPES[name]).tobytes()
+    return pb.Tensor(dtype=name, shape=array.shape, data=data)
+
+
+def array_from_pb(tensor: pb.Tensor, field: str = "tensor") -> npt.NDArray[Any]:
+    """Decodes without a copy (the array is read-only); raises InvalidInput naming `field`."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidInput(f"{field}.dtype {tensor.dtype!r}: expected one of {', '.join(_DTYPES)}")
+    shape = tuple(tensor.shape)
+    count = 1
+    for extent in shape:
+        if extent < 0:
+            raise InvalidInput(f"{field}.shape {list(shape)}: extents must not be negative")
+        count *= extent
+    if count * dtype.itemsize != len(tensor.data):
+        raise InvalidInput(
+            f"{field}.data has {len(tensor.data)} bytes: expected {count * dtype.itemsize} "
+            f"for {tensor.dtype}{list(shape)}"
+        )
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
+
+
+def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
+    """Encodes one trajectory."""
+    return pb.Trajectory(
+        trajectory_id=trajectory.trajectory_id,
+        tensors=[
+            pb.NamedTensor(
+                name=name,
+                tensor=array_to_pb(np.asarray(getattr(trajectory, name), dtype=np.dtype(dtype))),
+            )
+            for name, dtype in TRAJECTORY_ARRAYS.items()
+        ],
+        reward=trajectory.reward,
+        finish_reason=trajectory.finish_reason.value,
+        completion_text=trajectory.completion_text,
+    )
+
+
+def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
+    """Decodes and validates one trajectory.
+
+    Raises:
+        InvalidInput: A tensor is missing, has the wrong dtype or length, a value is not finite, or
+            a sampled token has no version.
+    """
+    who = f"trajectory {message.trajectory_id!r}"
+    arrays = {t.name: array_from_pb(t.tensor, f"{who} {t.name}") for t in message.tensors}
+    for name, dtype in TRAJECTORY_ARRAYS.items():
+        if name not in arrays:
+            raise InvalidInput(f"{who}: tensor {name!r} is missing")
+        if arrays[name].dtype != np.dtype(dtype) or arrays[name].ndim != 1:
+            raise InvalidInput(
+                f"{who} {name}: got {arrays[name].dtype}{list(arrays[name].shape)}, "
+                f"expected {dtype}[L]"
+            )
+        if len(arrays[name]) != len(arrays["input_ids"]):
+            raise InvalidInput(
+                f"{who} {name}: length {len(arrays[name])}, "
+                f"expected {len(arrays['input_ids'])} as input_ids"
+            )
+    for name in ("behavior_logprobs", "rewards"):
+        if not np.isfinite(arrays[name]).all():
+            raise InvalidInput(f"{who} {name}: a value is not finite")
+    # A workflow may leave sampled tokens out of the loss, but cannot train on unsampled ones.
+    if (arrays["loss_mask"] & (arrays["token_versions"] < 0)).any():
+        raise InvalidInput(f"{who}: token_versions must be >= 0 wherever loss_mask is set")
+    try:
+        finish_reason = StopReason(message.finish_reason)
+    except ValueError:
+        raise InvalidInput(
+            f"{who} finish_reason {message.finish_reason!r}: expected one of "
+            f"{', '.join(StopReason)}"
+        ) from None
+    return Trajectory(
+        trajectory_id=message.trajectory_id,
+        finish_reason=finish_reason,
+        completion_text=message.completion_text,
+        **cast("dict[str, Any]", {name: arrays[name] for name in TRAJECTORY_ARRAYS}),
+    )
+
+
+def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
+    """Encodes a group."""
+    return pb.TrajectoryGroup(
+        group_id=group.group_id,
+        trajectories=[trajectory_to_pb(t) for t in group.trajectories],
+        traceparent=group.traceparent,
+    )
+
+
+def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
+    """Decodes and validates a group; raises InvalidInput, also for an empty one."""
+    if not message.trajectories:
+        raise InvalidInput(f"group {message.group_id!r}: has no trajectories")
+    return TrajectoryGroup(
+        group_id=message.group_id,
+        trajectories=[trajectory_from_pb(t) for t in message.trajectories],
+        traceparent=message.traceparent,
+    )
+
+
+def workflow_to_pb(spec: WorkflowSpec) -> pb.WorkflowSpec:
+    """Encodes a workflow's description."""
+    return pb.WorkflowSpec(
+        recipe_digest=spec.recipe_digest, name=spec.name, kwargs_json=spec.kwargs_json
+    )
+
+
+def task_to_pb(task: Task) -> pb.Task:
+    """Encodes a task; its data must be JSON types."""
+    message = pb.Task(
+        task_id=task.task_id,
+        purpose=PURPOSE_TO_PB[task.purpose],
+        workflow=workflow_to_pb(task.workflow),
+        data_json=orjson.dumps(task.data, option=orjson.OPT_SERIALIZE_NUMPY).decode(),
+        traceparent=task.traceparent,
+    )
+    if task.position is not None:
+        message.position.epoch, message.position.index = task.position
+    if task.time_to_live_s is not None:
+        message.time_to_live.FromMilliseconds(int(task.time_to_live_s * 1000))
+    return message
+
+
+def parse_json_object(text: str, field: str) -> dict[str, Any]:
+    """Parses a JSON object; raises InvalidInput naming the field."""
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"{field}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{field}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def task_from_pb(message: pb.Task) -> Task:
+    """Decodes a task; raises InvalidInput for an unknown purpose or bad JSON."""
+    if message.purpose not in PURPOSE_FROM_PB:
+        raise InvalidInput(
+            f"task {message.task_id!r} purpose {message.purpose}: expected TRAIN or SERVE"
+        )
+    spec = message.workflow
+    position = (
+        (message.position.epoch, message.position.index) if message.HasField("position") else None
+    )
+    return Task(
+        task_id=message.task_id,
+        purpose=PURPOSE_FROM_PB[message.purpose],
+        workflow=WorkflowSpec(
+            name=spec.name, recipe_digest=spec.recipe_digest, kwargs_json=spec.kwargs_json or "{}"
+        ),
+        data=parse_json_object(message.data_json, f"task {message.task_id!r} data_json"),
+        position=position,
+        time_to_live_s=(
+            message.time_to_live.ToMilliseconds() / 1000
+            if message.HasField("time_to_live")
+            else None
+        ),
+        traceparent=message.traceparent,
+    )
