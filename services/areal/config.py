@@ -151,7 +151,7 @@ class StackConfig:
 
 @dataclass
 class EndpointsConfig:
-    """Where everything is. `areal run` fills in what it starts; a chart or compose file sets all."""
+    """Where everything is: filled in by `areal run`, set in full by a chart or compose file."""
 
     redis: str = ""
     """redis://[:password@]host:port/db"""
@@ -186,7 +186,7 @@ class BaseExperimentConfig:
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
-    """Inference servers and trainer ranks: `sglang:d2+fsdp:d1` or the older `sglang.d2p1t1+d1p1t1`."""
+    """Inference servers and trainer ranks; the older `sglang.d2p1t1+d1p1t1` is read too."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)

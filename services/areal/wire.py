@@ -33,11 +33,11 @@ TRAJECTORY_ARRAYS = {
     "rewards": "float32",
 }
 
-STATE_TO_PB: dict[TaskState, pb.TaskState] = {
+STATE_TO_PB: dict[TaskState, pb.TaskState.ValueType] = {
     state: pb.TaskState.Value(f"TASK_STATE_{state.name}") for state in TaskState
 }
 STATE_FROM_PB = {value: key for key, value in STATE_TO_PB.items()}
-PURPOSE_TO_PB: dict[Purpose, pb.Purpose] = {
+PURPOSE_TO_PB: dict[Purpose, pb.Purpose.ValueType] = {
     purpose: pb.Purpose.Value(f"PURPOSE_{purpose.name}") for purpose in Purpose
 }
 PURPOSE_FROM_PB = {value: key for key, value in PURPOSE_TO_PB.items()}

@@ -29,7 +29,7 @@ STATUS_OF: dict[type[errors.ArealError], grpc.StatusCode] = {
 }
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Times calls, maps `ArealError` to its status, turns anything else into INTERNAL."""
 
     def __init__(self, service: str, registry: CollectorRegistry) -> None:

@@ -29,6 +29,7 @@ import typer
 import uvloop
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -118,8 +119,8 @@ async def _start_http(
 
 async def _start_grpc(
     context: ServiceContext, service: Service
-) -> tuple[grpc.aio.Server | None, health.aio.HealthServicer, list[str]]:
-    health_servicer = health.aio.HealthServicer()
+) -> tuple[grpc.aio.Server | None, HealthServicer, list[str]]:
+    health_servicer = HealthServicer()
     registrations = service.registrations()
     names = [name for name, _ in registrations]
     if not registrations:
@@ -154,6 +155,7 @@ async def _serve(
     metrics: str,
     grace_s: float,
 ) -> int:
+    """Runs one service until told to stop; returns the exit code."""
     log = get_logger("areal.chassis")
     check_port_free(listen, "--listen")
     background = Background()
@@ -175,9 +177,8 @@ async def _serve(
     starting = asyncio.ensure_future(service.start())
     stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait(
-            {starting, stopping, background.failed}, return_when=asyncio.FIRST_COMPLETED
-        )
+        ends: set[asyncio.Future[Any]] = {stopping, background.failed}
+        await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             # Start-up garbage never dies: keep the collector from walking it again and again.
@@ -185,7 +186,7 @@ async def _serve(
             await set_health(health_pb2.HealthCheckResponse.SERVING)
             serving.set()
             log.info("serving", listen=listen, metrics=metrics)
-            await asyncio.wait({stopping, background.failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         code = 1 if background.failed.done() else 0
         serving.clear()
         await set_health(health_pb2.HealthCheckResponse.NOT_SERVING)

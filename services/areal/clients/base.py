@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from tenacity import (
@@ -45,7 +45,8 @@ def from_rpc_error(
 ) -> errors.ArealError:
     """The class the servicer raised, or the nearest one to gRPC's own status."""
     detail = error.details() or ""
-    for key, value in error.trailing_metadata() or ():
+    metadata = cast("list[tuple[str, str]]", error.trailing_metadata() or [])
+    for key, value in metadata:
         if key == _ERROR_KEY:
             kind = getattr(errors, str(value), None)
             if kind is errors.WaitTimeout:
@@ -75,7 +76,7 @@ class Client:
 
     async def close(self) -> None:
         """Closes the channel."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _call(
         self,
