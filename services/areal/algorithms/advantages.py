@@ -1,0 +1,245 @@
+"""Rewards to advantages: shaping, KL penalty, generalized advantage estimation.
+
+Everything is full length and aligned with `input_ids` (see `areal.algorithms.packing`); advantages exist on tokens
+with `loss_mask`, all other tokens (prompts, tool output) are stepped over: the token after a tool call carries its
+value straight back to the last token before it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.algorithms.normalization import normalize_scores
+from areal.algorithms.packing import Batch, sequence_index
+from areal.config_train import PPOActorConfig
+from areal.errors import InvalidInput
+
+# Weights within a block of the scan span at most e^460 = 1e200, which float64 holds.
+_MAX_LOG_WEIGHT = 460.0
+_BLOCK = 256
+# exp(10) is a KL no healthy policy reaches; AReaL clamps there too.
+_MAX_LOG_RATIO = 10.0
+
+
+def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum token values over each sequence, float64 [S]."""
+    totals = torch.zeros(len(cu_seqlens), dtype=torch.float64, device=values.device)
+    sums = totals[:-1]
+    return sums.index_add_(0, sequence_index(cu_seqlens), values.double())
+
+
+def discounted_suffix_sums(values: Tensor, lengths: Tensor, coefficient: float) -> Tensor:
+    """Compute A_t = values_t + coefficient * A_{t+1} within each segment of a packed tensor.
+
+    A blocked scan instead of a loop over tokens. In reversed time, with weights c^-j inside a block,
+    A_i = c^i (sum_{j<=i} c^-j x_j): one cumulative sum. Each term that the sum adds is at least as large in weight as
+    those before it, so that the division loses no precision (it is backward stable like the loop itself).
+    What flows from block to block is the same recurrence with coefficient c^block, solved by recursion.
+
+    Args:
+        values: float64 [N].
+        lengths: int64 [M], tokens of each segment, sum N, all > 0.
+        coefficient: in [0, 1].
+
+    Returns:
+        Float64 [N].
+    """
+    ends = lengths.flip(0).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return _discounted_prefix_sums_(values.flip(0), starts, coefficient).flip(0)
+
+
+def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
+    """B_i = x_i + c B_{i-1}, restarting at each of the ascending `starts` (the first is 0); may overwrite x."""
+    count = x.numel()
+    if count == 0 or c == 0.0:
+        return x
+    if c == 1.0:
+        totals = _piece_sums(x, starts)
+        x[starts[1:]] -= totals[:-1]
+        return x.cumsum_(0)
+    block = min(_BLOCK, count, int(_MAX_LOG_WEIGHT / -math.log(c)))
+    if block < 2:
+        # c < e^-230: a step back is all that float64 can see.
+        previous = torch.cat([x.new_zeros(1), x[:-1]])
+        previous[starts] = 0.0
+        return x.add_(previous, alpha=c)
+    rows = -(-count // block)
+    if count % block:
+        x = torch.nn.functional.pad(x, (0, rows * block - count))
+    powers = (torch.arange(block, dtype=torch.float64, device=x.device) * math.log(c)).exp()
+    scaled = x.view(rows, block).mul_(powers.reciprocal()).view(-1)
+    # A piece lies in one segment and one block. Blocks are summed cumulatively; at the first token of each piece is
+    # added what makes the sum start at 0, or at what the previous block brings into a segment that spans both.
+    row_starts = torch.arange(0, count, block, device=x.device)
+    pieces = torch.cat([starts, row_starts]).unique()
+    opens_row = pieces % block == 0
+    opens_segment = torch.zeros_like(opens_row)
+    opens_segment[torch.searchsorted(pieces, starts)] = True
+    totals = _piece_sums(scaled, pieces)
+    brought = torch.zeros_like(totals)
+    if rows > 1:
+        # B at the end of each block but the last: the same recurrence, one level up.
+        last = torch.searchsorted(pieces, row_starts[1:]) - 1
+        restarts = torch.nonzero(opens_segment[last] | ~opens_row[last]).flatten()
+        carry = _discounted_prefix_sums_(powers[-1] * totals[last], restarts, c**block)
+        crossing = opens_row & ~opens_segment
+        brought[crossing] = c * carry[pieces[crossing] // block - 1]
+    scaled[pieces] += torch.where(opens_row, brought, -(totals + brought).roll(1))
+    return scaled.view(rows, block).cumsum_(1).mul_(powers).view(-1)[:count]
+
+
+def _piece_sums(x: Tensor, starts: Tensor) -> Tensor:
+    """Sum x from each of `starts` up to the next."""
+    lengths = torch.diff(starts, append=starts.new_tensor([x.numel()]))
+    return torch.segment_reduce(x, "sum", lengths=lengths)
+
+
+def gae(
+    rewards: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    discount: float,
+    gae_lambda: float,
+    values: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv 1506.02438) over the tokens with `loss_mask`.
+
+    delta_t = r_t + discount * V_next - V_t; A_t = delta_t + discount * gae_lambda * A_next, where "next" is the next
+    token with `loss_mask` of the same sequence.
+
+    Args:
+        rewards: float [T].
+        loss_mask: bool [T].
+        cu_seqlens: int [S+1].
+        discount: gamma.
+        gae_lambda: lambda.
+        values: float [T]; `values[t]` is the value of the state before token t. None: no critic, 0 everywhere.
+        bootstrap_values: float [S]: value after the last token of a truncated sequence, 0 where it ended.
+
+    Returns:
+        Advantages and returns (advantages + values), [T] in the dtype of `rewards` (computed in float64), 0 where
+        `loss_mask` is false.
+    """
+    chosen = torch.nonzero(loss_mask).flatten()
+    # Loss tokens before each sequence boundary; sequences without any vanish from the scan.
+    bounds = torch.searchsorted(chosen, cu_seqlens.long())
+    used = bounds.diff() > 0
+    # The scan runs backwards in time: from here on index 0 is the last loss token of the last sequence.
+    chosen = chosen.flip(0)
+    starts = (len(chosen) - bounds[1:][used]).flip(0)
+    deltas = rewards.index_select(0, chosen).double()
+    v = None
+    if values is not None:
+        v = values.index_select(0, chosen).double()
+        following = torch.empty_like(v)
+        following[1:] = v[:-1]
+        following[starts] = (
+            0.0 if bootstrap_values is None else bootstrap_values[used].flip(0).double()
+        )
+        deltas.add_(following, alpha=discount).sub_(v)
+    compact = _discounted_prefix_sums_(deltas, starts, discount * gae_lambda)
+    advantages = torch.zeros_like(rewards).index_copy_(0, chosen, compact.to(rewards.dtype))
+    if v is None:
+        return advantages, advantages.clone()
+    returns = torch.zeros_like(rewards)
+    return advantages, returns.index_copy_(0, chosen, compact.add_(v).to(rewards.dtype))
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(policy || reference) from one sample per position (joschu.net/blog/kl-approx.html).
+
+    With d = logprobs - reference_logprobs, clamped to +-10: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+
+    Raises:
+        InvalidInput: unknown estimator.
+    """
+    d = (logprobs - reference_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k3":
+        return torch.exp(-d) - 1 + d
+    raise InvalidInput(f"kl_estimator={estimator!r}: expected 'k1', 'k2' or 'k3'")
+
+
+def overlong_penalty(
+    response_lengths: Tensor, overlong_tokens: int, max_response_tokens: int, factor: float
+) -> Tensor:
+    """Return DAPO's soft length penalty (arXiv 2503.14476, equation 13), float64 [S], <= 0.
+
+    0 up to max_response_tokens - overlong_tokens, then linear down to -factor at max_response_tokens.
+    """
+    excess = response_lengths.double() - (max_response_tokens - overlong_tokens)
+    return -factor * (excess / overlong_tokens).clamp(min=0.0)
+
+
+def shape_scores(
+    batch: Batch, config: PPOActorConfig, process_group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Turn token rewards into one shaped score per sequence.
+
+    The order is AReaL's: overlong penalty, (reward + bias) * scaling, clip, normalization; then 0 for truncated
+    sequences if `mask_no_eos_with_zero`.
+
+    Args:
+        batch: needs rewards, loss_mask, cu_seqlens, group_index (and truncated for `mask_no_eos_with_zero`).
+        config: the reward_* and overlong_* fields.
+        process_group: data-parallel group for batch-level normalization, or None.
+
+    Returns:
+        Raw sums and shaped scores, float64 [S] each.
+
+    Raises:
+        InvalidInput: `mask_no_eos_with_zero` without `truncated` in the batch.
+    """
+    raw = sequence_sums(batch["rewards"], batch["cu_seqlens"])
+    scores = raw
+    if config.overlong_reward_penalty:
+        lengths = sequence_sums(batch["loss_mask"], batch["cu_seqlens"])
+        scores = scores + overlong_penalty(
+            lengths,
+            config.overlong_tokens,
+            config.max_response_tokens,
+            config.overlong_penalty_factor,
+        )
+    scores = (scores + config.reward_bias) * config.reward_scaling
+    scores = scores.clamp(-config.reward_clip, config.reward_clip)
+    if config.reward_norm is not None:
+        scores = normalize_scores(scores, batch["group_index"], config.reward_norm, process_group)
+    if config.mask_no_eos_with_zero:
+        if "truncated" not in batch:
+            raise InvalidInput(
+                "mask_no_eos_with_zero=True: expected batch['truncated'] (bool [S]), "
+                f"the batch has {sorted(batch)}"
+            )
+        scores = torch.where(batch["truncated"], 0.0, scores)
+    return raw, scores
+
+
+def place_scores(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, scores: Tensor) -> Tensor:
+    """Return token rewards whose sum over each sequence is its shaped score.
+
+    Rewards before the last generated token (process rewards) keep their place and size; the last generated token
+    takes the rest. A single outcome thus becomes exactly the score. Sequences without loss tokens get none.
+
+    Returns:
+        Float64 [T].
+    """
+    positions = torch.arange(len(rewards), device=rewards.device)
+    last = torch.full((len(scores),), -1, dtype=torch.int64, device=rewards.device)
+    owner = sequence_index(cu_seqlens)
+    last.scatter_reduce_(0, owner, torch.where(loss_mask, positions, -1), "amax")
+    used = last >= 0
+    placed = torch.where(loss_mask, rewards.double(), 0.0)
+    placed[last[used]] = 0.0
+    rest = scores - sequence_sums(placed, cu_seqlens)
+    placed[last[used]] = rest[used]
+    return placed

@@ -1,0 +1,266 @@
+"""The packed batch: many sequences end to end, no padding, one rank's share.
+
+A batch is a plain `dict[str, torch.Tensor]`:
+
+    cu_seqlens         int32 [S+1]   sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s+1]
+    group_index        int64 [S]     group of each sequence; a group never spans two ranks
+    truncated          bool  [S]     optional: cut off without end-of-sequence
+    bootstrap_values   f32   [S]     optional: value of the state after a truncated sequence's last token
+    input_ids          int64 [T]
+    loss_mask          bool  [T]     true on tokens that the policy generated
+    behavior_logprobs  f32   [T]     logprob of token t under the sampler (0 where loss_mask is false)
+    token_versions     int64 [T]     policy version that sampled token t (-1 on prompts)
+    rewards            f32   [T]     a single outcome sits on the last generated token
+    proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
+
+Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is 0 at a sequence's
+first token. Nothing is shifted; the one place that shifts is the model wrapper, which gathers the logprob of token t
+from the hidden state of token t - 1.
+
+Example:
+    >>> batch = pack([{"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}, {"input_ids": [8, 9],
+    ...               "loss_mask": [False, True]}], group_index=[0, 1])
+    >>> batch["cu_seqlens"].tolist(), batch["input_ids"].tolist()
+    ([0, 3, 5], [5, 6, 7, 8, 9])
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.errors import InvalidInput
+
+Batch = dict[str, Tensor]
+
+SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values"})
+"""Keys with one entry per sequence; all others except `cu_seqlens` have one entry per token."""
+
+_DTYPES = {
+    "input_ids": torch.int64,
+    "loss_mask": torch.bool,
+    "token_versions": torch.int64,
+    "group_index": torch.int64,
+    "truncated": torch.bool,
+}
+
+
+def sequence_lengths(batch: Batch) -> Tensor:
+    """Return the number of tokens of each sequence, int64 [S]."""
+    return batch["cu_seqlens"].diff().long()
+
+
+def sequence_index(cu_seqlens: Tensor) -> Tensor:
+    """Return the sequence that each token belongs to, int64 [T]."""
+    lengths = cu_seqlens.diff().long()
+    count = torch.arange(len(lengths), device=cu_seqlens.device)
+    return torch.repeat_interleave(count, lengths)
+
+
+def position_ids(cu_seqlens: Tensor) -> Tensor:
+    """Return each token's offset in its own sequence, int64 [T]."""
+    total = int(cu_seqlens[-1])
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+    return torch.arange(total, device=cu_seqlens.device) - starts
+
+
+def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | None = None) -> Batch:
+    """Join sequences into one batch.
+
+    Args:
+        sequences: each maps token keys to 1-D tensors or lists of one length; all have the same keys.
+        group_index: group of each sequence; default: each sequence is a group of its own.
+
+    Raises:
+        InvalidInput: no sequences, differing keys, or differing lengths within a sequence.
+    """
+    if not sequences:
+        raise InvalidInput("sequences=[]: expected at least one sequence to pack")
+    if group_index is None:
+        group_index = range(len(sequences))
+    if len(group_index) != len(sequences):
+        raise InvalidInput(
+            f"group_index has {len(group_index)} entries: expected {len(sequences)}, one per sequence"
+        )
+    keys = sequences[0].keys()
+    for number, sequence in enumerate(sequences):
+        if sequence.keys() != keys:
+            raise InvalidInput(
+                f"sequences[{number}] has keys {sorted(sequence)}: expected {sorted(keys)}, "
+                "the keys of sequences[0]"
+            )
+        lengths = {key: len(value) for key, value in sequence.items()}
+        if len(set(lengths.values())) != 1:
+            raise InvalidInput(f"sequences[{number}] has lengths {lengths}: expected equal lengths")
+    batch: Batch = {}
+    for key in keys:
+        batch[key] = torch.cat([torch.as_tensor(s[key], dtype=_DTYPES.get(key)) for s in sequences])
+        if key not in _DTYPES and batch[key].dtype != torch.float64:
+            batch[key] = batch[key].float()
+    counts = torch.tensor([0] + [len(s["input_ids"]) for s in sequences], dtype=torch.int64)
+    batch["cu_seqlens"] = counts.cumsum(0).to(torch.int32)
+    batch["group_index"] = torch.as_tensor(list(group_index), dtype=torch.int64)
+    return batch
+
+
+def unpack(batch: Batch) -> list[dict[str, Tensor]]:
+    """Split a batch into its sequences: the inverse of `pack` (views, group_index left out)."""
+    sizes = sequence_lengths(batch).tolist()
+    keys = [k for k in batch if k != "cu_seqlens" and k not in SEQUENCE_KEYS]
+    columns = [batch[key].split(sizes) for key in keys]
+    return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def check_batch(batch: Batch) -> None:
+    """Check the shapes of a batch.
+
+    Raises:
+        InvalidInput: a required key is missing, or a tensor's length contradicts `cu_seqlens`; the message names the
+            key, its shape and the expected one.
+    """
+    for key in ("cu_seqlens", "group_index", "input_ids", "loss_mask"):
+        if key not in batch:
+            raise InvalidInput(f"batch has no {key!r}: it has {sorted(batch)}")
+    cu_seqlens = batch["cu_seqlens"]
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or int(cu_seqlens[0]) != 0:
+        raise InvalidInput(
+            f"batch['cu_seqlens'] has shape {tuple(cu_seqlens.shape)}: expected [S+1], starting with 0"
+        )
+    if len(cu_seqlens) > 1 and int(cu_seqlens.diff().min()) <= 0:
+        raise InvalidInput("batch['cu_seqlens'] is not increasing: expected no empty sequence")
+    sizes = {True: len(cu_seqlens) - 1, False: int(cu_seqlens[-1])}
+    for key, value in batch.items():
+        expected = sizes[key in SEQUENCE_KEYS]
+        if key != "cu_seqlens" and tuple(value.shape) != (expected,):
+            raise InvalidInput(
+                f"batch[{key!r}] has shape {tuple(value.shape)}: expected [{expected}]"
+            )
+    starts = cu_seqlens[:-1].long()
+    if bool(batch["loss_mask"][starts].any()):
+        raise InvalidInput(
+            "batch['loss_mask'] is true on a sequence's first token: expected false, nothing precedes it"
+        )
+
+
+def select(batch: Batch, indices: Sequence[int]) -> Batch:
+    """Return the batch of the given sequences, in the given order (a copy)."""
+    device = batch["cu_seqlens"].device
+    chosen = torch.as_tensor(list(indices), dtype=torch.int64, device=device)
+    lengths = sequence_lengths(batch)[chosen]
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    shift = batch["cu_seqlens"][:-1].long()[chosen] - (ends - lengths)
+    tokens = torch.arange(total, device=device) + torch.repeat_interleave(shift, lengths)
+    result = {
+        key: value[chosen] if key in SEQUENCE_KEYS else value[tokens]
+        for key, value in batch.items()
+        if key != "cu_seqlens"
+    }
+    result["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    return result
+
+
+def dummy_like(batch: Batch) -> Batch:
+    """Return one two-token sequence of zeros with the keys of `batch`.
+
+    A rank with fewer micro-batches than the others runs it with weight 0, so that all ranks take part in the same
+    collectives.
+    """
+    result = {
+        key: value.new_zeros(1 if key in SEQUENCE_KEYS else 2)
+        for key, value in batch.items()
+        if key != "cu_seqlens"
+    }
+    result["cu_seqlens"] = batch["cu_seqlens"].new_tensor([0, 2])
+    result["loss_mask"][1] = True
+    return result
+
+
+def assign_groups(lengths: Sequence[int], world_size: int) -> list[list[int]]:
+    """Deal groups to ranks so that tokens are balanced (longest processing time first).
+
+    Args:
+        lengths: tokens of each group.
+        world_size: number of ranks.
+
+    Returns:
+        For each rank the ascending indices of its groups. Deterministic: every rank computes the same answer.
+    """
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    # Equal loads go to the rank with fewer groups, then to the lower rank.
+    heap = [(0, 0, rank) for rank in range(world_size)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, count, rank = heap[0]
+        ranks[rank].append(index)
+        heapq.heapreplace(heap, (load + lengths[index], count + 1, rank))
+    return [sorted(chosen) for chosen in ranks]
+
+
+def group_units(batch: Batch) -> list[list[int]]:
+    """Return runs of neighboring sequences that belong to one group."""
+    groups = enumerate(batch["group_index"].tolist())
+    return [[index for index, _ in run] for _, run in groupby(groups, key=lambda item: item[1])]
+
+
+def split_minibatches(batch: Batch, count: int) -> list[list[int]]:
+    """Deal the groups of a batch into `count` minibatches balanced by tokens.
+
+    Returns:
+        For each minibatch the ascending indices of its sequences. A batch with fewer groups than `count` is dealt
+        by sequence; with fewer sequences some minibatches are empty.
+    """
+    units = group_units(batch)
+    if len(units) < count:
+        units = [[index] for unit in units for index in unit]
+    lengths = sequence_lengths(batch).tolist()
+    dealt = assign_groups([sum(lengths[i] for i in unit) for unit in units], count)
+    return [[index for number in chosen for index in units[number]] for chosen in dealt]
+
+
+def split_micro_batches(batch: Batch, max_tokens: int, min_count: int = 1) -> list[list[int]]:
+    """Cut a batch into micro-batches of at most `max_tokens` tokens (best fit, longest first).
+
+    Groups stay together where they fit, so that their common prefixes are computed once.
+
+    Args:
+        batch: the batch.
+        max_tokens: token budget; a longer sequence forms a micro-batch of its own.
+        min_count: smallest number of micro-batches (fewer only if there are fewer sequences).
+
+    Returns:
+        For each micro-batch the ascending indices of its sequences; deterministic, none empty.
+    """
+    lengths = sequence_lengths(batch).tolist()
+    min_count = min(min_count, len(lengths))
+    units = []
+    for unit in group_units(batch):
+        fits = sum(lengths[i] for i in unit) <= max_tokens
+        units.extend([unit] if fits else [[i] for i in unit])
+    if len(units) < min_count:
+        units = [[i] for i in range(len(lengths))]
+    sizes = [sum(lengths[i] for i in unit) for unit in units]
+    bins = _best_fit_decreasing(sizes, max_tokens)
+    if len(bins) < min_count:
+        bins = [chosen for chosen in assign_groups(sizes, min_count) if chosen]
+    return [sorted(i for number in chosen for i in units[number]) for chosen in bins]
+
+
+def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        place = bisect_left(free, (sizes[index], -1))
+        if place < len(free):
+            room, chosen = free.pop(place)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(index)
+        insort(free, (room - sizes[index], chosen))
+    return bins

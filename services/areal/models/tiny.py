@@ -1,0 +1,131 @@
+"""A tiny Qwen2 model that really learns on a CPU, with a byte-level tokenizer, as a Hugging Face directory.
+
+Hidden 128, 3 layers, 4 heads (2 for keys and values), intermediate 384, tied embeddings: 0.62 M parameters. The
+tokenizer has 261 tokens: id b is byte b, then `<|pad|>`, `<|system|>`, `<|user|>`, `<|assistant|>`, `<|end|>`. A chat
+turn costs one token for its role, its bytes, and `<|end|>` after the assistant's.
+
+Example:
+    >>> make_tiny_model("runs/tiny", seed=0)
+    >>> tokenizer = Tokenizer.from_file("runs/tiny/tokenizer.json")
+    >>> tokenizer.encode("<|user|>7+8=<|assistant|>").ids
+    [258, 55, 43, 56, 61, 259]
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN = "<|pad|>", "<|system|>", "<|user|>"  # noqa: S105
+ASSISTANT_TOKEN, END_TOKEN = "<|assistant|>", "<|end|>"  # noqa: S105
+SPECIAL_TOKENS = (PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, END_TOKEN)
+PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID = range(256, 261)
+VOCAB_SIZE = 261
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def _byte_characters() -> list[str]:
+    """Return the printable character that byte-level tokenizers use for each byte (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters, extra = [], 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + extra))
+            extra += 1
+    return characters
+
+
+def make_byte_tokenizer() -> Any:
+    """Make the 261-token `tokenizers.Tokenizer`; needs no torch."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return tokenizer
+
+
+def save_tokenizer(directory: str | Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    make_byte_tokenizer().save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "TokenizersBackend",
+        "eos_token": END_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_tiny_model(
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 128,
+    num_hidden_layers: int = 3,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    intermediate_size: int = 384,
+    max_position_embeddings: int = 2048,
+) -> Path:
+    """Write a freshly initialized model and its tokenizer.
+
+    Args:
+        directory: made if missing; its files are overwritten.
+        seed: of the weights; the caller's random state is left alone.
+        hidden_size: width.
+        num_hidden_layers: depth.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads.
+        intermediate_size: width of the gated MLP.
+        max_position_embeddings: longest sequence.
+
+    Returns:
+        The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json and
+        tokenizer_config.json.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    directory = Path(directory)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
+    )
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
