@@ -1,0 +1,69 @@
+"""Client of TrainerService: what a running trainer tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal.clients.base import Client
+from areal.v1 import trainer_service_pb2 as pb
+from areal.v1 import trainer_service_pb2_grpc as pb_grpc
+from areal.wire import parse_json_object
+
+# What a call may take beyond the wait it asks for.
+_CALL_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """A trainer's own account.
+
+    Example:
+        >>> status.state, status.step, status.total_steps, status.rows[-1]["reward_mean"]
+        ('training', 41, 220, 0.63)
+    """
+
+    state: str
+    """starting, waiting, training, saving, finished, failed or unspecified."""
+    step: int
+    """Finished steps."""
+    total_steps: int
+    incarnation: int
+    world_size: int
+    detail: str
+    """What it waits for now, or why it failed."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of metrics.jsonl after the step asked for, oldest first; each has `step`."""
+
+
+class TrainerClient(Client):
+    """Watches a trainer."""
+
+    async def get_status(self, after_step: int = 0, max_wait_s: float = 0.0) -> TrainerStatus:
+        """Status, and the step rows after `after_step`.
+
+        Args:
+            after_step: Rows up to and including this step are left out.
+            max_wait_s: Long poll: wait up to this many seconds for a new row.
+
+        Raises:
+            Unavailable: No trainer answers at the address.
+            WaitTimeout: It accepted the call and did not answer in time.
+        """
+        request = pb.GetStatusRequest(after_step=after_step)
+        request.max_wait.FromMilliseconds(int(max_wait_s * 1000))
+        stub = pb_grpc.TrainerServiceStub(self._channel)
+        reply = await self._call(stub.GetStatus, request, timeout=max_wait_s + _CALL_MARGIN_S)
+        rows = []
+        for row in reply.rows:
+            metrics = parse_json_object(row.metrics_json, f"trainer row {row.step} metrics_json")
+            rows.append({**metrics, "step": row.step})
+        return TrainerStatus(
+            state=pb.TrainerState.Name(reply.state).removeprefix("TRAINER_STATE_").lower(),
+            step=reply.step,
+            total_steps=reply.total_steps,
+            incarnation=reply.incarnation,
+            world_size=reply.world_size,
+            detail=reply.detail,
+            rows=rows,
+        )

@@ -1,0 +1,36 @@
+"""Rows in the form of GSM8K: {"question", "answer": "... #### N"}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal.errors import InvalidInput
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def gsm8k_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[str, Any]:
+    """Makes a prompt and a bare answer of one GSM8K row.
+
+    Args:
+        row: Has "question" and "answer"; the answer's last line is "#### N".
+        instruction: Added below the question; "" leaves it out.
+
+    Returns:
+        {"messages", "answer": N without thousands separators, "solution": the worked answer}.
+
+    Raises:
+        InvalidInput: A field is missing, or the answer has no "####".
+    """
+    for key in ("question", "answer"):
+        if not isinstance(row.get(key), str):
+            raise InvalidInput(f"GSM8K row: field {key!r} is missing or not text")
+    solution, mark, final = row["answer"].rpartition("####")
+    if not mark or not final.strip():
+        raise InvalidInput(f"GSM8K row: answer {row['answer'][-80:]!r} does not end in '#### N'")
+    content = f"{row['question']}\n{instruction}" if instruction else row["question"]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "answer": final.strip().replace(",", ""),
+        "solution": solution.strip(),
+    }
