@@ -1,0 +1,387 @@
+"""A policy version on disk: its folder, its manifest, and how both are checked. No torch here.
+
+    trainer                                              weight-sync
+    ───────                                              ───────────
+    staging_dir() ── save_file, copy config ──>
+    build_manifest() ── write_manifest() ──>
+    publish_dir(staging, final)  (atomic rename)  ──>  DigestCache.verify(folder, manifest)
+                                                       check_same_tensors(manifest, version 0)
+
+    <weights_root>/v00000012-inc3/{model.safetensors, config.json, tokenizer.json, …, manifest.json}
+
+Published weights are not fsynced: they can be made again from the checkpoint, and a file torn by a
+power loss fails its digest. Syncing 500 MB would cost more than writing them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal.errors import InvalidInput
+
+MANIFEST = "manifest.json"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 * 1024 * 1024
+_FOLDER = re.compile(r"v(\d{8,})-inc(\d+)")
+_STAGING = re.compile(r"\.staging-v(\d{8,})-inc(\d+)")
+_ITEM_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One file of a version.
+
+    Example:
+        >>> WeightFile("model.safetensors", 5_312_648, "9f86d081884c7d65…")
+    """
+
+    name: str
+    """Relative to the version's folder; no directories."""
+    size_bytes: int
+    digest: str
+    """sha256, hex."""
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """One tensor, as the safetensors header names it.
+
+    Example:
+        >>> WeightTensor("model.norm.weight", (128,), "F32")
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name: F32, BF16, F16, F64."""
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    """One published set of weights, with its manifest.
+
+    Example:
+        >>> PolicyVersion(version=12, incarnation=3, path="runs/a/b/weights/v00000012-inc3")
+    """
+
+    version: int
+    """Finished train steps; 0 = initial weights."""
+    incarnation: int
+    """Of the trainer that published it; 0 for the configured model."""
+    path: str
+    """A Hugging Face model directory that every inference server can read."""
+    files: tuple[WeightFile, ...] = ()
+    tensors: tuple[WeightTensor, ...] = ()
+    publish_time: float = field(default=0.0, compare=False)
+    """Unix seconds."""
+
+    @property
+    def name(self) -> str:
+        """What servers are told as `weight_version`."""
+        return str(self.version)
+
+
+def version_dir(root: Path, version: int, incarnation: int) -> Path:
+    """Where a version is published."""
+    return root / f"v{version:08d}-inc{incarnation}"
+
+
+def staging_dir(root: Path, version: int, incarnation: int) -> Path:
+    """Where a version is written before it is published: same volume, so the rename is atomic."""
+    return root / f".staging-v{version:08d}-inc{incarnation}"
+
+
+def parse_version_dir(name: str) -> tuple[int, int] | None:
+    """(version, incarnation) of a published folder's name; None for anything else."""
+    match = _FOLDER.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model directory, by its index where it has one.
+
+    Raises:
+        InvalidInput: There is none, or the index is not a mapping to files of this folder.
+    """
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _SINGLE).is_file():
+            raise InvalidInput(f"{folder}: no {_SINGLE} and no {_INDEX}")
+        return [folder / _SINGLE]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise InvalidInput(f"{index}: expected a JSON object with a weight_map") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InvalidInput(f"{index}: shard {name!r} is not a file of this folder")
+    return [folder / name for name in names]
+
+
+def read_tensors(file: Path) -> list[WeightTensor]:
+    """The tensor list in a safetensors header; checks that the file holds all their bytes.
+
+    Raises:
+        InvalidInput: Not safetensors, an unknown dtype, or a truncated or padded file.
+    """
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 2 <= length <= _MAX_HEADER_BYTES:
+                raise InvalidInput(f"{file}: not a safetensors file (header of {length} bytes)")
+            header = json.loads(stream.read(length))
+            size = stream.seek(0, 2)
+        header.pop("__metadata__", None)
+        tensors, end = [], 0
+        for name, entry in header.items():
+            tensor = WeightTensor(name, tuple(int(n) for n in entry["shape"]), entry["dtype"])
+            begin, stop = entry["data_offsets"]
+            if stop - begin != (math.prod(tensor.shape) * _ITEM_BITS[tensor.dtype] + 7) // 8:
+                raise InvalidInput(f"{file}: tensor {name}: offsets do not fit its shape")
+            end = max(end, stop)
+            tensors.append(tensor)
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"{file}: not a safetensors file ({error})") from None
+    if size != 8 + length + end:
+        raise InvalidInput(f"{file}: {size} bytes, expected {8 + length + end}: truncated or torn")
+    return tensors
+
+
+def file_digest(file: Path) -> str:
+    """sha256 hex; raises InvalidInput when the file cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+
+
+def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersion:
+    """Reads headers and digests of everything a server loads from a folder.
+
+    Files that do not change what a server computes (tokenizer, README) are left out.
+
+    Args:
+        folder: A Hugging Face model directory.
+        version: Finished train steps.
+        incarnation: The trainer's.
+
+    Raises:
+        InvalidInput: The folder is not a complete model.
+    """
+    shards = weight_files(folder)
+    tensors: dict[str, WeightTensor] = {}
+    for shard in shards:
+        for tensor in read_tensors(shard):
+            if tensor.name in tensors:
+                raise InvalidInput(f"{shard}: tensor {tensor.name} is in two files")
+            tensors[tensor.name] = tensor
+    if not (folder / "config.json").is_file():
+        raise InvalidInput(f"{folder}: no config.json")
+    names = [folder / "config.json", *shards]
+    if (folder / _INDEX).is_file():
+        names.append(folder / _INDEX)
+    return PolicyVersion(
+        version=version,
+        incarnation=incarnation,
+        path=str(folder),
+        files=tuple(WeightFile(f.name, f.stat().st_size, file_digest(f)) for f in names),
+        tensors=tuple(tensors[name] for name in sorted(tensors)),
+        publish_time=time.time(),
+    )
+
+
+def to_json(version: PolicyVersion) -> str:
+    """One line of JSON; `from_json` reads it back."""
+    return json.dumps(asdict(version), separators=(",", ":"))
+
+
+def from_json(text: str | bytes) -> PolicyVersion:
+    """Reads what `to_json` wrote; raises InvalidInput."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+        files = tuple(
+            WeightFile(str(f["name"]), int(f["size_bytes"]), str(f["digest"])) for f in raw["files"]
+        )
+        tensors = tuple(
+            WeightTensor(str(t["name"]), tuple(int(n) for n in t["shape"]), str(t["dtype"]))
+            for t in raw["tensors"]
+        )
+        return PolicyVersion(
+            version=int(raw["version"]),
+            incarnation=int(raw["incarnation"]),
+            path=str(raw["path"]),
+            files=files,
+            tensors=tensors,
+            publish_time=float(raw["publish_time"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(f"manifest: expected a policy version in JSON ({error!r})") from None
+
+
+def write_manifest(manifest: PolicyVersion, folder: Path) -> None:
+    """Writes `manifest.json` into a (staging) folder."""
+    (folder / MANIFEST).write_text(to_json(manifest))
+
+
+def read_manifest(folder: Path) -> PolicyVersion:
+    """Reads a published folder's `manifest.json`; `path` is where it was found.
+
+    Raises:
+        InvalidInput: Missing or not a manifest.
+    """
+    file = folder / MANIFEST
+    try:
+        manifest = from_json(file.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+    return at_path(manifest, folder)
+
+
+def at_path(manifest: PolicyVersion, folder: Path) -> PolicyVersion:
+    """The same manifest, found in `folder`."""
+    return PolicyVersion(**{**vars(manifest), "path": str(folder)})
+
+
+def publish_dir(staging: Path, final: Path) -> None:
+    """Makes a finished folder visible under its final name, atomically.
+
+    Publishing the same content again (a trainer that restarted between rename and announcement)
+    succeeds and drops the staging folder.
+
+    Raises:
+        InvalidInput: `final` exists with other content, or `staging` has no manifest.
+    """
+    wanted = read_manifest(staging)
+    if final.exists():
+        if read_manifest(final).files != wanted.files:
+            raise InvalidInput(f"{final}: exists with other content")
+        shutil.rmtree(staging)
+        return
+    staging.rename(final)
+
+
+def check_same_tensors(manifest: PolicyVersion, base: PolicyVersion) -> None:
+    """Names and shapes must be version 0's: a server ignores unknown names and dies of shapes.
+
+    Raises:
+        InvalidInput: Names the first tensor that is missing, unknown or of another shape.
+    """
+    have = {t.name: t.shape for t in manifest.tensors}
+    want = {t.name: t.shape for t in base.tensors}
+    for name, shape in want.items():
+        if name not in have:
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} is missing, expected "
+                f"{list(shape)} as in version {base.version}"
+            )
+        if have[name] != shape:
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} has shape {list(have[name])}, "
+                f"expected {list(shape)} as in version {base.version}"
+            )
+    for name in have:
+        if name not in want:
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} is unknown to version {base.version}"
+            )
+
+
+class DigestCache:
+    """Verifies files against a manifest, hashing each file once however many servers load it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Path, tuple[tuple[int, int, int], str]] = {}
+        self._lock = threading.Lock()  # verify() runs in threads: hash a file once, not N times
+
+    def verify(self, manifest: PolicyVersion) -> None:
+        """Checks size and digest of every file of a version; blocking.
+
+        Raises:
+            InvalidInput: Names the file, what it is and what was expected.
+        """
+        folder = Path(manifest.path)
+        for expected in manifest.files:
+            if Path(expected.name).name != expected.name:
+                raise InvalidInput(f"version {manifest.version}: file name {expected.name!r}")
+            file = folder / expected.name
+            try:
+                stat = file.stat()
+            except OSError as error:
+                raise InvalidInput(f"{file}: {error.strerror}") from None
+            if stat.st_size != expected.size_bytes:
+                raise InvalidInput(
+                    f"{file}: {stat.st_size} bytes, expected {expected.size_bytes}: truncated"
+                )
+            with self._lock:
+                key = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+                known = self._digests.get(file)
+                if known is None or known[0] != key:
+                    known = (key, file_digest(file))
+                    self._digests[file] = known
+            if known[1] != expected.digest:
+                raise InvalidInput(
+                    f"{file}: sha256 {known[1][:16]}…, expected {expected.digest[:16]}…: "
+                    f"the file is not the one that was published"
+                )
+
+    def forget(self, folder: Path) -> None:
+        """Drops what is known of a deleted folder."""
+        with self._lock:
+            for file in [f for f in self._digests if f.parent == folder]:
+                del self._digests[file]
+
+
+def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] = ()) -> list[Path]:
+    """Deletes published versions below `root` that are older than the newest `keep`.
+
+    Only folders with a published (or staging) name directly below `root` are touched: never a
+    model directory or a checkpoint. Staging folders of versions that lie behind are leftovers of
+    a trainer that died while writing.
+
+    Args:
+        root: The weights root; may not exist.
+        current: The current version: newer folders (being published) do not count.
+        keep: How many versions <= current stay.
+        in_use: Paths that must stay.
+
+    Returns:
+        The folders deleted.
+    """
+    if not root.is_dir():
+        return []
+    keep_paths = {Path(path).resolve() for path in in_use}
+    published: list[tuple[int, int, Path]] = []
+    doomed: list[Path] = []
+    for folder in root.iterdir():
+        parsed = parse_version_dir(folder.name)
+        staging = _STAGING.fullmatch(folder.name)
+        if parsed is not None and parsed[0] <= current:
+            published.append((*parsed, folder))
+        elif staging is not None and int(staging[1]) < current:
+            doomed.append(folder)
+    kept_versions = sorted({entry[0] for entry in published})[-keep:]
+    doomed += [path for version, _, path in published if version not in kept_versions]
+    deleted = [f for f in doomed if f.resolve() not in keep_paths and not f.is_symlink()]
+    for folder in deleted:
+        shutil.rmtree(folder, ignore_errors=True)
+    return deleted
