@@ -49,13 +49,19 @@ Registration = tuple[str, Callable[[grpc.aio.Server], None]]
 class ServiceContext:
     """What the chassis lends a service: background tasks and a metrics registry."""
 
-    def __init__(self, name: str, listen: str, background: Background) -> None:
+    def __init__(self, name: str, listen: str, background: Background | None) -> None:
         self.name = name
         self.listen = listen
         """host:port of the service; where the gateway serves HTTP."""
-        self.background = background
+        self._background = background
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+
+    @property
+    def background(self) -> Background:
+        """Owner of the service's long-running tasks."""
+        assert self._background is not None, "this process runs no background tasks"
+        return self._background
 
 
 class Service:
@@ -145,6 +151,24 @@ async def _start_grpc(
     server.add_insecure_port(context.listen)
     await server.start()
     return server, health_servicer, names
+
+
+async def start_servers(
+    context: ServiceContext, service: Service, metrics: str
+) -> grpc.aio.Server | None:
+    """Serves gRPC and HTTP in a process with a main loop of its own (the trainer).
+
+    Returns:
+        The gRPC server; it serves as long as it is referenced.
+    """
+    serving = asyncio.Event()
+    if metrics:
+        await _start_http(context, metrics, serving)
+    server, health_servicer, names = await _start_grpc(context, service)
+    for each in ("", *names):
+        await health_servicer.set(each, health_pb2.HealthCheckResponse.SERVING)
+    serving.set()
+    return server
 
 
 async def _serve(

@@ -1,0 +1,70 @@
+"""The library a recipe imports; everything is loaded on first use, so workers stay torch-free."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Public name -> module that defines it.
+_EXPORTS = {
+    "FSDPPPOActor": "areal.engines.ppo_actor",
+    "GRPOConfig": "areal.config",
+    "GenerationHyperparameters": "areal.types",
+    "InferenceEngine": "areal.workflows.base",
+    "LLMRequest": "areal.types",
+    "LLMResponse": "areal.types",
+    "RLVRWorkflow": "areal.workflows.rlvr",
+    "RemoteSGLangEngine": "areal.engines.remote",
+    "RolloutWorkflow": "areal.workflows.base",
+    "StatefulLoader": "areal.datasets.loader",
+    "TrainEngine": "areal.engines.train_api",
+    "Trajectory": "areal.types",
+    "WeightUpdateMeta": "areal.types",
+    "load_expr_config": "areal.config",
+    "shuffle_rewards": "areal.algorithms.controls",
+}
+
+__all__ = [
+    "FSDPPPOActor",
+    "GRPOConfig",
+    "GenerationHyperparameters",
+    "InferenceEngine",
+    "LLMRequest",
+    "LLMResponse",
+    "RLVRWorkflow",
+    "RemoteSGLangEngine",
+    "RolloutWorkflow",
+    "StatefulLoader",
+    "TrainEngine",
+    "Trajectory",
+    "WeightUpdateMeta",
+    "load_expr_config",
+    "shuffle_rewards",
+]
+
+if TYPE_CHECKING:
+    from areal.algorithms.controls import shuffle_rewards
+    from areal.config import GRPOConfig, load_expr_config
+    from areal.datasets.loader import StatefulLoader
+    from areal.engines.ppo_actor import FSDPPPOActor
+    from areal.engines.remote import RemoteSGLangEngine
+    from areal.engines.train_api import TrainEngine
+    from areal.types import (
+        GenerationHyperparameters,
+        LLMRequest,
+        LLMResponse,
+        Trajectory,
+        WeightUpdateMeta,
+    )
+    from areal.workflows.base import InferenceEngine, RolloutWorkflow
+    from areal.workflows.rlvr import RLVRWorkflow
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'areal' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

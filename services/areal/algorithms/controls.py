@@ -1,0 +1,26 @@
+"""Controls: training signals that must not teach anything."""
+
+from __future__ import annotations
+
+import torch
+
+from areal.algorithms.advantages import place_scores, sequence_sums
+from areal.algorithms.packing import Batch
+
+
+def shuffle_rewards(batch: Batch, seed: int) -> None:
+    """Deals the batch's rewards to its sequences at random, in place.
+
+    The rewards keep their distribution and lose their meaning: a policy whose held-out accuracy
+    still rises was not learning from them.
+
+    Args:
+        batch: A packed batch; `rewards` is replaced.
+        seed: Of the permutation; vary it from step to step.
+    """
+    cu_seqlens = batch["cu_seqlens"]
+    outcomes = sequence_sums(batch["rewards"], cu_seqlens)
+    generator = torch.Generator().manual_seed(seed)
+    dealt = outcomes[torch.randperm(len(outcomes), generator=generator)]
+    nothing = torch.zeros_like(batch["rewards"])
+    batch["rewards"] = place_scores(nothing, batch["loss_mask"], cu_seqlens, dealt).float()

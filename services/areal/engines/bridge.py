@@ -1,0 +1,64 @@
+"""Calls async clients from the trainer's synchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from areal.errors import WaitTimeout
+
+T = TypeVar("T")
+
+
+class AsyncBridge:
+    """One event loop in one daemon thread; gRPC channels live there.
+
+    The trainer's main thread computes; everything that talks runs here, so a long computation
+    never delays keep-alives, status requests or checkpoint commits.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="areal-bridge", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
+        """Runs a coroutine and waits for its result.
+
+        Raises:
+            WaitTimeout: After `timeout` seconds; the coroutine is cancelled.
+        """
+        since = time.monotonic()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the coroutine's own TimeoutError
+                raise
+            future.cancel()
+            raise WaitTimeout(what, since=since) from None
+
+    def close(self) -> None:
+        """Stops the loop; pending coroutines are cancelled."""
+
+        async def cancel_all() -> None:
+            tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        try:
+            self.call(cancel_all(), timeout=5.0, what="bridge shutdown")
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5.0)
+            if not self._thread.is_alive():
+                self.loop.close()

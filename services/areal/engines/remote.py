@@ -1,0 +1,414 @@
+"""The generation side as a recipe sees it: submit rows, get batches.
+
+A batch call of step s: submit rows (as far as the queue needs), wait until a server has confirmed
+version s-1, then `TakeBatch(s)` until the ledger has B groups; rank 0 takes the manifest, every
+rank fetches its share of the groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal import errors
+from areal.config import RolloutConfig
+from areal.engines.session import RETRY_S, TrainerSession, current_session
+from areal.recipe import describe_workflow
+from areal.types import LIVE_STATES, Purpose, StopReason, Task, TrajectoryGroup, WorkflowSpec
+from areal.v1 import buffer_service_pb2 as pb
+from areal.wire import STATE_TO_PB
+from areal.workflows.base import RolloutWorkflow
+
+# One long poll; the ranks meet after each, so none idles in a collective for longer.
+POLL_S = 10.0
+LIVE_PB_STATES = frozenset(STATE_TO_PB[state] for state in LIVE_STATES)
+
+
+class RowLoader(Protocol):
+    """A resumable source of rows (`areal.datasets.loader.StatefulLoader`)."""
+
+    def __iter__(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Yields (epoch, index, row)."""
+        ...
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        """Goes to a place; the next item is (epoch, cursor)."""
+        ...
+
+
+@dataclass
+class _Taken:
+    """Outcome of one poll on rank 0."""
+
+    state: int
+    groups: list[tuple[str, list[int], int]] = field(default_factory=list)
+    """(task_id, lengths, head_version), oldest first."""
+    waiting_for: str = ""
+    replay: bool = False
+    queued: int = 0
+
+
+class RemoteSGLangEngine:
+    """Rollouts on the inference servers, through the rollout service and the ledger."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        """Joins the trainer session around the recipe.
+
+        Args:
+            config: The experiment's rollout section.
+        """
+        self.config = config
+        self.session: TrainerSession = current_session()
+        self._rows: Iterator[tuple[int, int, Mapping[str, Any]]] | None = None
+        self._sealed = False
+        # (epoch, index, task_id) of what was submitted and may not have ended, oldest first.
+        self._open: deque[tuple[int, int, str]] = deque()
+        self._specs: dict[int, WorkflowSpec] = {}
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def prepare_batch(self, dataloader: RowLoader, workflow: RolloutWorkflow) -> dict[str, Any]:
+        """The next batch of B groups; generation of later ones goes on meanwhile.
+
+        Args:
+            dataloader: Rows to submit; iterated from where it stands.
+            workflow: How a row becomes trajectories; a class of the recipe or of the library.
+
+        Returns:
+            This rank's share, packed (see `areal.algorithms.packing`).
+
+        Raises:
+            WaitTimeout: No batch within rollout.batch_timeout_s; says what was missing.
+        """
+        spec = self._describe(workflow)
+        if self._rows is None:
+            self._start_rows(dataloader)
+        self.session.begin_step()
+        # Enough rows in the queue for all that may run ahead, plus one batch to draw from.
+        ahead = (self.config.max_head_offpolicyness + 2) * self._batch_size
+        self.session.on_rank0(lambda: self._submit(spec, ahead))
+        return self._take(task_ids=[], submit=lambda queued: self._refill(spec, queued))
+
+    def rollout_batch(
+        self, data: Iterable[Mapping[str, Any]], workflow: RolloutWorkflow
+    ) -> dict[str, Any]:
+        """Rolls out exactly these rows and returns the accepted groups when all have ended.
+
+        Raises:
+            WorkflowError: No row was accepted.
+            WaitTimeout: As for `prepare_batch`.
+        """
+        spec = self._describe(workflow)
+        session = self.session
+        session.begin_step()
+        step = session.step + 1
+        tasks = [
+            Task(
+                task_id=f"s{step}-{index}",
+                purpose=Purpose.TRAIN,
+                workflow=spec,
+                data=dict(row),
+            )
+            for index, row in enumerate(data)
+        ]
+        if not tasks:
+            raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
+        session.on_rank0(lambda: self._send(tasks))
+        return self._take(task_ids=[task.task_id for task in tasks], submit=None)
+
+    def evaluate(
+        self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str
+    ) -> float:
+        """Mean reward of the current policy on held-out rows; measured once per run and name.
+
+        A resumed run returns what was recorded under `name` instead of measuring again: the
+        policy has moved since.
+
+        Raises:
+            WorkflowError: No row was delivered.
+        """
+        known = self.session.result(name)
+        if known is not None:
+            return float(known)
+        spec = self._describe(workflow)
+        mean = self.session.on_rank0(lambda: self._evaluate(rows, spec, name))
+        self.session.record(name, mean)
+        return mean
+
+    # -- rank 0 --------------------------------------------------------------------------------
+
+    def _start_rows(self, dataloader: RowLoader) -> None:
+        """Goes to where the checkpoint was; ids between there and the crash are seen (L6)."""
+        session = self.session
+        if session.resumed is not None and (cursor := session.resumed.extra.get("dataset")):
+            dataloader.seek(*cursor)
+        self._rows = iter(dataloader)
+        session.checkpoint_extra["dataset"] = self._cursor
+
+    def _cursor(self) -> list[int] | None:
+        """The lowest (epoch, index) that has not ended; what a resume submits from."""
+        session = self.session
+        if session.rank != 0:
+            return None
+        while self._open:
+            head = list(itertools.islice(self._open, 500))
+            records = session.call(
+                session.buffer.get_tasks([task_id for _, _, task_id in head]), "task states"
+            )
+            live = {
+                record.task.task_id
+                for record in records
+                if record.state in LIVE_PB_STATES and not 0 < record.step <= session.step
+            }
+            for _, _, task_id in head:
+                if task_id in live:
+                    return list(self._open[0][:2])
+                self._open.popleft()
+        return None
+
+    @property
+    def _batch_size(self) -> int:
+        return self.session.config.train_dataset.batch_size
+
+    def _describe(self, workflow: RolloutWorkflow) -> WorkflowSpec:
+        """Describes the workflow by digest and stores the recipe's source, once."""
+        known = self._specs.get(id(workflow))
+        if known is not None:
+            return known
+        spec = describe_workflow(workflow)
+        session = self.session
+        if spec.recipe_digest:
+            if session.recipe is None:
+                raise errors.InvalidInput(
+                    f"workflow {spec.name!r} comes from a recipe file, but this trainer was "
+                    "started without one"
+                )
+            file_name, source = session.recipe
+            digest = session.on_rank0(
+                lambda: session.call(
+                    session.buffer.put_recipe(file_name, source), "storing the recipe"
+                )
+            )
+            if digest != spec.recipe_digest:
+                raise errors.InvalidInput(
+                    f"workflow {spec.name!r} is not defined in {file_name}: workers can only "
+                    "rebuild what the recipe file or the library defines"
+                )
+        self._specs[id(workflow)] = spec
+        return spec
+
+    def _send(self, tasks: list[Task], *, seal: bool = False) -> int:
+        session = self.session
+        accepted = session.call(
+            session.buffer.submit_tasks(tasks, incarnation=session.incarnation, seal=seal),
+            f"submission of {len(tasks)} tasks",
+        )
+        return sum(accepted)
+
+    def _submit(self, spec: WorkflowSpec, wanted: int) -> None:
+        """Submits rows until `wanted` new ones are in; ids seen before do not count (L6)."""
+        stats = self.session.call(self.session.buffer.get_stats(), "ledger statistics")
+        self._top_up(spec, wanted - _queued_train_tasks(stats))
+
+    def _refill(self, spec: WorkflowSpec, queued: int) -> None:
+        if queued < self._batch_size:
+            self._top_up(spec, 2 * self._batch_size - queued)
+
+    def _top_up(self, spec: WorkflowSpec, missing: int) -> None:
+        assert self._rows is not None
+        while missing > 0 and not self._sealed:
+            tasks = []
+            for epoch, index, row in self._rows:
+                tasks.append(
+                    Task(
+                        task_id=f"e{epoch}-{index}",
+                        purpose=Purpose.TRAIN,
+                        workflow=spec,
+                        data=dict(row),
+                        position=(epoch, index),
+                    )
+                )
+                self._open.append((epoch, index, tasks[-1].task_id))
+                if len(tasks) >= missing:
+                    break
+            self._sealed = len(tasks) < missing
+            missing -= self._send(tasks, seal=self._sealed)
+
+    def _poll(self, task_ids: list[str], submit: Any) -> _Taken:
+        session = self.session
+        response = session.call(
+            session.buffer.take_batch(
+                incarnation=session.incarnation,
+                step=session.step + 1,
+                max_wait_s=POLL_S,
+                task_ids=task_ids,
+            ),
+            f"batch of step {session.step + 1}",
+        )
+        if response.state == pb.TAKE_STATE_WAITING and submit is not None:
+            submit(response.queued)
+        return _Taken(
+            state=response.state,
+            groups=[(g.task_id, list(g.lengths), g.head_version) for g in response.groups],
+            waiting_for=response.waiting_for,
+            replay=response.replay,
+            queued=response.queued,
+        )
+
+    # -- all ranks -----------------------------------------------------------------------------
+
+    def _take(self, task_ids: list[str], submit: Any) -> dict[str, Any]:
+        session = self.session
+        since = time.monotonic()
+        session.on_rank0(session.confirm_version)
+        while True:
+            taken = session.on_rank0(lambda: self._poll(task_ids, submit))
+            if taken.state == pb.TAKE_STATE_TAKEN:
+                break
+            session.raise_if_stopped()
+            if taken.state == pb.TAKE_STATE_EXHAUSTED:
+                raise errors.WorkflowError(
+                    f"step {session.step + 1}: no group was accepted ({taken.waiting_for})"
+                    if task_ids
+                    else f"step {session.step + 1}: the dataset has no rows left; lower "
+                    "total_train_steps or let the loader repeat"
+                )
+            if taken.state == pb.TAKE_STATE_CHECKPOINT_FIRST:
+                session.save_checkpoint()
+            elif time.monotonic() - since > self.config.batch_timeout_s:
+                raise errors.WaitTimeout(
+                    f"batch of step {session.step + 1}: {taken.waiting_for}",
+                    on=f"buffer {session.buffer.address}",
+                    since=since,
+                    hint="see `areal status` and the rollout and inference logs",
+                )
+        batch = self._fetch(taken)
+        session.row["wait_seconds"] = time.monotonic() - since
+        session.status.training()
+        return batch
+
+    def _fetch(self, taken: _Taken) -> dict[str, Any]:
+        """This rank's groups, packed; adds the batch's figures to the step's row."""
+        from areal.algorithms.packing import assign_groups
+
+        session = self.session
+        shares = assign_groups([sum(n) for _, n, _ in taken.groups], session.world_size)
+        mine = [taken.groups[i][0] for i in shares[session.rank]]
+        groups: list[TrajectoryGroup] = session.call(
+            session.buffer.fetch_groups(
+                incarnation=session.incarnation, step=session.step + 1, task_ids=mine
+            ),
+            f"{len(mine)} groups of step {session.step + 1}",
+        )
+        staleness = [session.step - head for _, _, head in taken.groups]
+        session.row.update(
+            groups=len(taken.groups),
+            samples=sum(len(lengths) for _, lengths, _ in taken.groups),
+            tokens_total=sum(sum(lengths) for _, lengths, _ in taken.groups),
+            staleness_mean=sum(staleness) / len(staleness),
+            staleness_max=max(staleness),
+            replay=taken.replay,
+            queued=taken.queued,
+        )
+        return pack_groups(groups)
+
+    def _evaluate(self, rows: Sequence[Mapping[str, Any]], spec: WorkflowSpec, name: str) -> float:
+        session = self.session
+        session.confirm_version()
+        timeout = self.config.batch_timeout_s
+        tasks = [
+            Task(
+                task_id=f"{name}-v{session.step}-i{session.incarnation}-{index}",
+                purpose=Purpose.SERVE,
+                workflow=spec,
+                data=dict(row),
+            )
+            for index, row in enumerate(rows)
+        ]
+        self._send(tasks)
+        waiting = {task.task_id for task in tasks}
+        since = time.monotonic()
+        while waiting:
+            waiting -= set(
+                session.call(
+                    session.buffer.wait_tasks(sorted(waiting), max_wait_s=POLL_S),
+                    f"evaluation {name!r}",
+                )
+            )
+            if time.monotonic() - since > timeout:
+                raise errors.WaitTimeout(
+                    f"{len(waiting)} of {len(tasks)} tasks of evaluation {name!r}",
+                    on=f"buffer {session.buffer.address}",
+                    since=since,
+                )
+        records = session.call(
+            session.buffer.get_tasks([t.task_id for t in tasks], include_groups=True),
+            f"results of evaluation {name!r}",
+            timeout=RETRY_S,
+        )
+        rewards = [t.reward for record in records for t in record.group.trajectories]
+        if not rewards:
+            raise errors.WorkflowError(
+                f"evaluation {name!r}: none of {len(tasks)} rows was delivered; "
+                f"first cause: {records[0].reason if records else 'unknown'}"
+            )
+        return sum(rewards) / len(rewards)
+
+
+def _queued_train_tasks(stats: pb.GetStatsResponse) -> int:
+    from areal.v1 import trajectory_pb2
+
+    return sum(c.tasks for c in stats.train_counts if c.state == trajectory_pb2.TASK_STATE_QUEUED)
+
+
+def pack_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """Joins groups into one packed batch of tensors.
+
+    An empty share (more ranks than groups) gives an empty batch: the engine still takes part in
+    every collective.
+    """
+    import torch
+
+    from areal.algorithms.packing import pack
+
+    sequences = []
+    group_index = []
+    truncated = []
+    for number, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            sequences.append(
+                {
+                    # Arrays from the wire are read-only views; torch wants to own its memory.
+                    "input_ids": torch.tensor(trajectory.input_ids, dtype=torch.int64),
+                    "loss_mask": torch.tensor(trajectory.loss_mask),
+                    "behavior_logprobs": torch.tensor(trajectory.behavior_logprobs),
+                    "token_versions": torch.tensor(trajectory.token_versions, dtype=torch.int64),
+                    "rewards": torch.tensor(trajectory.rewards),
+                }
+            )
+            group_index.append(number)
+            truncated.append(trajectory.finish_reason is not StopReason.STOP)
+    if not sequences:
+        return _empty_batch()
+    batch: dict[str, Any] = pack(sequences, group_index)
+    batch["truncated"] = torch.tensor(truncated)
+    return batch
+
+
+def _empty_batch() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cu_seqlens": torch.zeros(1, dtype=torch.int32),
+        "group_index": torch.zeros(0, dtype=torch.int64),
+        "truncated": torch.zeros(0, dtype=torch.bool),
+        "input_ids": torch.zeros(0, dtype=torch.int64),
+        "loss_mask": torch.zeros(0, dtype=torch.bool),
+        "behavior_logprobs": torch.zeros(0),
+        "token_versions": torch.zeros(0, dtype=torch.int64),
+        "rewards": torch.zeros(0),
+    }

@@ -1,0 +1,61 @@
+"""The files a trainer leaves in the run folder (rank 0 writes them).
+
+metrics.jsonl   one row per finished step
+trainer.json    free-form results: name -> value (held-out accuracy, …)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+class RunFiles:
+    """metrics.jsonl and trainer.json of one run."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        """Opens the files; rows above `resume_step` belong to lost steps and are dropped."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = run_dir / "metrics.jsonl"
+        self._results = run_dir / "trainer.json"
+        self.rows = [row for row in self._read_rows() if row["step"] <= resume_step]
+        write_atomically(self._metrics, b"".join(orjson.dumps(row) + b"\n" for row in self.rows))
+        self.results: dict[str, Any] = (
+            json.loads(self._results.read_text()) if self._results.exists() else {}
+        )
+
+    def _read_rows(self) -> list[dict[str, Any]]:
+        if not self._metrics.exists():
+            return []
+        rows = []
+        for line in self._metrics.read_bytes().splitlines():
+            try:
+                rows.append(orjson.loads(line))
+            except orjson.JSONDecodeError:  # cut off by a crash while it was written
+                break
+        return rows
+
+    def append_row(self, row: dict[str, Any]) -> None:
+        """Adds the row of a finished step."""
+        self.rows.append(row)
+        with self._metrics.open("ab") as file:
+            file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def record(self, name: str, value: Any) -> None:
+        """Sets one result."""
+        self.results[name] = value
+        write_atomically(self._results, json.dumps(self.results, indent=2).encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes beside the target, flushes to disk, renames: readers see all or nothing."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,371 @@
+"""What the engines of one trainer share: services, step counter, checkpoints, metrics.
+
+    RemoteSGLangEngine ── take batch of step s = finished + 1 ──┐
+                                                                 v
+                                                          TrainerSession ── buffer (ledger)
+                                                                 ^      └── weight-sync
+    FSDPPPOActor ── publish version s, finish step s ───────────┘
+
+`areal_trainer` opens a session around the recipe's `main`; engines find it by `current_session()`.
+Rank 0 talks to the services and broadcasts; every rank makes the same calls in the same order.
+
+| wait                     | on          | unblocked by            | deadline                |
+|--------------------------|-------------|-------------------------|-------------------------|
+| version s-1 confirmed    | weight-sync | one server confirmed it | rollout.setup_timeout_s |
+| batch of step s          | buffer      | B groups are complete   | rollout.batch_timeout_s |
+| checkpoint being written | this disk   | its writer thread ends  | CHECKPOINT_TIMEOUT_S    |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from areal.clients.buffer import BufferClient
+
+from areal import errors
+from areal.clients.weight_sync import WeightSyncClient
+from areal.config import GRPOConfig
+from areal.engines.bridge import AsyncBridge
+from areal.engines.checkpoints import Checkpoint, CheckpointFolder
+from areal.engines.run_files import RunFiles
+from areal.engines.trainer_status import TrainerStatus
+from areal.observability.logging import get_logger
+from areal.types import Purpose
+from areal.weights import PolicyVersion
+
+T = TypeVar("T")
+
+CHECKPOINT_TIMEOUT_S = 600.0
+RPC_TIMEOUT_S = 30.0
+RETRY_S = 120.0
+"""A service may be away for this long (restart, outage of Redis) before the trainer gives up."""
+
+
+class TrainerStopped(BaseException):
+    """SIGTERM was received; unwinds the recipe so that the session can save and leave."""
+
+
+class Checkpointable(Protocol):
+    """What the session asks of the actor."""
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Snapshots now, writes in the background; the future ends when this rank is done."""
+
+
+@dataclass
+class _Pending:
+    step: int
+    directory: Path
+    future: Future[None]
+    extra: dict[str, Any]
+    since: float = field(default_factory=time.monotonic)
+
+
+_CURRENT: ContextVar[TrainerSession] = ContextVar("areal_trainer_session")
+
+
+def current_session() -> TrainerSession:
+    """The session around the running recipe.
+
+    Raises:
+        InvalidInput: The recipe was not started by `areal run` or `areal-trainer`.
+    """
+    session = _CURRENT.get(None)
+    if session is None:
+        raise errors.InvalidInput(
+            "no trainer session: start this recipe with `areal run RECIPE` (or areal-trainer)"
+        )
+    return session
+
+
+class TrainerSession:
+    """One trainer's life between registration and its last commit."""
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        recipe: tuple[str, bytes] | None = None,
+    ) -> None:
+        """Connects lazily; `open()` registers.
+
+        Args:
+            config: The resolved experiment.
+            rank: Of this process.
+            world_size: Trainer processes.
+            recipe: File name and source of the recipe, for the workers that rebuild its workflow.
+        """
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.recipe = recipe
+        self.bridge = AsyncBridge()
+        self.buffer = BufferClient(config.endpoints.buffer)
+        self.weight_sync = WeightSyncClient(config.endpoints.weight_sync)
+        self.folder = CheckpointFolder(config.run_dir / "checkpoints", config.checkpoint.keep)
+        self.status = TrainerStatus(config.total_train_steps, world_size)
+        self.step = 0
+        """Finished steps."""
+        self.incarnation = 0
+        self.resumed: Checkpoint | None = None
+        self.published_version = 0
+        self.last_taken_step = 0
+        self.row: dict[str, Any] = {}
+        """The metrics row of the step in progress."""
+        self.checkpoint_extra: dict[str, Callable[[], Any]] = {}
+        """Named providers of what a checkpoint carries beside tensors (the dataset cursor)."""
+        self.stop_requested = False
+        self._actor: Checkpointable | None = None
+        self._pending: _Pending | None = None
+        self._files: RunFiles | None = None
+        self._step_started = time.monotonic()
+        self._last_checkpoint_step = 0
+        self._log = get_logger("areal.engines.session")
+
+    # -- opening and closing -------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
+        (self.resumed, self.incarnation, self.last_taken_step, self.published_version) = (
+            self.on_rank0(self._register)
+        )
+        self.step = self._last_checkpoint_step = self.resumed.step if self.resumed else 0
+        if self.rank == 0:
+            self._files = RunFiles(self.config.run_dir, self.step)
+            self.status.opened(self.incarnation, self.step, self._files.rows)
+        self._log.info(
+            "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
+        )
+
+    def _register(self) -> tuple[Checkpoint | None, int, int, int]:
+        newest = self.folder.newest()
+        if newest is not None and self.config.checkpoint.recover == "never":
+            raise errors.ConfigError(
+                f"checkpoint.recover 'never': {newest.path} exists; choose another trial_name"
+            )
+        registered = self.call(
+            self.buffer.register_trainer(
+                resume_step=newest.step if newest else 0,
+                batch_size=self.config.train_dataset.batch_size,
+                max_head_offpolicyness=self.config.rollout.max_head_offpolicyness,
+                max_concurrent_rollouts=self.config.rollout.max_concurrent_rollouts,
+                retry_for=RETRY_S,
+            ),
+            "registration with the buffer",
+        )
+        versions = self.call(
+            self.weight_sync.wait_confirmed(0, timeout=self.config.rollout.setup_timeout_s),
+            "the first inference server to serve",
+            timeout=self.config.rollout.setup_timeout_s + 5,
+        )
+        return (
+            newest,
+            registered.incarnation,
+            registered.last_taken_step,
+            versions.current_version,
+        )
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[TrainerSession]:
+        """Makes this the current session; on a clean exit (or SIGTERM) saves and commits."""
+        token = _CURRENT.set(self)
+        try:
+            try:
+                yield self
+            except TrainerStopped:
+                self._log.info("stopping", step=self.step)
+                self.save_checkpoint()
+                raise
+            self.save_checkpoint()
+            if self.rank == 0:
+                cancelled = self.call(
+                    self.buffer.cancel_tasks(
+                        all_of_purpose=Purpose.TRAIN,
+                        reason="run finished",
+                        incarnation=self.incarnation,
+                    ),
+                    "cancelling surplus tasks",
+                )
+                self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
+        finally:
+            _CURRENT.reset(token)
+
+    def close(self) -> None:
+        """Closes channels and the bridge."""
+        with contextlib.suppress(errors.ArealError):
+            self.call(self.buffer.close(), "closing", timeout=2)
+            self.call(self.weight_sync.close(), "closing", timeout=2)
+        self.bridge.close()
+
+    # -- ranks ---------------------------------------------------------------------------------
+
+    def call(self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S) -> Any:
+        """Runs one client coroutine from the recipe's thread."""
+        return self.bridge.call(coroutine, timeout=timeout, what=what)
+
+    def on_rank0(self, function: Callable[[], T]) -> T:
+        """Runs `function` on rank 0 and gives every rank its result, or its error."""
+        if self.world_size == 1:
+            return function()
+        import torch.distributed as dist
+
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except errors.ArealError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+    def all_ranks(self, flag: bool) -> bool:
+        """Whether the flag is set on every rank."""
+        return not self.any_rank(not flag)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        if self.world_size == 1:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        value = torch.tensor([int(flag)], device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def attach(self, actor: Checkpointable) -> None:
+        """The actor whose state a checkpoint holds."""
+        self._actor = actor
+
+    def begin_step(self) -> None:
+        """Starts the clock and row of the next step."""
+        self._step_started = time.monotonic()
+        self.row = {"step": self.step + 1, "incarnation": self.incarnation}
+        self.status.waiting(f"batch of step {self.step + 1}")
+
+    def confirm_version(self) -> None:
+        """Waits until one server has confirmed the weights of the last finished step (L5)."""
+        if self.rank == 0 and self.step <= self.published_version:
+            self.call(
+                self.weight_sync.wait_confirmed(
+                    self.step, timeout=self.config.rollout.setup_timeout_s
+                ),
+                f"a server to confirm version {self.step}",
+                timeout=self.config.rollout.setup_timeout_s + 5,
+            )
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Announces the weights of the step that ends (rank 0)."""
+        self.call(
+            self.weight_sync.publish_version(version, retry_for=RETRY_S),
+            f"publishing version {version.version}",
+        )
+        self.published_version = version.version
+
+    def finish_step(self, stats: dict[str, float]) -> None:
+        """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
+        self.step += 1
+        self._settle_checkpoint(wait=False)
+        frequency = self.config.checkpoint.freq_steps
+        if frequency and self.step % frequency == 0:
+            self.save_checkpoint(wait=False)
+        if self.rank == 0 and self._files is not None:
+            self.row.update(stats)
+            self.row["policy_version"] = self.step
+            self.row["step_seconds"] = time.monotonic() - self._step_started
+            self.row["time"] = time.time()
+            self._files.append_row(self.row)
+            self.status.finished_step(self.step, self.row)
+        self.raise_if_stopped()
+
+    def raise_if_stopped(self) -> None:
+        """Unwinds the recipe on every rank once one has seen SIGTERM."""
+        if self.any_rank(self.stop_requested):
+            raise TrainerStopped
+
+    def record(self, name: str, value: Any) -> None:
+        """Writes one named result into trainer.json (rank 0)."""
+        if self._files is not None:
+            self._files.record(name, value)
+
+    def result(self, name: str) -> Any:
+        """A result recorded before, also by an earlier incarnation; the same on every rank."""
+        return self.on_rank0(lambda: self._files.results.get(name) if self._files else None)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save_checkpoint(self, *, wait: bool = True) -> None:
+        """Saves the current step unless saved already; commits it when it is on disk."""
+        self._settle_checkpoint(wait=True)
+        if self._actor is None or self.step == self._last_checkpoint_step:
+            return
+        directory = Path(self.on_rank0(lambda: str(self.folder.begin(self.step, self.incarnation))))
+        self._pending = _Pending(
+            step=self.step,
+            directory=directory,
+            future=self._actor.save_checkpoint(directory),
+            extra={
+                "step": self.step,
+                "incarnation": self.incarnation,
+                "resumed_from": self.resumed.step if self.resumed else 0,
+                **{name: provide() for name, provide in self.checkpoint_extra.items()},
+            },
+        )
+        self._last_checkpoint_step = self.step
+        if wait:
+            self._settle_checkpoint(wait=True)
+
+    def _settle_checkpoint(self, *, wait: bool) -> None:
+        """Finishes a pending checkpoint once every rank has written its part, then commits."""
+        pending = self._pending
+        if pending is None:
+            return
+        if wait:
+            try:
+                pending.future.result(CHECKPOINT_TIMEOUT_S)
+            except TimeoutError:
+                raise errors.WaitTimeout(
+                    f"checkpoint of step {pending.step}",
+                    on=str(pending.directory),
+                    since=pending.since,
+                    hint="is the disk full or away?",
+                ) from None
+        if not self.all_ranks(pending.future.done()):
+            return
+        pending.future.result()
+        self._pending = None
+        self.on_rank0(lambda: self._commit(pending))
+
+    def _commit(self, pending: _Pending) -> None:
+        path = self.folder.finish(pending.directory, pending.extra)
+        oldest = self.folder.list()[0].step
+        self.call(
+            self.buffer.commit_step(
+                incarnation=self.incarnation,
+                step=pending.step,
+                oldest_retained_step=oldest,
+                retry_for=RETRY_S,
+            ),
+            f"commit of step {pending.step}",
+        )
+        self._log.info(
+            "checkpoint_committed",
+            step=pending.step,
+            path=str(path),
+            seconds=round(time.monotonic() - pending.since, 3),
+        )

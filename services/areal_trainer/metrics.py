@@ -1,0 +1,43 @@
+"""Prometheus metrics of the trainer (rank 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from areal.engines.trainer_status import TrainerStatus
+
+# Row key -> (metric, help). Gauges of the last finished step: the rows are the full record.
+_GAUGES = {
+    "reward_mean": ("areal_trainer_reward_mean", "Mean reward of the last step's batch."),
+    "staleness_mean": ("areal_trainer_staleness_mean_versions", "Mean staleness of the batch."),
+    "staleness_max": ("areal_trainer_staleness_max_versions", "Largest staleness in the batch."),
+    "step_seconds": ("areal_trainer_step_seconds", "Wall time of the last step."),
+    "wait_seconds": ("areal_trainer_wait_seconds", "Of it, waiting for the batch."),
+    "train_seconds": ("areal_trainer_train_seconds", "Of it, computing."),
+    "publish_seconds": ("areal_trainer_publish_seconds", "Of it, publishing weights."),
+    "loss": ("areal_trainer_loss_value", "Loss of the last step."),
+    "grad_norm": ("areal_trainer_grad_norm_value", "Gradient norm before clipping."),
+}
+
+
+class TrainerCollector(Collector):
+    """Reads the status when scraped, so training never touches a metric object."""
+
+    def __init__(self, status: TrainerStatus, registry: CollectorRegistry) -> None:
+        self._status = status
+        registry.register(self)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The last row, as gauges."""
+        snapshot = self._status.snapshot(after_step=self._status.snapshot(1 << 62).step - 1)
+        yield GaugeMetricFamily(
+            "areal_trainer_finished_steps", "Finished train steps.", value=snapshot.step
+        )
+        row = snapshot.rows[-1] if snapshot.rows else {}
+        for key, (name, text) in _GAUGES.items():
+            if key in row:
+                yield GaugeMetricFamily(name, text, value=float(row[key]))

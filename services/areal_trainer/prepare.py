@@ -1,0 +1,41 @@
+"""`python -m areal_trainer.prepare --config FILE`: the recipe's own `prepare_model(config)`.
+
+A recipe that makes its model on the spot defines `prepare_model`; it runs once, before the
+inference servers need version 0. One that starts from a downloaded model has none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal.config import GRPOConfig, load_expr_config, load_service_config
+from areal.errors import ArealError
+from areal.observability.logging import configure_logging
+from areal.recipe import find_config_class, load_recipe
+
+
+def prepare(config: Annotated[Path, typer.Option(help="The experiment file.")]) -> None:
+    """Runs the recipe's prepare_model, if it has one."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        base = load_service_config(config)
+        recipe = Path(base.recipe)
+        module = load_recipe(recipe.read_bytes(), str(recipe))
+        if hasattr(module, "prepare_model"):
+            configure_logging("prepare", base.namespace)
+            schema = find_config_class(module, GRPOConfig)
+            experiment, _ = load_expr_config(["--config", str(config)], schema)
+            module.prepare_model(experiment)
+    except ArealError as error:
+        print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    typer.run(prepare)

@@ -1,0 +1,167 @@
+"""One training process: arguments, ranks, the recipe, signals, the status server.
+
+        SIGTERM ──> stop_requested ──> recipe unwinds at its next step or wait
+                                            │
+    main ──> session.open ──> recipe.main ──┴─> checkpoint + commit ──> exit
+
+Exit codes: 0 the recipe finished; 2 bad input, do not retry; 143 stopped by SIGTERM after a
+checkpoint, start again to go on; anything else: a failure, start again to resume.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from areal.chassis.service import (
+    Registration,
+    Service,
+    ServiceContext,
+    check_port_free,
+    start_servers,
+)
+from areal.config import GRPOConfig, load_service_config
+from areal.engines.session import TrainerSession, TrainerStopped
+from areal.errors import ArealError, InvalidInput
+from areal.observability.logging import configure_logging, get_logger
+from areal.recipe import load_recipe
+from areal.v1 import trainer_service_pb2_grpc as pb_grpc
+from areal_trainer.config import TrainerConfig
+from areal_trainer.metrics import TrainerCollector
+from areal_trainer.servicer import TrainerServicer
+
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 128 + signal.SIGTERM
+
+
+class TrainerStatusService(Service):
+    """What rank 0 serves beside training."""
+
+    def __init__(self, session: TrainerSession) -> None:
+        self._servicer = TrainerServicer(session.status)
+
+    def registrations(self) -> list[Registration]:
+        """TrainerService."""
+        return [
+            (
+                "areal.v1.TrainerService",
+                lambda server: pb_grpc.add_TrainerServiceServicer_to_server(self._servicer, server),
+            )
+        ]
+
+
+def _init_process_group(config: TrainerConfig) -> None:
+    """Joins the ranks; nothing to do for one."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if config.world_size == 1:
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(config.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        timeout=datetime.timedelta(seconds=config.experiment.actor.distributed_timeout_seconds),
+    )
+
+
+def _load(recipe_file: Path) -> tuple[ModuleType, bytes]:
+    try:
+        source = recipe_file.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"recipe {str(recipe_file)!r}: {error.strerror}") from None
+    module = load_recipe(source, str(recipe_file))
+    if not callable(getattr(module, "main", None)):
+        raise InvalidInput(f"recipe {str(recipe_file)!r}: expected a function main(argv)")
+    return module, source
+
+
+def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Any:
+    """Starts gRPC and /metrics in the session's loop; serves while the result is referenced."""
+    check_port_free(listen, "--listen")
+    context = ServiceContext("trainer", listen, background=None)
+    TrainerCollector(session.status, context.registry)
+    return session.call(
+        start_servers(context, TrainerStatusService(session), metrics), "the status server"
+    )
+
+
+def run(config: TrainerConfig, listen: str, metrics: str) -> int:
+    """Runs the recipe; returns the exit code."""
+    log = get_logger("areal_trainer")
+    recipe_file = Path(config.experiment.recipe)
+    module, source = _load(recipe_file)
+    _init_process_group(config)
+    session = TrainerSession(
+        config.experiment,
+        rank=config.rank,
+        world_size=config.world_size,
+        recipe=(recipe_file.name, source),
+    )
+
+    def stop(*_: Any) -> None:
+        session.stop_requested = True
+
+    signal.signal(signal.SIGTERM, stop)
+    status_server = None
+    try:
+        if config.rank == 0 and listen:
+            status_server = _serve_status(session, listen, metrics)
+        session.open()
+        with session.active():
+            module.main(["--config", str(config.config_file)])
+        session.status.ended()
+        return 0
+    except TrainerStopped:
+        return EXIT_STOPPED
+    except InvalidInput as error:
+        session.status.ended(str(error))
+        raise
+    except Exception as error:
+        session.status.ended(f"{type(error).__name__}: {error}")
+        log.error("trainer_failed", step=session.step, exc_info=error)
+        return 1
+    finally:
+        if status_server is not None:
+            session.call(status_server.stop(0.5), "stopping the status server", timeout=5)
+        session.close()
+        if config.world_size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def main() -> None:
+    """The command line."""
+
+    def command(
+        config: Annotated[Path, typer.Option(help="The experiment file.")],
+        listen: Annotated[str, typer.Option(help="host:port of TrainerService.")] = "",
+        metrics: Annotated[str, typer.Option(help="host:port of /metrics and /healthz.")] = "",
+        log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
+    ) -> None:
+        """Runs the recipe of an experiment file on this rank."""
+        try:
+            experiment: GRPOConfig = load_service_config(config)
+            configure_logging("trainer", experiment.namespace, text=log_text)
+            code = run(TrainerConfig.from_experiment(experiment, config), listen, metrics)
+        except ArealError as error:
+            print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line
+            code = EXIT_BAD_INPUT if isinstance(error, InvalidInput) else 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        raise typer.Exit(code)
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(name="areal-trainer")(command)
+    app(prog_name="areal-trainer")
