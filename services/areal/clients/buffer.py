@@ -1,0 +1,522 @@
+"""Typed client of BufferService: the ledger of tasks, leases, batches and recipes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
+
+from areal.clients.base import Client, from_rpc_error
+from areal.clients.buffer_types import (
+    DeadLetter,
+    GroupManifest,
+    Lease,
+    Registration,
+    ReturnCause,
+    TakeResult,
+    TakeState,
+    TaskRecord,
+    record_from_pb,
+)
+from areal.errors import NotFound, Unavailable
+from areal.types import Purpose, Task, TaskState, TrajectoryGroup
+from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import buffer_service_pb2_grpc
+from areal.wire import (
+    PURPOSE_TO_PB,
+    STATE_FROM_PB,
+    group_from_pb,
+    group_to_pb,
+    task_from_pb,
+    task_to_pb,
+)
+
+__all__ = [
+    "BufferClient",
+    "DeadLetter",
+    "GroupManifest",
+    "Lease",
+    "Registration",
+    "ReturnCause",
+    "TakeResult",
+    "TakeState",
+    "TaskRecord",
+]
+
+# Tasks of one SubmitTasks call: the service refuses more.
+_MAX_TASKS_PER_CALL = 10_000
+# A call that may wait max_wait on the server is given this much longer to come back.
+_LONG_POLL_MARGIN_S = 15.0
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromMilliseconds(max(0, int(seconds * 1000)))
+    return duration
+
+
+class BufferClient(Client):
+    """All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
+
+    `retry_for` is how many seconds Unavailable is retried; only idempotent methods have it.
+    """
+
+    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
+        """Opens a channel to host:port unless one is given."""
+        super().__init__(address, channel)
+        self._stub = buffer_service_pb2_grpc.BufferServiceStub(self._channel)
+
+    # -- submitting and reading ---------------------------------------------------------------
+
+    async def submit_tasks(
+        self,
+        tasks: Sequence[Task],
+        *,
+        incarnation: int = 0,
+        seal: bool = False,
+        timeout: float = 60.0,
+        retry_for: float = 30.0,
+    ) -> list[bool]:
+        """Queues tasks, in this order.
+
+        Args:
+            tasks: Any number; sent 10,000 at a time.
+            incarnation: Of the submitting trainer; 0 for everyone else.
+            seal: No more train tasks will come.
+            timeout: Seconds for one try of one call.
+            retry_for: Seconds to retry Unavailable.
+
+        Returns:
+            One flag per task; False: its id or dataset position was known already, possibly
+            from an earlier try of this very call.
+
+        Raises:
+            InvalidInput: A task is malformed; nothing of its call was queued.
+            CapacityExceeded: The ledger is near its memory limit and has enough to do.
+        """
+        accepted: list[bool] = []
+        starts = range(0, max(1, len(tasks)), _MAX_TASKS_PER_CALL)
+        for start in starts:
+            chunk = tasks[start : start + _MAX_TASKS_PER_CALL]
+            request = pb.BufferServiceSubmitTasksRequest(
+                tasks=[task_to_pb(task) for task in chunk],
+                incarnation=incarnation,
+                seal=seal and start == starts[-1],
+            )
+            response = await self._call(
+                self._stub.SubmitTasks, request, timeout=timeout, retry_for=retry_for
+            )
+            accepted += [result.accepted for result in response.results]
+        return accepted
+
+    async def cancel_tasks(
+        self,
+        task_ids: Sequence[str] = (),
+        *,
+        all_of_purpose: Purpose | None = None,
+        reason: str = "",
+        incarnation: int = 0,
+        timeout: float = 60.0,
+        retry_for: float = 30.0,
+    ) -> int:
+        """Cancels named tasks, or all of a purpose, that are queued, running or completed.
+
+        Batched tasks are the trainer's already and stay.
+
+        Returns:
+            How many were cancelled.
+        """
+        request = pb.BufferServiceCancelTasksRequest(
+            task_ids=task_ids, reason=reason, incarnation=incarnation
+        )
+        if all_of_purpose is not None:
+            request.all_of_purpose = PURPOSE_TO_PB[all_of_purpose]
+        response = await self._call(
+            self._stub.CancelTasks, request, timeout=timeout, retry_for=retry_for
+        )
+        return response.cancelled
+
+    async def get_tasks(
+        self,
+        task_ids: Sequence[str],
+        *,
+        include_groups: bool = False,
+        timeout: float = 30.0,
+        retry_for: float = 30.0,
+    ) -> list[TaskRecord]:
+        """Reads records in the order asked; unknown ids are left out."""
+        request = pb.BufferServiceGetTasksRequest(task_ids=task_ids, include_groups=include_groups)
+        response = await self._call(
+            self._stub.GetTasks, request, timeout=timeout, retry_for=retry_for
+        )
+        return [record_from_pb(record) for record in response.records]
+
+    async def wait_tasks(
+        self, task_ids: Sequence[str], max_wait_s: float, *, retry_for: float = 30.0
+    ) -> list[str]:
+        """Waits until one of the tasks has ended (train: completed counts).
+
+        Args:
+            task_ids: Known ids; NotFound otherwise.
+            max_wait_s: The service waits at most 30 s a call.
+            retry_for: Seconds to retry Unavailable.
+
+        Returns:
+            Those that have ended; empty when the wait passed first.
+        """
+        request = pb.WaitTasksRequest(task_ids=task_ids, max_wait=_duration(max_wait_s))
+        response = await self._call(
+            self._stub.WaitTasks,
+            request,
+            timeout=max_wait_s + _LONG_POLL_MARGIN_S,
+            retry_for=retry_for,
+        )
+        return list(response.task_ids)
+
+    # -- working ------------------------------------------------------------------------------
+
+    async def lease_tasks(
+        self, worker_id: str, max_tasks: int, max_wait_s: float
+    ) -> tuple[list[Lease], str]:
+        """Leases up to max_tasks, waiting up to max_wait_s (at most 30 s) for the first.
+
+        Not retried here: call it in a loop.
+
+        Returns:
+            The leases, and when there are none the reason.
+        """
+        request = pb.LeaseTasksRequest(
+            worker_id=worker_id, max_tasks=max_tasks, max_wait=_duration(max_wait_s)
+        )
+        response = await self._call(
+            self._stub.LeaseTasks, request, timeout=max_wait_s + _LONG_POLL_MARGIN_S
+        )
+        leases = [
+            Lease(
+                task=task_from_pb(lease.task),
+                token=lease.token,
+                policy_version=lease.policy_version,
+                time_to_live_s=lease.time_to_live.ToMilliseconds() / 1000,
+                partial=lease.partial,
+                failed_servers=tuple(lease.failed_servers),
+            )
+            for lease in response.leases
+        ]
+        return leases, response.reason
+
+    async def renew_leases(
+        self,
+        worker_id: str,
+        leases: Sequence[tuple[str, int]],
+        *,
+        timeout: float = 10.0,
+        retry_for: float = 10.0,
+    ) -> set[str]:
+        """Extends leases given as (task_id, token); returns the ids that are lost: stop them."""
+        request = pb.RenewLeasesRequest(
+            worker_id=worker_id,
+            leases=[pb.LeaseRef(task_id=task_id, token=token) for task_id, token in leases],
+        )
+        response = await self._call(
+            self._stub.RenewLeases, request, timeout=timeout, retry_for=retry_for
+        )
+        return set(response.lost_task_ids)
+
+    async def complete_task(
+        self,
+        task_id: str,
+        token: int,
+        group: TrajectoryGroup,
+        worker_id: str,
+        *,
+        timeout: float = 60.0,
+        retry_for: float = 60.0,
+    ) -> bool:
+        """Hands in a finished group; True: recorded now, False: it had been recorded before.
+
+        Raises:
+            LeaseLost: The task was re-leased or has ended; drop the work.
+            InvalidInput: The group is malformed, too large, or holds a token sampled below the
+                lease's version; return the task.
+            CapacityExceeded: Memory is near its limit; keep the lease and try again later.
+        """
+        request = pb.CompleteTaskRequest(
+            lease=pb.LeaseRef(task_id=task_id, token=token),
+            group=group_to_pb(group),
+            worker_id=worker_id,
+        )
+        response = await self._call(
+            self._stub.CompleteTask, request, timeout=timeout, retry_for=retry_for
+        )
+        return response.recorded
+
+    async def reject_task(
+        self,
+        task_id: str,
+        token: int,
+        reason: str = "",
+        *,
+        timeout: float = 30.0,
+        retry_for: float = 30.0,
+    ) -> None:
+        """The workflow chose to drop the task."""
+        request = pb.RejectTaskRequest(
+            lease=pb.LeaseRef(task_id=task_id, token=token), reason=reason
+        )
+        await self._call(self._stub.RejectTask, request, timeout=timeout, retry_for=retry_for)
+
+    async def return_task(
+        self,
+        task_id: str,
+        token: int,
+        cause: ReturnCause,
+        *,
+        detail: str = "",
+        traceback: str = "",
+        partial: bytes = b"",
+        failed_server: str = "",
+        timeout: float = 30.0,
+        retry_for: float = 30.0,
+    ) -> TaskState:
+        """Gives a lease back.
+
+        Args:
+            task_id: The leased task.
+            token: Its lease's token.
+            cause: Decides which limit counts.
+            detail: One line for people.
+            traceback: Where, for the dead-letter list.
+            partial: Journal for the next attempt; refused above max_group_bytes.
+            failed_server: The inference server that failed, which the next attempt avoids.
+            timeout: Seconds for one try.
+            retry_for: Seconds to retry Unavailable.
+
+        Returns:
+            QUEUED, or DEAD_LETTERED when a limit was reached.
+        """
+        request = pb.ReturnTaskRequest(
+            lease=pb.LeaseRef(task_id=task_id, token=token),
+            cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.name}"),
+            detail=detail,
+            traceback=traceback,
+            partial=partial,
+            failed_server=failed_server,
+        )
+        response = await self._call(
+            self._stub.ReturnTask, request, timeout=timeout, retry_for=retry_for
+        )
+        return STATE_FROM_PB[response.state]
+
+    # -- training -----------------------------------------------------------------------------
+
+    async def register_trainer(
+        self,
+        *,
+        resume_step: int,
+        batch_size: int,
+        max_head_offpolicyness: int,
+        max_concurrent_rollouts: int,
+        timeout: float = 30.0,
+        retry_for: float = 60.0,
+    ) -> Registration:
+        """A trainer starts or resumes at a checkpoint's step; fences off the one before.
+
+        Raises:
+            WrongStep: The batches after resume_step were let go, or were never taken.
+        """
+        request = pb.RegisterTrainerRequest(
+            resume_step=resume_step,
+            batch_size=batch_size,
+            max_head_offpolicyness=max_head_offpolicyness,
+            max_concurrent_rollouts=max_concurrent_rollouts,
+        )
+        response = await self._call(
+            self._stub.RegisterTrainer, request, timeout=timeout, retry_for=retry_for
+        )
+        return Registration(
+            response.incarnation, response.last_taken_step, response.last_committed_step
+        )
+
+    async def take_batch(
+        self,
+        incarnation: int,
+        step: int,
+        max_wait_s: float,
+        *,
+        task_ids: Sequence[str] = (),
+        retry_for: float = 30.0,
+    ) -> TakeResult:
+        """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
+
+        Args:
+            incarnation: From register_trainer.
+            step: Finished steps + 1.
+            max_wait_s: The service waits at most 30 s a call.
+            task_ids: Exactly these, once all have ended; empty: the oldest B.
+            retry_for: Seconds to retry Unavailable.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            WrongStep: Not the next step, nor one whose batch is still kept.
+            WorkflowError: Every task of task_ids ended without a group.
+        """
+        request = pb.TakeBatchRequest(
+            incarnation=incarnation, step=step, max_wait=_duration(max_wait_s), task_ids=task_ids
+        )
+        response = await self._call(
+            self._stub.TakeBatch,
+            request,
+            timeout=max_wait_s + _LONG_POLL_MARGIN_S,
+            retry_for=retry_for,
+        )
+        return TakeResult(
+            state=TakeState(pb.TakeState.Name(response.state).removeprefix("TAKE_STATE_").lower()),
+            groups=tuple(
+                GroupManifest(group.task_id, tuple(group.lengths), group.head_version)
+                for group in response.groups
+            ),
+            waiting_for=response.waiting_for,
+            replay=response.replay,
+            queued=response.queued,
+            running=response.running,
+            completed=response.completed,
+        )
+
+    async def fetch_groups(
+        self,
+        incarnation: int,
+        step: int,
+        task_ids: Sequence[str],
+        *,
+        timeout: float = 120.0,
+        retry_for: float = 60.0,
+    ) -> list[TrajectoryGroup]:
+        """The groups of a taken step, in the order asked; arrays are read-only.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            NotFound: An id is not part of that step's batch, or its payload was let go.
+        """
+        groups: dict[str, TrajectoryGroup] = {}
+        since = time.monotonic()
+
+        async def missing() -> None:
+            wanted = [task_id for task_id in task_ids if task_id not in groups]
+            if not wanted:
+                return
+            request = pb.FetchGroupsRequest(incarnation=incarnation, step=step, task_ids=wanted)
+            try:
+                async for response in self._stub.FetchGroups(request, timeout=timeout):
+                    group = group_from_pb(response.group)
+                    groups[group.group_id] = group
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, "FetchGroups", self.address, since) from None
+
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(Unavailable),
+            stop=stop_after_delay(retry_for),
+            wait=wait_exponential_jitter(initial=0.1, max=3.0),
+            reraise=True,
+        ):
+            with attempt:
+                await missing()
+        absent = [task_id for task_id in task_ids if task_id not in groups]
+        if absent:
+            raise NotFound(f"step {step}: the ledger sent no group for task {absent[0]!r}")
+        return [groups[task_id] for task_id in task_ids]
+
+    async def commit_step(
+        self,
+        incarnation: int,
+        step: int,
+        oldest_retained_step: int,
+        *,
+        timeout: float = 60.0,
+        retry_for: float = 60.0,
+    ) -> int:
+        """Everything up to `step` is in a checkpoint; returns the last committed step.
+
+        Payloads of steps up to oldest_retained_step (the oldest checkpoint kept) are let go.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            WrongStep: Above the last taken step.
+        """
+        request = pb.CommitStepRequest(
+            incarnation=incarnation, step=step, oldest_retained_step=oldest_retained_step
+        )
+        response = await self._call(
+            self._stub.CommitStep, request, timeout=timeout, retry_for=retry_for
+        )
+        return response.last_committed_step
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def get_stats(
+        self, *, timeout: float = 10.0, retry_for: float = 0.0
+    ) -> pb.GetStatsResponse:
+        """Counters and gauges of the ledger, as the message."""
+        return await self._call(
+            self._stub.GetStats, pb.GetStatsRequest(), timeout=timeout, retry_for=retry_for
+        )
+
+    async def list_dead_letters(
+        self, limit: int = 100, *, timeout: float = 30.0, retry_for: float = 0.0
+    ) -> list[DeadLetter]:
+        """Dead-lettered tasks, newest first."""
+        response = await self._call(
+            self._stub.ListDeadLetters,
+            pb.ListDeadLettersRequest(limit=limit),
+            timeout=timeout,
+            retry_for=retry_for,
+        )
+        return [
+            DeadLetter(record_from_pb(letter.record), letter.cause, letter.traceback)
+            for letter in response.dead_letters
+        ]
+
+    async def retry_dead_letters(
+        self, task_ids: Sequence[str] = (), *, timeout: float = 60.0, retry_for: float = 0.0
+    ) -> int:
+        """Queues dead letters (empty: all) again with fresh attempts; returns how many."""
+        response = await self._call(
+            self._stub.RetryDeadLetters,
+            pb.RetryDeadLettersRequest(task_ids=task_ids),
+            timeout=timeout,
+            retry_for=retry_for,
+        )
+        return response.retried
+
+    # -- recipes ------------------------------------------------------------------------------
+
+    async def put_recipe(
+        self, file_name: str, source: bytes, *, timeout: float = 30.0, retry_for: float = 60.0
+    ) -> str:
+        """Stores a recipe's source; returns its digest (sha256 hex)."""
+        response = await self._call(
+            self._stub.PutRecipe,
+            pb.PutRecipeRequest(file_name=file_name, source=source),
+            timeout=timeout,
+            retry_for=retry_for,
+        )
+        return response.digest
+
+    async def get_recipe(
+        self, digest: str, *, timeout: float = 30.0, retry_for: float = 60.0
+    ) -> tuple[str, bytes]:
+        """Returns (file_name, source); NotFound for an unknown digest."""
+        response = await self._call(
+            self._stub.GetRecipe,
+            pb.GetRecipeRequest(digest=digest),
+            timeout=timeout,
+            retry_for=retry_for,
+        )
+        return response.file_name, response.source
