@@ -16,6 +16,7 @@ _EXPORTS = {
     "RLVRWorkflow": "areal.workflows.rlvr",
     "RemoteSGLangEngine": "areal.engines.remote",
     "RolloutWorkflow": "areal.workflows.base",
+    "make_trajectory": "areal.workflows.base",
     "StatefulLoader": "areal.datasets.loader",
     "TrainEngine": "areal.engines.train_api",
     "Trajectory": "areal.types",
@@ -39,6 +40,7 @@ __all__ = [
     "Trajectory",
     "WeightUpdateMeta",
     "load_expr_config",
+    "make_trajectory",
     "shuffle_rewards",
 ]
 
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
         Trajectory,
         WeightUpdateMeta,
     )
-    from areal.workflows.base import InferenceEngine, RolloutWorkflow
+    from areal.workflows.base import InferenceEngine, RolloutWorkflow, make_trajectory
     from areal.workflows.rlvr import RLVRWorkflow
 
 

@@ -30,7 +30,7 @@ from areal.config import GRPOConfig, load_service_config
 from areal.engines.session import TrainerSession, TrainerStopped
 from areal.errors import ArealError, InvalidInput
 from areal.observability.logging import configure_logging, get_logger
-from areal.recipe import load_recipe
+from areal.recipe import Recipe, load_recipe
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
 from areal_trainer.config import TrainerConfig
 from areal_trainer.metrics import TrainerCollector
@@ -75,15 +75,11 @@ def _init_process_group(config: TrainerConfig) -> None:
     )
 
 
-def _load(recipe_file: Path) -> tuple[ModuleType, bytes]:
-    try:
-        source = recipe_file.read_bytes()
-    except OSError as error:
-        raise InvalidInput(f"recipe {str(recipe_file)!r}: {error.strerror}") from None
-    module = load_recipe(source, str(recipe_file))
+def _load(recipe_file: Path) -> ModuleType:
+    module = load_recipe(Recipe.read(recipe_file).source, str(recipe_file))
     if not callable(getattr(module, "main", None)):
         raise InvalidInput(f"recipe {str(recipe_file)!r}: expected a function main(argv)")
-    return module, source
+    return module
 
 
 def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Any:
@@ -99,14 +95,12 @@ def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Any:
 def run(config: TrainerConfig, listen: str, metrics: str) -> int:
     """Runs the recipe; returns the exit code."""
     log = get_logger("areal_trainer")
-    recipe_file = Path(config.experiment.recipe)
-    module, source = _load(recipe_file)
+    module = _load(Path(config.experiment.recipe))
     _init_process_group(config)
     session = TrainerSession(
         config.experiment,
         rank=config.rank,
         world_size=config.world_size,
-        recipe=(recipe_file.name, source),
     )
 
     def stop(*_: Any) -> None:

@@ -11,21 +11,20 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal import errors
+from areal.clients.buffer import TakeResult, TakeState
 from areal.config import RolloutConfig
 from areal.engines.session import RETRY_S, TrainerSession, current_session
-from areal.recipe import describe_workflow
+from areal.recipe import describe_workflow, recipe_of
 from areal.types import LIVE_STATES, Purpose, StopReason, Task, TrajectoryGroup, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb
-from areal.wire import STATE_TO_PB
+from areal.v1.trajectory_pb2 import TASK_STATE_QUEUED
 from areal.workflows.base import RolloutWorkflow
 
 # One long poll; the ranks meet after each, so none idles in a collective for longer.
 POLL_S = 10.0
-LIVE_PB_STATES = frozenset(STATE_TO_PB[state] for state in LIVE_STATES)
 
 
 class RowLoader(Protocol):
@@ -38,18 +37,6 @@ class RowLoader(Protocol):
     def seek(self, epoch: int, cursor: int) -> None:
         """Goes to a place; the next item is (epoch, cursor)."""
         ...
-
-
-@dataclass
-class _Taken:
-    """Outcome of one poll on rank 0."""
-
-    state: int
-    groups: list[tuple[str, list[int], int]] = field(default_factory=list)
-    """(task_id, lengths, head_version), oldest first."""
-    waiting_for: str = ""
-    replay: bool = False
-    queued: int = 0
 
 
 class RemoteSGLangEngine:
@@ -162,7 +149,7 @@ class RemoteSGLangEngine:
             live = {
                 record.task.task_id
                 for record in records
-                if record.state in LIVE_PB_STATES and not 0 < record.step <= session.step
+                if record.state in LIVE_STATES and not 0 < record.step <= session.step
             }
             for _, _, task_id in head:
                 if task_id in live:
@@ -180,24 +167,15 @@ class RemoteSGLangEngine:
         if known is not None:
             return known
         spec = describe_workflow(workflow)
-        session = self.session
-        if spec.recipe_digest:
-            if session.recipe is None:
-                raise errors.InvalidInput(
-                    f"workflow {spec.name!r} comes from a recipe file, but this trainer was "
-                    "started without one"
-                )
-            file_name, source = session.recipe
-            digest = session.on_rank0(
+        recipe = recipe_of(workflow)
+        if recipe is not None:
+            session = self.session
+            session.on_rank0(
                 lambda: session.call(
-                    session.buffer.put_recipe(file_name, source), "storing the recipe"
+                    session.buffer.put_recipe(recipe.file_name, recipe.source),
+                    "storing the recipe",
                 )
             )
-            if digest != spec.recipe_digest:
-                raise errors.InvalidInput(
-                    f"workflow {spec.name!r} is not defined in {file_name}: workers can only "
-                    "rebuild what the recipe file or the library defines"
-                )
         self._specs[id(workflow)] = spec
         return spec
 
@@ -238,26 +216,17 @@ class RemoteSGLangEngine:
             self._sealed = len(tasks) < missing
             missing -= self._send(tasks, seal=self._sealed)
 
-    def _poll(self, task_ids: list[str], submit: Any) -> _Taken:
+    def _poll(self, task_ids: list[str], submit: Any) -> TakeResult:
         session = self.session
-        response = session.call(
+        taken: TakeResult = session.call(
             session.buffer.take_batch(
-                incarnation=session.incarnation,
-                step=session.step + 1,
-                max_wait_s=POLL_S,
-                task_ids=task_ids,
+                session.incarnation, session.step + 1, POLL_S, task_ids=task_ids
             ),
             f"batch of step {session.step + 1}",
         )
-        if response.state == pb.TAKE_STATE_WAITING and submit is not None:
-            submit(response.queued)
-        return _Taken(
-            state=response.state,
-            groups=[(g.task_id, list(g.lengths), g.head_version) for g in response.groups],
-            waiting_for=response.waiting_for,
-            replay=response.replay,
-            queued=response.queued,
-        )
+        if taken.state is TakeState.WAITING and submit is not None:
+            submit(taken.queued)
+        return taken
 
     # -- all ranks -----------------------------------------------------------------------------
 
@@ -267,17 +236,17 @@ class RemoteSGLangEngine:
         session.on_rank0(session.confirm_version)
         while True:
             taken = session.on_rank0(lambda: self._poll(task_ids, submit))
-            if taken.state == pb.TAKE_STATE_TAKEN:
+            if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
-            if taken.state == pb.TAKE_STATE_EXHAUSTED:
+            if taken.state is TakeState.EXHAUSTED:
                 raise errors.WorkflowError(
                     f"step {session.step + 1}: no group was accepted ({taken.waiting_for})"
                     if task_ids
                     else f"step {session.step + 1}: the dataset has no rows left; lower "
                     "total_train_steps or let the loader repeat"
                 )
-            if taken.state == pb.TAKE_STATE_CHECKPOINT_FIRST:
+            if taken.state is TakeState.CHECKPOINT_FIRST:
                 session.save_checkpoint()
             elif time.monotonic() - since > self.config.batch_timeout_s:
                 raise errors.WaitTimeout(
@@ -291,24 +260,22 @@ class RemoteSGLangEngine:
         session.status.training()
         return batch
 
-    def _fetch(self, taken: _Taken) -> dict[str, Any]:
+    def _fetch(self, taken: TakeResult) -> dict[str, Any]:
         """This rank's groups, packed; adds the batch's figures to the step's row."""
         from areal.algorithms.packing import assign_groups
 
         session = self.session
-        shares = assign_groups([sum(n) for _, n, _ in taken.groups], session.world_size)
-        mine = [taken.groups[i][0] for i in shares[session.rank]]
+        shares = assign_groups([sum(g.lengths) for g in taken.groups], session.world_size)
+        mine = [taken.groups[i].task_id for i in shares[session.rank]]
         groups: list[TrajectoryGroup] = session.call(
-            session.buffer.fetch_groups(
-                incarnation=session.incarnation, step=session.step + 1, task_ids=mine
-            ),
+            session.buffer.fetch_groups(session.incarnation, session.step + 1, mine),
             f"{len(mine)} groups of step {session.step + 1}",
         )
-        staleness = [session.step - head for _, _, head in taken.groups]
+        staleness = [session.step - g.head_version for g in taken.groups]
         session.row.update(
             groups=len(taken.groups),
-            samples=sum(len(lengths) for _, lengths, _ in taken.groups),
-            tokens_total=sum(sum(lengths) for _, lengths, _ in taken.groups),
+            samples=sum(len(g.lengths) for g in taken.groups),
+            tokens_total=sum(sum(g.lengths) for g in taken.groups),
             staleness_mean=sum(staleness) / len(staleness),
             staleness_max=max(staleness),
             replay=taken.replay,
@@ -335,7 +302,7 @@ class RemoteSGLangEngine:
         while waiting:
             waiting -= set(
                 session.call(
-                    session.buffer.wait_tasks(sorted(waiting), max_wait_s=POLL_S),
+                    session.buffer.wait_tasks(sorted(waiting), POLL_S),
                     f"evaluation {name!r}",
                 )
             )
@@ -350,7 +317,11 @@ class RemoteSGLangEngine:
             f"results of evaluation {name!r}",
             timeout=RETRY_S,
         )
-        rewards = [t.reward for record in records for t in record.group.trajectories]
+        rewards = [
+            t.reward
+            for record in records
+            for t in (record.group.trajectories if record.group else ())
+        ]
         if not rewards:
             raise errors.WorkflowError(
                 f"evaluation {name!r}: none of {len(tasks)} rows was delivered; "
@@ -360,9 +331,7 @@ class RemoteSGLangEngine:
 
 
 def _queued_train_tasks(stats: pb.GetStatsResponse) -> int:
-    from areal.v1 import trajectory_pb2
-
-    return sum(c.tasks for c in stats.train_counts if c.state == trajectory_pb2.TASK_STATE_QUEUED)
+    return sum(c.tasks for c in stats.train_counts if c.state == TASK_STATE_QUEUED)
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:

@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from areal.clients.buffer import BufferClient
-
 from areal import errors
+from areal.clients.buffer import BufferClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
 from areal.engines.bridge import AsyncBridge
@@ -94,7 +93,6 @@ class TrainerSession:
         *,
         rank: int = 0,
         world_size: int = 1,
-        recipe: tuple[str, bytes] | None = None,
     ) -> None:
         """Connects lazily; `open()` registers.
 
@@ -102,12 +100,10 @@ class TrainerSession:
             config: The resolved experiment.
             rank: Of this process.
             world_size: Trainer processes.
-            recipe: File name and source of the recipe, for the workers that rebuild its workflow.
         """
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self.recipe = recipe
         self.bridge = AsyncBridge()
         self.buffer = BufferClient(config.endpoints.buffer)
         self.weight_sync = WeightSyncClient(config.endpoints.weight_sync)
@@ -277,7 +273,7 @@ class TrainerSession:
         )
         self.published_version = version.version
 
-    def finish_step(self, stats: dict[str, float]) -> None:
+    def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
         self.step += 1
         self._settle_checkpoint(wait=False)
@@ -285,7 +281,6 @@ class TrainerSession:
         if frequency and self.step % frequency == 0:
             self.save_checkpoint(wait=False)
         if self.rank == 0 and self._files is not None:
-            self.row.update(stats)
             self.row["policy_version"] = self.step
             self.row["step_seconds"] = time.monotonic() - self._step_started
             self.row["time"] = time.time()

@@ -1,0 +1,131 @@
+"""The policy under training, as a recipe sees it: PPO on top, weight publishing below."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.ppo import PPOActor
+
+from areal.algorithms.packing import Batch
+from areal.config_train import PPOActorConfig, TrainEngineConfig
+from areal.engines.session import current_session
+from areal.types import WeightUpdateMeta
+from areal.weights import (
+    PolicyVersion,
+    at_path,
+    build_manifest,
+    publish_dir,
+    staging_dir,
+    version_dir,
+    write_manifest,
+)
+
+# What a server may read beside the weights.
+_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+class FSDPPPOActor(PPOActor):
+    """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
+
+    With `config.optimizer` null (a reference model) it is frozen: nothing is published or saved.
+    """
+
+    def __init__(self, config: PPOActorConfig | TrainEngineConfig) -> None:
+        """Loads the model, or the checkpoint to resume from.
+
+        Args:
+            config: The experiment's `actor` (or `ref`) section; an empty `path` means `model.path`.
+        """
+        session = current_session()
+        self.session = session
+        config.path = config.path or session.config.model.path
+        super().__init__(_as_ppo(config), FSDPEngine(config))
+        self.engine.initialize(total_train_steps=self._optimizer_steps(config))
+        if config.optimizer is None:
+            return
+        if session.resumed is not None:
+            self.engine.load_checkpoint(session.resumed.path)
+        self.engine.set_version(session.step)
+        session.attach(self)
+
+    def _optimizer_steps(self, config: TrainEngineConfig) -> int | None:
+        if config.optimizer is None:
+            return None
+        minibatches = config.ppo_n_minibatches if isinstance(config, PPOActorConfig) else 1
+        return self.session.config.total_train_steps * minibatches
+
+    def get_version(self) -> int:
+        """Finished train steps: where a resumed run's loop goes on."""
+        return self.engine.get_version()
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """One train step; also fills the step's metrics row. See `PPOActor.ppo_update`."""
+        start = time.monotonic()
+        stats = super().ppo_update(batch)
+        self.session.row.update(stats)
+        self.session.row["train_seconds"] = time.monotonic() - start
+        return stats
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Publishes the new policy and ends the train step.
+
+        The weights become version = finished steps; generation goes on meanwhile and servers take
+        them over in place. Then the checkpoint policy is applied, and what it saved is committed.
+        Steps that a resumed run replays are not published again: servers are ahead already.
+
+        Raises:
+            StaleIncarnation: A newer trainer has taken over.
+        """
+        session = self.session
+        start = time.monotonic()
+        version = session.step + 1
+        session.status.saving(f"publishing version {version}")
+        self.engine.set_version(version)
+        if session.any_rank(session.rank == 0 and version > session.published_version):
+            folder = self._write_version(meta, version)
+            if session.rank == 0:
+                session.publish(folder)
+        session.row["publish_seconds"] = time.monotonic() - start
+        session.finish_step()
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Snapshots model, optimizer and random states now; writes them in the background."""
+        return self.engine.save_checkpoint(directory, background=True)
+
+    def _write_version(self, meta: WeightUpdateMeta, version: int) -> PolicyVersion:
+        """Writes one published folder; every rank takes part in gathering, rank 0 writes."""
+        from safetensors.torch import save_file
+
+        session = self.session
+        root = Path(meta.path or session.config.weight_sync.path or session.config.run_dir)
+        root = root if meta.path or session.config.weight_sync.path else root / "weights"
+        staging = staging_dir(root.resolve(), version, session.incarnation)
+        final = version_dir(root.resolve(), version, session.incarnation)
+        tensors: dict[str, Any] = dict(
+            self.engine.iter_full_tensors(dtype=session.config.model.dtype)
+        )
+        if session.rank != 0:
+            return PolicyVersion(version, session.incarnation, str(final))
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+        for pattern in _COPIED:
+            for file in Path(self.engine.config.path).glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy2(file, staging / file.name)
+        manifest = build_manifest(staging, version, session.incarnation)
+        write_manifest(manifest, staging)
+        publish_dir(staging, final)
+        return at_path(manifest, final)
+
+
+def _as_ppo(config: PPOActorConfig | TrainEngineConfig) -> PPOActorConfig:
+    """A reference model's section, with PPO's defaults for what it does not use."""
+    if isinstance(config, PPOActorConfig):
+        return config
+    return PPOActorConfig(**vars(config))
