@@ -1,0 +1,211 @@
+"""What a workflow is: one method that turns a dataset row into trajectories.
+
+A whole workflow, as a recipe writes it:
+
+    class TwoTries(RolloutWorkflow):
+        def __init__(self, reward_fn, gconfig: GenerationHyperparameters):
+            self.reward_fn, self.gconfig = reward_fn, gconfig
+
+        async def arun_episode(self, engine, data):
+            messages = [{"role": "user", "content": data["question"]}]
+            responses = []
+            for _ in range(2):
+                ids = engine.tokenizer.apply_chat_template(messages)
+                response = await engine.agenerate(LLMRequest(ids, self.gconfig))
+                answer = engine.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+                responses.append(response)
+                [reward] = await engine.score(self.reward_fn, data=data, completions=[answer])
+                if reward > 0:
+                    break
+                messages += [
+                    {"role": "assistant", "content": answer},
+                    {"role": "user", "content": "That is wrong, try again."},
+                ]
+            return make_trajectory(responses, reward)
+
+An instance is built once per description in each rollout worker and serves all its episodes at
+once, so it keeps nothing of an episode on `self`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from areal.errors import WorkflowError
+from areal.types import LLMRequest, LLMResponse, Trajectory
+
+if TYPE_CHECKING:
+    from areal.tokenizer import Tokenizer
+
+# A built-in reward's name ("math"), or a function of the recipe:
+# reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float
+RewardFn = str | Callable[..., Any]
+
+
+class InferenceEngine(Protocol):
+    """What an episode is given to work with."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model being trained."""
+        ...
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """Generates; interruptions (weight updates, dead servers) are handled inside.
+
+        Raises:
+            InvalidInput: The request cannot be served: too long, a token id out of range.
+            Unavailable: Servers failed again and again; names each failure.
+            WaitTimeout: No admissible server, or no answer, within rollout.request_timeout_s.
+        """
+        ...
+
+    async def score(
+        self,
+        reward_fn: RewardFn,
+        *,
+        completions: Sequence[str],
+        data: dict[str, Any],
+        prompt: str = "",
+        prompt_ids: Sequence[int] = (),
+        completion_ids: Sequence[Sequence[int]] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[float]:
+        """Scores completions of one row by RewardService, all in one call.
+
+        Args:
+            reward_fn: A built-in's name or a function of the recipe.
+            completions: The texts to score.
+            data: The row; its fields reach the function as keywords.
+            prompt: Text of the prompt.
+            prompt_ids: Its token ids.
+            completion_ids: Token ids of each completion.
+            kwargs: More keywords for every call (a built-in's options).
+
+        Returns:
+            One reward per completion.
+
+        Raises:
+            WorkflowError: The function raised, hung, or returned no finite number.
+            Unavailable: The scoring worker died or the service is away; the task is tried again.
+        """
+        ...
+
+
+class RolloutWorkflow(ABC):
+    """Base of all workflows; constructor arguments are recorded so that a worker can rebuild it.
+
+    Arguments may be JSON values, dataclasses, and module-level functions of the recipe.
+    """
+
+    replayable: ClassVar[bool] = True
+    """Whether an interrupted episode may be rerun on the recorded answers of its finished model
+    calls. Set it to False when a rerun would not make the same calls (clock, randomness, tools
+    with side effects): such an episode starts afresh."""
+
+    _areal_arguments: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Records the arguments by name."""
+        self = super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
+        arguments = dict(bound.arguments)
+        arguments.pop(next(iter(arguments)))  # self
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments.update(arguments.pop(name, {}))
+        self._areal_arguments = arguments
+        return self
+
+    @abstractmethod
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> list[Trajectory] | Trajectory | None:
+        """Runs one episode.
+
+        Args:
+            engine: Generates, tokenizes and scores.
+            data: The dataset row.
+
+        Returns:
+            The samples of this task (their ids are given by the executor), or None to reject the
+            task: it is not trained on and not tried again.
+        """
+
+
+def make_trajectory(
+    responses: LLMResponse | Sequence[LLMResponse],
+    reward: float | Sequence[float],
+    completion_text: str = "",
+) -> Trajectory:
+    """One trajectory of one or more turns; the loss covers exactly the sampled tokens.
+
+    Args:
+        responses: The model's answers in order. The prompt of each must begin with everything
+            before it (earlier prompt and output); what it adds (a user's reply, a tool's result)
+            is context.
+        reward: The outcome, placed on the last sampled token; or one number per response, each
+            placed on that response's last token.
+        completion_text: What people see; may be empty.
+
+    Returns:
+        Arrays of length L = the last prompt + the last output. `trajectory_id` is left to the
+        executor.
+
+    Raises:
+        WorkflowError: A later prompt does not extend what came before, there is nothing sampled,
+            or the number of rewards is not 1 or the number of responses.
+    """
+    turns = [responses] if isinstance(responses, LLMResponse) else list(responses)
+    if not turns or not any(turn.output_tokens for turn in turns):
+        raise WorkflowError("make_trajectory: no token was sampled")
+    rewards_of = [float(reward)] if isinstance(reward, (int, float)) else [float(r) for r in reward]
+    if len(rewards_of) not in {1, len(turns)}:
+        raise WorkflowError(
+            f"make_trajectory: {len(rewards_of)} rewards for {len(turns)} responses: "
+            f"expected one in all or one each"
+        )
+    last = turns[-1]
+    length = len(last.input_tokens) + len(last.output_tokens)
+    input_ids = np.array([*last.input_tokens, *last.output_tokens], dtype=np.int32)
+    loss_mask = np.zeros(length, dtype=np.bool_)
+    logprobs = np.zeros(length, dtype=np.float32)
+    versions = np.full(length, -1, dtype=np.int32)
+    rewards = np.zeros(length, dtype=np.float32)
+    end = 0
+    for index, turn in enumerate(turns):
+        start = len(turn.input_tokens)
+        if start < end or (
+            index > 0 and _context(turns[index - 1]) != [int(t) for t in turn.input_tokens[:end]]
+        ):
+            raise WorkflowError(
+                f"make_trajectory: the prompt of response {index} does not begin with the prompt "
+                f"and output of response {index - 1}"
+            )
+        end = start + len(turn.output_tokens)
+        loss_mask[start:end] = True
+        logprobs[start:end] = turn.output_logprobs
+        versions[start:end] = turn.output_versions
+        if len(rewards_of) > 1 and end > start:
+            rewards[end - 1] = rewards_of[index]
+    if len(rewards_of) == 1:
+        rewards[np.flatnonzero(loss_mask)[-1]] = rewards_of[0]
+    return Trajectory(
+        trajectory_id="",
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=logprobs,
+        token_versions=versions,
+        rewards=rewards,
+        finish_reason=last.stop_reason,
+        completion_text=completion_text,
+    )
+
+
+def _context(turn: LLMResponse) -> list[int]:
+    return [*turn.input_tokens, *turn.output_tokens]

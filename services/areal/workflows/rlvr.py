@@ -1,0 +1,96 @@
+"""Reinforcement learning with verifiable rewards: one prompt, n samples, one score each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from areal.errors import InvalidInput
+from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
+from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` answers to a row and scores them in one call.
+
+    A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message); all its
+    fields reach the reward function as keywords.
+
+    Example:
+        >>> RLVRWorkflow("math", GenerationHyperparameters(n_samples=8, max_new_tokens=256))
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn = "math",
+        gconfig: GenerationHyperparameters | None = None,
+        system_prompt: str | None = None,
+        reward_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Checks what can be checked without a row.
+
+        Args:
+            reward_fn: A built-in reward's name, or a function of the recipe:
+                `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
+                `prompt` is the whole prompt as text, `completions` one sample without special
+                tokens.
+            gconfig: How to sample.
+            system_prompt: Put before the row's messages.
+            reward_kwargs: More keywords for the reward ("regex" wants `pattern`).
+
+        Raises:
+            InvalidInput: n_samples below 1, or a reward that is neither a name nor a function.
+        """
+        self.reward_fn = reward_fn
+        self.gconfig = gconfig or GenerationHyperparameters()
+        self.system_prompt = system_prompt
+        self.reward_kwargs = reward_kwargs or {}
+        if not (isinstance(reward_fn, str) and reward_fn) and not callable(reward_fn):
+            raise InvalidInput(f"reward_fn {reward_fn!r}: expected a name or a function")
+        if self.gconfig.n_samples < 1:
+            raise InvalidInput(f"gconfig.n_samples {self.gconfig.n_samples}: expected 1 or more")
+
+    def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int]:
+        """Token ids of a row's prompt, with the chat template if the tokenizer has one.
+
+        Raises:
+            InvalidInput: The row has neither `messages` nor `prompt`, or they are malformed.
+        """
+        messages = data.get("messages")
+        if messages is None:
+            prompt = data.get("prompt")
+            if not isinstance(prompt, str):
+                raise InvalidInput(
+                    f"data: expected 'messages' (a list) or 'prompt' (a string), "
+                    f"got the fields {sorted(data)}"
+                )
+            if not engine.tokenizer.chat_template:
+                return engine.tokenizer.encode((self.system_prompt or "") + prompt)
+            messages = [{"role": "user", "content": prompt}]
+        if self.system_prompt is not None:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return engine.tokenizer.apply_chat_template(messages)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One group: n samples of one prompt."""
+        input_ids = self.prompt_ids(engine, data)
+        request = LLMRequest(input_ids, self.gconfig)
+        responses = await asyncio.gather(
+            *[engine.agenerate(request) for _ in range(self.gconfig.n_samples)]
+        )
+        texts = engine.tokenizer.decode_batch(
+            [r.output_tokens for r in responses], skip_special_tokens=True
+        )
+        rewards = await engine.score(
+            self.reward_fn,
+            completions=texts,
+            data=data,
+            prompt=engine.tokenizer.decode(input_ids),
+            prompt_ids=input_ids,
+            completion_ids=[r.output_tokens for r in responses],
+            kwargs=self.reward_kwargs,
+        )
+        return [
+            make_trajectory(response, reward, text)
+            for response, reward, text in zip(responses, rewards, texts, strict=True)
+        ]
