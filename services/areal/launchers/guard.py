@@ -1,0 +1,38 @@
+"""The process that outlives a launcher killed with -9, and ends what it left behind.
+
+    launcher ──pipe──> guard (stdin)
+       │ dies: the kernel closes its end of the pipe
+       v
+    guard reads EOF ──> SIGTERM to every process of the stack, SIGKILL after the grace ──> exit
+
+The launcher starts it before any other child and holds the only writing end. A child that is
+being started still holds a copy until its exec, so EOF cannot come before it carries its tag.
+The guard also holds the run's lock: a new stack of the trial cannot start before it is done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+DEFAULT_GRACE_S = 8.0
+
+
+def main(argv: list[str]) -> int:
+    """Waits for EOF on stdin, then ends the stack `argv[0]` within `argv[1]` seconds."""
+    # The terminal's and the launcher's signals are not for us: only the end of the pipe is.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    stack_id = argv[0]
+    grace_s = float(argv[1]) if len(argv) > 1 else DEFAULT_GRACE_S
+    while os.read(0, 4096):
+        pass
+    from areal.launchers.tags import end_tagged  # psutil only now: until here a few MB suffice
+
+    end_tagged(stack_id, grace_s=grace_s)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""The launcher's side of the guard: starts it, keeps it alive, lets it go."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from areal.launchers.processes import child_environment
+from areal.launchers.supervisor import Report
+from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE
+
+
+class Guard:
+    """A guard process whose stdin is held open for as long as this process lives."""
+
+    def __init__(self, stack_id: str, lock: int, report: Report) -> None:
+        """`lock`: the run's lock, which the guard keeps until it has cleaned up."""
+        self._stack_id = stack_id
+        self._lock = lock
+        self._report = report
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.pid = 0
+
+    async def start(self) -> None:
+        """Returns when the guard exists; from then on nothing can be orphaned."""
+        await self._spawn()
+        self._task = asyncio.create_task(self._keep(), name="guard")
+
+    async def stop(self) -> None:
+        """Closes its stdin: it ends what is left of the stack (normally nothing) and exits."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await asyncio.wait_for(self._process.wait(), 30.0)
+
+    async def _spawn(self) -> None:
+        environment = child_environment(self._stack_id, "guard", {})
+        # Untagged: it must not find itself.
+        for variable in (STACK_VARIABLE, PROCESS_VARIABLE):
+            del environment[variable]
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "areal.launchers.guard", self._stack_id),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(self._lock,),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    async def _keep(self) -> None:
+        while self._process is not None:
+            code = await self._process.wait()
+            self._report("warning", "guard", f"guard ended with exit code {code}; started again")
+            await self._spawn()
+            # A guard that cannot live must not make a busy loop.
+            await asyncio.sleep(1.0)

@@ -1,0 +1,277 @@
+"""The whole stack as processes of this machine.
+
+    lock, guard -> prepare model -> redis, nats --> buffer, weight-sync --> reward, rollout, gateway
+                                |                             |                       |
+                                |                             +--> trainer            v
+                                +--> inference servers --> registered, SERVING --> ready
+
+| state    | consumes        | waits for                         | unblocked by                   |
+|----------|-----------------|-----------------------------------|--------------------------------|
+| starting | ports, CPU      | each process up, servers SERVING  | probes; stack.ready_timeout_s  |
+| ready    | what it runs    | the trainer's end, or a failure   | exit 0, or a process given up  |
+| stopping | its grace time  | each stage's processes            | their exit, or SIGKILL         |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from enum import StrEnum
+
+from areal.clients.weight_sync import WeightSyncClient
+from areal.config import BaseExperimentConfig, save_config
+from areal.errors import ConfigError, NotFound, WaitTimeout
+from areal.launchers.events import EventLog, StackEvent
+from areal.launchers.guarding import Guard
+from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
+from areal.launchers.processes import ProcessSpec
+from areal.launchers.run_folder import RunFolder
+from areal.launchers.supervisor import RestartPolicy, Supervisor
+
+PREPARE_TIMEOUT_S = 1800.0
+
+
+class StackState(StrEnum):
+    """The stack as a whole."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class LocalStack:
+    """Starts, supervises and ends one run's processes.
+
+    Example:
+        stack = LocalStack(config, events, with_trainer=True)
+        try:
+            await stack.start()
+            await stack.wait()
+        finally:
+            await stack.stop()
+    """
+
+    def __init__(
+        self, config: BaseExperimentConfig, events: EventLog, *, with_trainer: bool
+    ) -> None:
+        """`config`: valid; endpoints that are set are used, the others are started."""
+        self.folder = RunFolder(config.run_dir)
+        self.config = config
+        self.state = StackState.STOPPED
+        self.stack_id = f"{config.namespace}:{uuid.uuid4().hex}"
+        self.plan = StackPlan(config)
+        self.started = time.time()
+        self.supervisor = Supervisor(
+            self.stack_id,
+            RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
+            events.report,
+        )
+        self._events = events
+        self._with_trainer = with_trainer
+        self._lock: int | None = None
+        self._guard: Guard | None = None
+        events.listen(self._on_event)
+
+    async def start(self, prepare: bool = False) -> None:
+        """Returns when the stack is ready.
+
+        Args:
+            prepare: Let the recipe make the model first (its `prepare_model`).
+
+        Raises:
+            ConfigError: The run is held by another launcher, a model or program is missing.
+            StackFailure | WaitTimeout: Names the process, its log and its last lines.
+        """
+        self._check_recover()
+        self._lock = self.folder.lock()
+        self.started = time.time()
+        self._guard = Guard(self.stack_id, self._lock, self._events.report)
+        await self._guard.start()
+        self._set(StackState.STARTING)
+        self.plan = plan_stack(
+            self.config,
+            self.folder,
+            with_trainer=self._with_trainer,
+            preferred_ports=self._earlier_ports(),
+        )
+        self.config = self.plan.config
+        self._save_config()
+        if prepare:
+            await self._prepare_model()
+        if self.plan.inference and (why := missing_model(self.config)):
+            raise ConfigError(why)
+        await self._start_all(time.monotonic() + self.config.stack.ready_timeout_s)
+        self._set(StackState.READY)
+
+    async def wait(self) -> None:
+        """Returns when the trainer has finished; without one, never.
+
+        Raises:
+            StackFailure: A process was given up.
+        """
+        trainer = self.supervisor.processes.get("trainer")
+        forever: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting = trainer.ended if trainer is not None else forever
+        await self.supervisor.or_failure(asyncio.shield(waiting))
+
+    async def stop(self, *, grace_s: float | None = None, failed: bool = False) -> None:
+        """Ends everything, stage by stage; idempotent.
+
+        Args:
+            grace_s: Seconds between SIGTERM and SIGKILL; None: each process's own.
+            failed: What stack.json says afterwards.
+        """
+        if self._lock is None:
+            return
+        self._set(StackState.STOPPING)
+        await self.supervisor.stop(self.plan.stop_order(), grace_s)
+        if self._guard is not None:
+            await self._guard.stop()
+        self._set(StackState.FAILED if failed else StackState.STOPPED)
+        os.close(self._lock)
+        self._lock = None
+
+    def pids(self) -> dict[str, int]:
+        """Process name to pid, of those that run now."""
+        return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
+
+    async def _start_all(self, deadline: float) -> None:
+        supervisor, plan = self.supervisor, self.plan
+        # Importing torch takes longest: those go first, and overlap with everything else.
+        supervisor.start(*plan.inference)
+        supervisor.start(*plan.stores)
+        await supervisor.wait_up([s.name for s in plan.stores], deadline - time.monotonic())
+        supervisor.start(*plan.services)
+        first = [s.name for s in plan.services if s.name in ("buffer", "weight-sync")]
+        await supervisor.wait_up(first, deadline - time.monotonic())
+        if plan.trainer is not None:
+            supervisor.start(plan.trainer)
+        others = [s.name for s in plan.services if s.name not in first]
+        await supervisor.or_failure(
+            asyncio.gather(
+                supervisor.wait_up(others, deadline - time.monotonic()),
+                self._bring_servers_in(deadline),
+            )
+        )
+
+    async def _bring_servers_in(self, deadline: float) -> None:
+        """Registers our inference servers as they come up; waits until all serve."""
+        urls = self.plan.inference_urls
+        if not urls:
+            return
+        client = WeightSyncClient(self.config.endpoints.weight_sync)
+        try:
+            # Servers of an earlier run of this trial are in Redis still, on ports now gone.
+            for server in (await client.list_servers(retry_for=30.0))[0]:
+                if server.url not in urls.values():
+                    await client.drain_server(server.server_id, deadline=0.0)
+
+            async def bring(name: str, url: str) -> None:
+                await self.supervisor.wait_up([name], deadline - time.monotonic())
+                await client.register_server(url)
+
+            await asyncio.gather(*(bring(name, url) for name, url in urls.items()))
+            await self._wait_serving(client, len(urls), deadline)
+        finally:
+            await client.close()
+
+    async def _wait_serving(self, client: WeightSyncClient, count: int, deadline: float) -> None:
+        what = f"{count} inference servers at the current version"
+        try:
+            await client.wait_for(
+                what,
+                lambda status: status.confirmed_servers >= count,
+                timeout=max(1.0, deadline - time.monotonic()),
+            )
+        except WaitTimeout as error:
+            servers, _ = await client.list_servers()
+            states = "; ".join(
+                f"{s.url} {s.state}{': ' + s.cause if s.cause else ''}" for s in servers
+            )
+            log = self.folder.log_of("weight-sync")
+            raise WaitTimeout(f"{error}: {states}", on=f"weight-sync, log {log}") from None
+
+    async def _prepare_model(self) -> None:
+        """Runs the recipe's `prepare_model` in a process of its own (it imports torch)."""
+        spec = ProcessSpec(
+            name="prepare",
+            argv=(
+                *(sys.executable, "-m", "areal_trainer.prepare"),
+                *("--config", str(self.folder.config_file)),
+            ),
+            log=self.folder.log_of("prepare"),
+            job=True,
+        )
+        self._events.report("info", "prepare", "making the model of version 0")
+        self.supervisor.start(spec)
+        process = self.supervisor.processes["prepare"]
+        since = time.monotonic()
+        done, _ = await asyncio.wait({process.ended}, timeout=PREPARE_TIMEOUT_S)
+        if not done:
+            raise WaitTimeout(
+                "the recipe's prepare_model",
+                on="prepare",
+                since=since,
+                hint=process.last_words(),
+            )
+        process.ended.result()
+        del self.supervisor.processes["prepare"]
+
+    def _check_recover(self) -> None:
+        if self.config.checkpoint.recover == "never" and (self.folder.path / "redis").exists():
+            raise ConfigError(
+                f"checkpoint.recover 'never': {str(self.folder.path)!r} holds an earlier run of "
+                "this trial; choose another trial_name, or recover=auto to resume it"
+            )
+
+    def _earlier_ports(self) -> dict[str, int]:
+        try:
+            return ports_of(self.folder.read_stack())
+        except NotFound:
+            return {}
+
+    def _save_config(self) -> None:
+        # It may hold a store's password: nobody else may read it, not even for a moment.
+        self.folder.config_file.touch(mode=0o600)
+        self.folder.config_file.chmod(0o600)
+        save_config(self.config, self.folder.config_file)
+
+    def _set(self, state: StackState) -> None:
+        self.state = state
+        self._write_stack()
+
+    def _on_event(self, event: StackEvent) -> None:
+        if event.level == "state" and self._lock is not None:
+            self._write_stack()
+
+    def _write_stack(self) -> None:
+        self.folder.write_stack(
+            {
+                "stack_id": self.stack_id,
+                "experiment": self.config.experiment_name,
+                "trial": self.config.trial_name,
+                "state": self.state.value,
+                "started": self.started,
+                "launcher": {"pid": os.getpid(), "log": str(self.folder.log_of("launcher"))},
+                "guard": {"pid": self._guard.pid if self._guard else 0},
+                "config": str(self.folder.config_file),
+                "dashboard": self.config.endpoints.gateway,
+                "processes": {
+                    name: {
+                        "pid": process.pid,
+                        "state": process.state.value,
+                        "address": process.spec.address,
+                        "metrics": process.spec.metrics,
+                        "log": str(process.spec.log),
+                        "restarts": process.restarts,
+                        "since": process.since,
+                    }
+                    for name, process in self.supervisor.processes.items()
+                },
+            }
+        )

@@ -1,0 +1,193 @@
+"""Which processes a stack needs, where they listen, and how each is started. Starts nothing."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal.config import BaseExperimentConfig, parse_allocation
+from areal.launchers.ports import PortPicker
+from areal.launchers.probes import http_probe
+from areal.launchers.processes import ProcessSpec
+from areal.launchers.run_folder import RunFolder
+from areal.launchers.stores import nats_spec, redis_spec
+
+HOST = "127.0.0.1"
+
+# Services that take part in gRPC: process name to module and to the key in `endpoints`.
+_SERVICES = {
+    "buffer": ("areal_buffer", "buffer"),
+    "weight-sync": ("areal_weight_sync", "weight_sync"),
+    "reward": ("areal_reward", "reward"),
+}
+
+
+@dataclass
+class StackPlan:
+    """What to start, in stages.
+
+    `config` has every endpoint filled in, except `endpoints.inference`: the servers we start are
+    registered with weight-sync once they are up.
+    """
+
+    config: BaseExperimentConfig
+    stores: list[ProcessSpec] = field(default_factory=list)
+    inference: list[ProcessSpec] = field(default_factory=list)
+    services: list[ProcessSpec] = field(default_factory=list)
+    trainer: ProcessSpec | None = None
+
+    @property
+    def inference_urls(self) -> dict[str, str]:
+        """Process name to http://host:port of each inference server that we start."""
+        return {spec.name: f"http://{spec.address}" for spec in self.inference}
+
+    def stop_order(self) -> list[list[str]]:
+        """Stages of process names: who calls goes before who is called."""
+        rollout = [s.name for s in self.services if s.name.startswith("rollout")]
+        backends = [s.name for s in self.services if s.name in _SERVICES]
+        return [
+            ["trainer"],
+            [*rollout, "gateway"],
+            [s.name for s in self.inference],
+            backends,
+            [s.name for s in self.stores],
+        ]
+
+
+def plan_stack(
+    config: BaseExperimentConfig,
+    folder: RunFolder,
+    *,
+    with_trainer: bool,
+    preferred_ports: Mapping[str, int] | None = None,
+) -> StackPlan:
+    """Plans everything whose endpoint is empty.
+
+    Args:
+        config: Resolved and valid; a copy of it gets the endpoints.
+        folder: Of the run.
+        with_trainer: False: `areal up`.
+        preferred_ports: Ports of an earlier run of this trial, by process name.
+
+    Raises:
+        ConfigError: A store's program is missing.
+    """
+    config = copy.deepcopy(config)
+    plan = StackPlan(config)
+    picker = PortPicker(preferred_ports)
+    endpoints = config.endpoints
+    if not endpoints.redis:
+        plan.stores.append(redis_spec(folder, picker.pick("redis")))
+        endpoints.redis = f"redis://{plan.stores[-1].address}/0"
+    if not endpoints.nats:
+        plan.stores.append(nats_spec(folder, picker.pick("nats")))
+        endpoints.nats = f"nats://{plan.stores[-1].address}"
+    if not endpoints.inference:
+        count = parse_allocation(config.allocation_mode).inference_replicas
+        plan.inference = [_inference(config, folder, picker, index) for index in range(count)]
+    for name, (module, key) in _SERVICES.items():
+        if not getattr(endpoints, key):
+            spec = _service(name, module, folder, picker)
+            plan.services.append(spec)
+            setattr(endpoints, key, spec.address)
+    if not endpoints.rollout:
+        for index in range(config.stack.rollout_workers):
+            plan.services.append(_service(f"rollout-{index}", "areal_rollout", folder, picker))
+            endpoints.rollout = endpoints.rollout or plan.services[-1].address
+    if not endpoints.trainer:
+        endpoints.trainer = f"{HOST}:{picker.pick('trainer')}"
+    if not endpoints.gateway:
+        plan.services.append(_service("gateway", "areal_gateway", folder, picker))
+        endpoints.gateway = f"http://{plan.services[-1].address}"
+    if with_trainer:
+        plan.trainer = _trainer(config, folder, picker)
+    return plan
+
+
+def _service(name: str, module: str, folder: RunFolder, picker: PortPicker) -> ProcessSpec:
+    listen = f"{HOST}:{picker.pick(name)}"
+    metrics_port = picker.pick(f"{name}.metrics")
+    return ProcessSpec(
+        name=name,
+        argv=(
+            *(sys.executable, "-m", module, "--config", str(folder.config_file)),
+            *("--listen", listen, "--metrics", f"{HOST}:{metrics_port}", "--grace", "8"),
+        ),
+        log=folder.log_of(name),
+        probe=http_probe(HOST, metrics_port, "/healthz"),
+        address=listen,
+        metrics=f"{HOST}:{metrics_port}",
+    )
+
+
+def _inference(
+    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, index: int
+) -> ProcessSpec:
+    name = f"inference-{index}"
+    port = picker.pick(name)
+    arguments = {
+        "model-path": config.model.path,
+        "host": HOST,
+        "port": str(port),
+        "dtype": config.model.dtype,
+        "context-length": str(config.model.context_length),
+        "max-running-requests": str(config.stack.inference_max_running),
+        # Servers must differ, and a rerun should not.
+        "seed": str(1_000 * config.seed + index),
+    }
+    return ProcessSpec(
+        name=name,
+        argv=(
+            *(sys.executable, "-m", "areal_inference"),
+            *(part for key, value in arguments.items() for part in (f"--{key}", value)),
+        ),
+        log=folder.log_of(name),
+        probe=http_probe(HOST, port, "/health"),
+        address=f"{HOST}:{port}",
+        metrics=f"{HOST}:{port}",
+    )
+
+
+def _trainer(config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker) -> ProcessSpec:
+    ranks = parse_allocation(config.allocation_mode).trainer_ranks
+    launch: tuple[str, ...] = ()
+    if ranks > 1:
+        launch = (
+            *("torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
+            *("--master-addr", HOST, "--master-port", str(picker.pick("torchrun")), "-m"),
+        )
+    return ProcessSpec(
+        name="trainer",
+        argv=(sys.executable, "-m", *launch, "areal_trainer", "--config", str(folder.config_file)),
+        log=folder.log_of("trainer"),
+        address=config.endpoints.trainer,
+        job=True,
+        stop_grace_s=30.0,
+    )
+
+
+def ports_of(stack: Mapping[str, object]) -> dict[str, int]:
+    """The ports in an earlier stack.json, by process name, for `preferred_ports`."""
+    ports: dict[str, int] = {}
+    processes = stack.get("processes")
+    for name, entry in processes.items() if isinstance(processes, dict) else ():
+        for key, suffix in (("address", ""), ("metrics", ".metrics")):
+            port = str(entry.get(key, "")).rpartition(":")[2]
+            if port.isdigit():
+                ports[f"{name}{suffix}"] = int(port)
+    return ports
+
+
+def missing_model(config: BaseExperimentConfig) -> str:
+    """Why version 0 cannot be served from `model.path`; "" when it can."""
+    if not config.model.path:
+        return "model.path '': expected a Hugging Face model directory"
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        return f"model.path {config.model.path!r}: no config.json there"
+    if not any(path.glob("*.safetensors")):
+        return f"model.path {config.model.path!r}: no *.safetensors there"
+    return ""

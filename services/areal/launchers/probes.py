@@ -1,0 +1,71 @@
+"""Is it up yet? One question per kind of server, asked until it says yes or time is over.
+
+A probe returns "" when ready, else why not in a few words. Processes that we did not write cannot
+tell us when they are ready, so asking again (with growing pauses) is the only way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from areal.errors import WaitTimeout
+
+Probe = Callable[[], Awaitable[str]]
+
+_TRY_S = 2.0
+
+
+async def _ask(host: str, port: int, question: bytes, accept: Callable[[bytes], bool]) -> str:
+    """Connects, sends `question`, reads the first line; "" when `accept` likes it."""
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(_TRY_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(question)
+            line = await reader.readline()
+    except TimeoutError:
+        return f"no answer from {host}:{port} within {_TRY_S:.0f} s"
+    except OSError as error:
+        return f"{host}:{port}: {error.strerror or error}"
+    finally:
+        if writer is not None:
+            writer.close()
+    return "" if accept(line) else f"{host}:{port} answered {line[:80].decode(errors='replace')!r}"
+
+
+def http_probe(host: str, port: int, path: str) -> Probe:
+    """Ready when GET answers 200."""
+    question = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
+    return lambda: _ask(host, port, question, lambda line: b" 200" in line)
+
+
+def redis_probe(host: str, port: int) -> Probe:
+    """Ready when PING answers PONG (not while the append-only file is being loaded)."""
+    return lambda: _ask(host, port, b"PING\r\n", lambda line: line.startswith(b"+PONG"))
+
+
+def nats_probe(host: str, port: int) -> Probe:
+    """Ready when the server greets."""
+    return lambda: _ask(host, port, b"", lambda line: line.startswith(b"INFO "))
+
+
+async def wait_ready(probe: Probe, what: str, timeout: float) -> None:
+    """Asks until the probe says yes.
+
+    Args:
+        probe: The question.
+        what: Who is asked, for the error.
+        timeout: Seconds.
+
+    Raises:
+        WaitTimeout: Names `what` and the probe's last answer.
+    """
+    since = time.monotonic()
+    pause = 0.05
+    while answer := await probe():
+        if time.monotonic() - since > timeout:
+            raise WaitTimeout("readiness", on=what, since=since, hint=answer)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, 0.5)

@@ -1,0 +1,128 @@
+"""One child process: what to start, and one life of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import areal
+from areal.launchers.probes import Probe
+from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE, end_tagged
+
+# Many processes share few cores: each one's thread pools would fight the others'.
+_CHILD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to start and how to know that it is up."""
+
+    name: str
+    """Unique in the stack, e.g. "inference-0"."""
+    argv: tuple[str, ...]
+    log: Path
+    """Both output streams are appended here."""
+    probe: Probe | None = None
+    """None: up as soon as it is started."""
+    address: str = ""
+    """Where it serves, for people and stack.json."""
+    metrics: str = ""
+    """host:port of its /metrics; may be empty."""
+    job: bool = False
+    """Exit code 0 is success, not a death to recover from (the trainer)."""
+    stop_grace_s: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: ours, the tags, and where this very `areal` lies."""
+    source = str(Path(areal.__file__).parent.parent)
+    inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]
+    return {
+        **os.environ,
+        **_CHILD_ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([source, *inherited]),
+        STACK_VARIABLE: stack_id,
+        PROCESS_VARIABLE: process,
+        **extra,
+    }
+
+
+class Child:
+    """One life of a process, in a session of its own so that the terminal's Ctrl-C spares it."""
+
+    def __init__(self, spec: ProcessSpec, stack_id: str, process: asyncio.subprocess.Process):
+        """Use `start`."""
+        self._spec = spec
+        self._stack_id = stack_id
+        self._process = process
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, stack_id: str) -> Child:
+        """Starts the process; raises OSError when its program cannot be executed."""
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=child_environment(stack_id, spec.name, spec.environment),
+                start_new_session=True,
+            )
+        return cls(spec, stack_id, process)
+
+    async def wait(self) -> int:
+        """The exit code; -N when signal N ended it."""
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float | None = None) -> int:
+        """SIGTERM, then SIGKILL to it and all its descendants; returns the exit code.
+
+        Args:
+            grace_s: Seconds between the two; None: the spec's.
+        """
+        grace_s = self._spec.stop_grace_s if grace_s is None else grace_s
+        if grace_s > 0 and self._process.returncode is None:
+            self._signal(signal.SIGCONT)
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        await self.sweep()
+        return await self._process.wait()
+
+    async def sweep(self) -> None:
+        """Kills what is left of this process's group and of its descendants in other sessions."""
+        self._signal(signal.SIGKILL)
+        await asyncio.to_thread(end_tagged, self._stack_id, self._spec.name)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, signum)
+        except (ProcessLookupError, PermissionError):
+            return  # gone: that is what we want
+
+
+def last_lines(log: Path, count: int = 5, limit: int = 8192) -> list[str]:
+    """The end of a log, for error messages."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - limit))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [line[:400] for line in lines[-count:]]

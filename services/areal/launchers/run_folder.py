@@ -1,0 +1,145 @@
+"""The folder of one run: where its files are, who holds it, what is in `stack.json`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from areal.errors import ConfigError, NotFound
+
+
+class RunFolder:
+    """`run_root/experiment/trial`.
+
+    Example:
+        >>> RunFolder(Path("runs/arithmetic/trial0")).stack_file
+        PosixPath('runs/arithmetic/trial0/stack.json')
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Touches nothing yet."""
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.stack_file = path / "stack.json"
+        self.lock_file = path / ".lock"
+        self.logs = path / "logs"
+        self.metrics_file = path / "metrics.jsonl"
+        self.trainer_file = path / "trainer.json"
+        self.summary_file = path / "summary.json"
+        self.plot_file = path / "reward.png"
+
+    def log_of(self, name: str) -> Path:
+        """The log of a process."""
+        return self.logs / f"{name}.log"
+
+    def lock(self, wait_s: float = 15.0) -> int:
+        """Takes the run for this process; held until the descriptor and its copies are closed.
+
+        Args:
+            wait_s: How long to wait while the guard of a dead launcher still cleans up.
+
+        Raises:
+            ConfigError: A living launcher holds the run; the line names its pid.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                pid = self.holder_pid()
+                alive = pid > 0 and _alive(pid)
+                if alive or time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise ConfigError(
+                        f"run folder {str(self.path)!r}: a stack of this trial "
+                        f"{'runs already' if alive else 'is still being cleaned up'} "
+                        f"(pid {pid}); stop it with `areal down`, or choose another trial_name"
+                    ) from None
+                # Bounded: the holder is a guard, which needs at most its grace period.
+                time.sleep(0.1)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return descriptor
+
+    def holder_pid(self) -> int:
+        """The pid that last took the lock; 0 if none did."""
+        try:
+            return int(self.lock_file.read_text().strip() or 0)
+        except (OSError, ValueError):
+            return 0
+
+    def held(self) -> bool:
+        """Whether a launcher (or its guard, cleaning up) holds the run now."""
+        try:
+            descriptor = os.open(self.lock_file, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def write_stack(self, content: dict[str, Any]) -> None:
+        """Replaces stack.json atomically: a reader sees the old one or the new one."""
+        write_json(self.stack_file, content)
+
+    def read_stack(self) -> dict[str, Any]:
+        """What stack.json says.
+
+        Raises:
+            NotFound: There is none, or it cannot be read.
+        """
+        try:
+            content = json.loads(self.stack_file.read_text())
+        except (OSError, ValueError) as error:
+            raise NotFound(f"{self.stack_file}: no readable stack there ({error})") from None
+        if not isinstance(content, dict):
+            raise NotFound(f"{self.stack_file}: expected a JSON object")
+        return content
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file in one step."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(file)
+
+
+def find_run(run: Path | None, root: Path = Path("runs")) -> RunFolder:
+    """The run a command is about: `run`, else the most recent live one under `root`.
+
+    Raises:
+        NotFound: Nothing fits; says where it looked.
+    """
+    if run is not None:
+        folder = RunFolder(run)
+        if not folder.stack_file.is_file():
+            raise NotFound(f"--run {str(run)!r}: no stack.json there")
+        return folder
+    files = sorted(root.glob("*/*/stack.json"), key=lambda f: f.stat().st_mtime, reverse=True)
+    for file in files:
+        folder = RunFolder(file.parent)
+        if folder.held():
+            return folder
+    hint = f"; the last one was {files[0].parent}" if files else ""
+    raise NotFound(f"no running stack under {str(root)!r} (use --run DIR to name one){hint}")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

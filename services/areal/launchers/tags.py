@@ -1,0 +1,92 @@
+"""Finds and ends every process of a stack, whoever its parent is.
+
+Each child of a stack carries `AREAL_STACK` (and `AREAL_PROCESS`, its name) in its environment, and
+so do its own children: torchrun puts its workers into sessions of their own, which a process group
+would miss. Only a process that clears its environment escapes; its descent is followed as well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+
+STACK_VARIABLE = "AREAL_STACK"
+PROCESS_VARIABLE = "AREAL_PROCESS"
+
+
+def find_tagged(stack_id: str, process: str = "") -> list[psutil.Process]:
+    """Living processes of a stack (of one named process of it) and all their descendants.
+
+    Args:
+        stack_id: The value of `AREAL_STACK`.
+        process: The value of `AREAL_PROCESS`; empty: any.
+    """
+    tagged: set[int] = set()
+    parents: dict[int, int] = {}
+    found: dict[int, psutil.Process] = {}
+    for candidate in psutil.process_iter():
+        try:
+            if candidate.pid == os.getpid() or candidate.status() == psutil.STATUS_ZOMBIE:
+                continue
+            found[candidate.pid] = candidate
+            parents[candidate.pid] = candidate.ppid()
+            environment = candidate.environ()
+        except (psutil.Error, OSError):
+            continue  # gone meanwhile, or another user's
+        if environment.get(STACK_VARIABLE) != stack_id:
+            continue
+        if not process or environment.get(PROCESS_VARIABLE) == process:
+            tagged.add(candidate.pid)
+    grew = True
+    while grew:
+        children = {pid for pid, parent in parents.items() if parent in tagged} - tagged
+        grew = bool(children)
+        tagged |= children
+    return [found[pid] for pid in sorted(tagged)]
+
+
+def end_tagged(stack_id: str, process: str = "", *, grace_s: float = 0.0) -> int:
+    """Ends what `find_tagged` finds: SIGTERM, then SIGKILL after `grace_s`; blocks meanwhile.
+
+    Returns:
+        How many processes were found alive at first.
+    """
+    first = find_tagged(stack_id, process)
+    deadline = time.monotonic() + grace_s
+    if grace_s > 0:
+        _signal(first, signal.SIGTERM)
+        _wait_gone(first, grace_s)
+    # New ones may be born while we look: look again until nobody is left, within bounds.
+    while remaining := find_tagged(stack_id, process):
+        _signal(remaining, signal.SIGKILL)
+        _wait_gone(remaining, 1.0)
+        if time.monotonic() > deadline + 10.0:
+            break
+    return len(first)
+
+
+def _signal(processes: list[psutil.Process], signum: signal.Signals) -> None:
+    for process in processes:
+        try:
+            # A stopped process (SIGSTOP) handles SIGTERM only once it runs again.
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signum)
+        except psutil.Error:
+            continue
+
+
+def _wait_gone(processes: list[psutil.Process], timeout: float) -> None:
+    """Waits without waitpid(2): that would take the exit codes of the launcher's children."""
+    deadline = time.monotonic() + timeout
+    while any(_lives(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,127 @@
+"""The guard ends a stack whose launcher died, whatever the shape of its process tree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal.errors import ConfigError
+from areal.launchers.processes import child_environment
+from areal.launchers.run_folder import RunFolder
+from areal.launchers.tags import end_tagged, find_tagged
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def spawn(stack_id: str, code: str, name: str = "service") -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=child_environment(stack_id, name, {}),
+        start_new_session=True,
+    )
+
+
+def spawn_guard(stack_id: str, grace_s: float, **options: object) -> subprocess.Popen[bytes]:
+    environment = child_environment(stack_id, "guard", {})
+    del environment["AREAL_STACK"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal.launchers.guard", stack_id, str(grace_s)],
+        stdin=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def wait_for(file: Path) -> str:
+    deadline = time.monotonic() + 10.0
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return file.read_text()
+
+
+def test_guard_when_pipe_closes_then_ends_children_and_grandchildren(tmp_path: Path) -> None:
+    stack_id, note = f"test/{uuid.uuid4().hex}", tmp_path / "pid"
+    nested = (
+        "import pathlib, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)\n"
+        f"pathlib.Path({str(note)!r}).write_text(str(child.pid)); time.sleep(60)"
+    )
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    children = [spawn(stack_id, nested), spawn(stack_id, stubborn, "other")]
+    grandchild = psutil.Process(int(wait_for(note)))
+    guard = spawn_guard(stack_id, 0.3)
+    assert guard.poll() is None
+    assert len(find_tagged(stack_id)) == 3
+    guard.stdin.close()  # type: ignore[union-attr]
+    assert guard.wait(20.0) == 0
+    assert [child.wait(5.0) for child in children][1] == -signal.SIGKILL
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_guard_when_signalled_then_keeps_guarding() -> None:
+    stack_id = f"test/{uuid.uuid4().hex}"
+    child = spawn(stack_id, SLEEP)
+    guard = spawn_guard(stack_id, 0.0)
+    # Until its handlers are set a signal would end it: the launcher has no reason to send any.
+    deadline = time.monotonic() + 10.0
+    while Path(f"/proc/{guard.pid}/wchan").exists() and time.monotonic() < deadline:
+        ignored = next(
+            line
+            for line in Path(f"/proc/{guard.pid}/status").read_text().splitlines()
+            if line.startswith("SigIgn")
+        )
+        if int(ignored.split()[1], 16) & (1 << (signal.SIGTERM - 1)):
+            break
+        time.sleep(0.01)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(guard.pid, signum)
+    assert child.poll() is None
+    guard.stdin.close()  # type: ignore[union-attr]
+    assert guard.wait(20.0) == 0
+    assert child.wait(5.0) == -signal.SIGKILL
+
+
+def test_end_tagged_when_one_process_is_named_then_others_live() -> None:
+    stack_id = f"test/{uuid.uuid4().hex}"
+    first, second = spawn(stack_id, SLEEP, "a"), spawn(stack_id, SLEEP, "b")
+    assert end_tagged(stack_id, "a") == 1
+    assert first.wait(5.0) == -signal.SIGKILL
+    assert second.poll() is None
+    assert end_tagged(stack_id) == 1
+    assert second.wait(5.0) == -signal.SIGKILL
+
+
+def test_lock_when_held_then_refused_with_the_pid(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    descriptor = folder.lock()
+    assert folder.held()
+    with pytest.raises(ConfigError, match=rf"runs already \(pid {os.getpid()}\)"):
+        folder.lock()
+    os.close(descriptor)
+    assert not folder.held()
+    os.close(folder.lock())
+
+
+def test_lock_when_a_guard_still_cleans_up_then_waits_for_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    stack_id = f"test/{uuid.uuid4().hex}"
+    descriptor = folder.lock()
+    child = spawn(stack_id, SLEEP)
+    guard = spawn_guard(stack_id, 0.0, pass_fds=(descriptor,))
+    os.close(descriptor)
+    folder.lock_file.write_text("999999999\n")  # the launcher is dead
+    guard.stdin.close()  # type: ignore[union-attr]
+    os.close(folder.lock(wait_s=20.0))
+    # The lock was free only once the guard had done its work.
+    assert child.wait(5.0) == -signal.SIGKILL
+    assert guard.wait(5.0) == 0

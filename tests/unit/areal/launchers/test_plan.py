@@ -1,0 +1,119 @@
+"""What would be started, without starting it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from areal.config import GRPOConfig, build_config
+from areal.errors import ConfigError
+from areal.launchers.plan import missing_model, plan_stack, ports_of
+from areal.launchers.ports import PortPicker, port_is_free
+from areal.launchers.run_folder import RunFolder
+
+
+def make(tmp_path: Path, *overrides: str) -> tuple[GRPOConfig, RunFolder]:
+    config = build_config(GRPOConfig, None, [f"run_root={tmp_path}", *overrides])
+    return config, RunFolder(config.run_dir)
+
+
+def test_plan_when_nothing_is_given_then_everything_is_started(tmp_path: Path) -> None:
+    config, folder = make(tmp_path, "allocation_mode=sglang:d2+fsdp:d1", "stack.rollout_workers=2")
+    plan = plan_stack(config, folder, with_trainer=True)
+    assert [s.name for s in plan.stores] == ["redis", "nats"]
+    assert [s.name for s in plan.inference] == ["inference-0", "inference-1"]
+    names = {s.name for s in plan.services}
+    assert names == {"buffer", "weight-sync", "reward", "rollout-0", "rollout-1", "gateway"}
+    assert plan.trainer is not None
+    assert plan.trainer.argv[1:3] == ("-m", "areal_trainer")
+    everything = [*plan.stores, *plan.inference, *plan.services, plan.trainer]
+    addresses = [s.address for s in everything]
+    assert len(set(addresses)) == len(addresses)
+    endpoints = plan.config.endpoints
+    assert endpoints.buffer in addresses
+    assert endpoints.redis == f"redis://{plan.stores[0].address}/0"
+    assert endpoints.gateway.startswith("http://127.0.0.1:")
+    assert config.endpoints.redis == "", "the caller's config is left as it was"
+
+
+def test_plan_when_stopping_then_callers_go_before_the_called(tmp_path: Path) -> None:
+    config, folder = make(tmp_path)
+    order = plan_stack(config, folder, with_trainer=True).stop_order()
+    flat = [name for stage in order for name in stage]
+    expected = ["trainer", "rollout-0", "inference-0", "weight-sync", "redis"]
+    assert [name for name in flat if name in expected] == expected
+    assert set(order[-1]) == {"redis", "nats"}
+
+
+def test_plan_when_endpoints_are_given_then_those_are_not_started(tmp_path: Path) -> None:
+    config, folder = make(
+        tmp_path,
+        "endpoints.redis=redis://elsewhere:6379/0",
+        "endpoints.inference=[http://gpu:30000]",
+        "endpoints.gateway=http://elsewhere:8080",
+    )
+    plan = plan_stack(config, folder, with_trainer=False)
+    assert [s.name for s in plan.stores] == ["nats"]
+    assert not plan.inference
+    assert "gateway" not in {s.name for s in plan.services}
+    assert plan.trainer is None
+
+
+def test_plan_when_several_ranks_then_torchrun(tmp_path: Path) -> None:
+    config, folder = make(tmp_path, "allocation_mode=sglang:d1+fsdp:d2")
+    trainer = plan_stack(config, folder, with_trainer=True).trainer
+    assert trainer is not None
+    assert "torch.distributed.run" in trainer.argv
+    assert trainer.argv[trainer.argv.index("--nproc-per-node") + 1] == "2"
+
+
+def test_plan_when_run_again_then_same_ports_unless_taken(tmp_path: Path) -> None:
+    config, folder = make(tmp_path)
+    first = plan_stack(config, folder, with_trainer=False)
+    stack = {
+        "processes": {
+            s.name: {"address": s.address, "metrics": s.metrics}
+            for s in [*first.stores, *first.services, *first.inference]
+        }
+    }
+    taken = int(first.stores[0].address.rpartition(":")[2])
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", taken))
+        other.listen()
+        second = plan_stack(config, folder, with_trainer=False, preferred_ports=ports_of(stack))
+    assert second.stores[0].address != first.stores[0].address
+    assert [s.address for s in second.services] == [s.address for s in first.services]
+    assert [s.address for s in second.inference] == [s.address for s in first.inference]
+
+
+def test_pick_when_asked_often_then_distinct_free_ports() -> None:
+    picker = PortPicker()
+    ports = [picker.pick(f"p{i}") for i in range(50)]
+    assert len(set(ports)) == 50
+    assert all(port_is_free(port) for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], "no config.json there"),
+        (["config.json"], r"no \*.safetensors there"),
+        (["config.json", "model.safetensors"], "^$"),
+    ],
+)
+def test_missing_model_when_files_lack_then_says_which(
+    tmp_path: Path, files: list[str], expected: str
+) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    config, _ = make(tmp_path, f"model.path={tmp_path}")
+    import re
+
+    assert re.search(expected, missing_model(config))
+
+
+def test_config_when_recover_is_unknown_then_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.recover 'maybe'"):
+        build_config(GRPOConfig, None, ["checkpoint.recover=maybe"])

@@ -1,0 +1,263 @@
+"""Supervision of real children (small Python programs)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal.errors import WaitTimeout
+from areal.launchers.probes import Probe
+from areal.launchers.processes import ProcessSpec
+from areal.launchers.supervisor import (
+    ProcessState,
+    RestartPolicy,
+    StackFailure,
+    Supervised,
+    Supervisor,
+)
+from areal.launchers.tags import find_tagged
+
+FAST = RestartPolicy(max_restarts=3, ready_timeout_s=20.0, first_delay_s=0.02, max_delay_s=0.05)
+
+
+class Recorder:
+    """Keeps what is reported."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, str]] = []
+
+    def __call__(self, level: str, process: str, text: str) -> None:
+        self.events.append((level, process, text))
+
+    def texts(self, level: str) -> list[str]:
+        return [text for each, _, text in self.events if each == level]
+
+
+def python(name: str, code: str, log: Path, **options: object) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", code), log / f"{name}.log", **options)  # type: ignore[arg-type]
+
+
+def file_probe(file: Path) -> Probe:
+    async def probe() -> str:
+        return "" if file.exists() else f"no {file.name} yet"  # noqa: ASYNC240
+
+    return probe
+
+
+@pytest.fixture
+def stack_id() -> str:
+    return f"test/{uuid.uuid4().hex}"
+
+
+async def until(condition: object, timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "condition was not reached"
+        await asyncio.sleep(0.01)
+
+
+async def test_start_when_probe_answers_then_up(tmp_path: Path, stack_id: str) -> None:
+    flag = tmp_path / "ready"
+    code = f"import pathlib, time; pathlib.Path({str(flag)!r}).touch(); time.sleep(60)"
+    spec = python("service", code, tmp_path, probe=file_probe(flag))
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    await process.wait_up(10.0)
+    assert process.state is ProcessState.UP
+    assert psutil.pid_exists(process.pid)
+    pid = process.pid
+    await process.stop()
+    assert process.state is ProcessState.STOPPED
+    assert not psutil.pid_exists(pid)
+
+
+async def test_service_when_killed_then_restarted_and_reported(
+    tmp_path: Path, stack_id: str
+) -> None:
+    recorder = Recorder()
+    process = Supervised(
+        python("service", "import time; time.sleep(60)", tmp_path), stack_id, FAST, recorder
+    )
+    process.start()
+    await process.wait_up(10.0)
+    first = process.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP)
+    assert process.pid not in (0, first)
+    assert recorder.texts("warning") == ["service ended with signal 9; restart 1 of 3 in 0.0 s"]
+    await process.stop(0.0)
+
+
+async def test_service_when_it_keeps_dying_then_given_up_with_its_last_words(
+    tmp_path: Path, stack_id: str
+) -> None:
+    code = "import sys; print('the disk is full', file=sys.stderr); sys.exit(7)"
+    process = Supervised(python("service", code, tmp_path), stack_id, FAST, Recorder())
+    process.start()
+    with pytest.raises(StackFailure, match=r"exit code 7; 3 restarts .* the disk is full"):
+        await asyncio.wait_for(asyncio.shield(process.ended), 20.0)
+    assert process.restarts == 3
+    assert process.state is ProcessState.FAILED
+    await process.stop()
+
+
+async def test_service_when_bad_input_at_first_start_then_not_retried(
+    tmp_path: Path, stack_id: str
+) -> None:
+    code = "import sys; print('--listen: cannot listen there', file=sys.stderr); sys.exit(2)"
+    spec = python("service", code, tmp_path, probe=file_probe(tmp_path / "never"))
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    with pytest.raises(StackFailure, match=r"exit code 2 .*cannot listen there"):
+        await process.wait_up(10.0)
+    assert process.restarts == 0
+
+
+async def test_job_when_exit_zero_then_finished(tmp_path: Path, stack_id: str) -> None:
+    process = Supervised(python("trainer", "pass", tmp_path, job=True), stack_id, FAST, Recorder())
+    process.start()
+    assert await asyncio.wait_for(asyncio.shield(process.ended), 10.0) == 0
+    assert process.state is ProcessState.FINISHED
+
+
+async def test_job_when_it_crashes_once_then_restarted_until_finished(
+    tmp_path: Path, stack_id: str
+) -> None:
+    mark = tmp_path / "crashed"
+    code = (
+        f"import pathlib, sys; m = pathlib.Path({str(mark)!r})\n"
+        "if not m.exists(): m.touch(); sys.exit(1)"
+    )
+    process = Supervised(python("trainer", code, tmp_path, job=True), stack_id, FAST, Recorder())
+    process.start()
+    assert await asyncio.wait_for(asyncio.shield(process.ended), 10.0) == 0
+    assert process.restarts == 1
+
+
+async def test_job_when_bad_input_then_not_retried(tmp_path: Path, stack_id: str) -> None:
+    process = Supervised(
+        python("trainer", "raise SystemExit(2)", tmp_path, job=True), stack_id, FAST, Recorder()
+    )
+    process.start()
+    with pytest.raises(StackFailure, match="trainer ended with exit code 2"):
+        await asyncio.wait_for(asyncio.shield(process.ended), 10.0)
+    assert process.restarts == 0
+
+
+async def test_start_when_program_is_missing_then_failure_names_it(
+    tmp_path: Path, stack_id: str
+) -> None:
+    spec = ProcessSpec("service", ("/nonexistent/program",), tmp_path / "service.log")
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    with pytest.raises(StackFailure, match=r"cannot be started: .*nonexistent"):
+        await process.wait_up(10.0)
+
+
+async def test_wait_up_when_never_ready_then_names_process_log_and_last_lines(
+    tmp_path: Path, stack_id: str
+) -> None:
+    code = "import time; print('still loading', flush=True); time.sleep(60)"
+    spec = python("inference-0", code, tmp_path, probe=file_probe(tmp_path / "never"))
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    log = tmp_path / "inference-0.log"
+    await until(lambda: log.exists() and log.read_text())
+    with pytest.raises(
+        WaitTimeout, match=r"for readiness on inference-0 \(log .*inference-0.log: still loading"
+    ):
+        await process.wait_up(0.05)
+    await process.stop(0.0)
+
+
+async def test_stop_when_sigterm_is_ignored_then_killed_after_grace(
+    tmp_path: Path, stack_id: str
+) -> None:
+    flag = tmp_path / "ready"
+    code = (
+        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(flag)!r}).touch(); time.sleep(60)"
+    )
+    spec = python("service", code, tmp_path, probe=file_probe(flag), stop_grace_s=0.3)
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    await process.wait_up(10.0)
+    pid, since = process.pid, time.monotonic()
+    await process.stop()
+    assert 0.25 < time.monotonic() - since < 8.0
+    assert not psutil.pid_exists(pid)
+
+
+async def test_stop_when_stopped_by_sigstop_then_ended(tmp_path: Path, stack_id: str) -> None:
+    process = Supervised(
+        python("service", "import time; time.sleep(60)", tmp_path), stack_id, FAST, Recorder()
+    )
+    process.start()
+    await process.wait_up(10.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    since = time.monotonic()
+    await process.stop()
+    assert time.monotonic() - since < 5.0
+    assert not find_tagged(stack_id)
+
+
+async def test_death_when_grandchild_has_its_own_session_then_swept(
+    tmp_path: Path, stack_id: str
+) -> None:
+    """As torchrun starts its workers."""
+    flag = tmp_path / "grandchild"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+        "start_new_session=True)\n"
+        f"pathlib.Path({str(flag)!r}).write_text(str(child.pid)); time.sleep(60)"
+    )
+    process = Supervised(python("trainer", code, tmp_path, job=True), stack_id, FAST, Recorder())
+    process.start()
+    await until(lambda: flag.exists() and flag.read_text())
+    orphan = psutil.Process(int(flag.read_text()))
+    os.kill(process.pid, signal.SIGKILL)
+    await until(lambda: not orphan.is_running())
+    await process.stop(0.0)
+    assert not find_tagged(stack_id)
+
+
+async def test_or_failure_when_another_process_fails_then_raises(
+    tmp_path: Path, stack_id: str
+) -> None:
+    supervisor = Supervisor(stack_id, FAST, Recorder())
+    supervisor.start(
+        python("good", "import time; time.sleep(60)", tmp_path),
+        python("bad", "raise SystemExit(3)", tmp_path),
+    )
+    forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with pytest.raises(StackFailure, match="bad ended with exit code 3"):
+        await asyncio.wait_for(supervisor.or_failure(forever), 20.0)
+    await supervisor.stop([["bad"], ["good"]], grace_s=0.0)
+    assert not find_tagged(stack_id)
+
+
+async def test_stop_when_ordered_then_stage_by_stage(tmp_path: Path, stack_id: str) -> None:
+    order = tmp_path / "order"
+    code = (
+        "import signal, sys, time\n"
+        "def end(*_): open({file!r}, 'a').write({name!r} + ' '); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end); open({flag!r}, 'w'); time.sleep(60)"
+    )
+    supervisor = Supervisor(stack_id, FAST, Recorder())
+    names = ["redis", "buffer", "rollout"]
+    for name in names:
+        flag = tmp_path / f"{name}.flag"
+        text = code.format(file=str(order), name=name, flag=str(flag))
+        supervisor.start(python(name, text, tmp_path, probe=file_probe(flag)))
+    await supervisor.wait_up(names, 20.0)
+    await supervisor.stop([["rollout"], ["buffer"]])
+    assert order.read_text().split() == ["rollout", "buffer", "redis"]
