@@ -1,0 +1,99 @@
+"""POST /generate: hand requests to the engine, wait, answer whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
+
+from areal_inference.api import GenerateCall, parse_generate, render
+from areal_inference.engine import EngineError
+from areal_inference.http import Route, guarded, json_response, read_json
+from areal_inference.request import Request
+from areal_inference.service import Service
+
+
+def generate_route(service: Service) -> Route:
+    """The /generate endpoint of a service."""
+    encode, decode = service.encode(), service.decode()
+
+    @guarded
+    async def generate(http: HttpRequest) -> Response:
+        call = parse_generate(await read_json(http), service.limits, encode)
+        service.start(call)
+        if call.stream:
+            return StreamingResponse(stream(call), media_type="text/event-stream")
+        watch = asyncio.create_task(_abort_on_disconnect(service, call, http.receive))
+        try:
+            for request in call.requests:
+                await request.woken.wait()
+        finally:
+            watch.cancel()
+            service.finished(call)
+        answers = [render(request, call, decode) for request in call.requests]
+        return json_response(answers if call.as_list else answers[0])
+
+    async def stream(call: GenerateCall) -> AsyncIterator[bytes]:
+        """Cumulative events, one or more tokens apart; several sequences carry an index."""
+        try:
+            async for index, request in _updates(call.requests):
+                event = render(request, call, decode)
+                if call.as_list:
+                    event["index"] = index
+                yield b"data: " + orjson.dumps(event) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            await _abort_unfinished(service, call)
+            service.finished(call)
+
+    return generate
+
+
+async def _updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]:
+    """Yield each request whenever it has news, and a last time when it has finished."""
+    queue: asyncio.Queue[tuple[int, Request, bool]] = asyncio.Queue()
+
+    async def follow(index: int, request: Request) -> None:
+        finished = False
+        while not finished:
+            await request.woken.wait()
+            request.woken.clear()
+            finished = request.finish is not None
+            await queue.put((index, request, finished))
+
+    followers = [asyncio.create_task(follow(i, r)) for i, r in enumerate(requests)]
+    try:
+        open_count = len(requests)
+        while open_count:
+            index, request, finished = await queue.get()
+            # An event read late shows the newest state: do not repeat a finished one.
+            if request.finish is not None and not finished:
+                continue
+            open_count -= finished
+            yield index, request
+    finally:
+        for follower in followers:
+            follower.cancel()
+
+
+async def _abort_on_disconnect(service: Service, call: GenerateCall, receive: Receive) -> None:
+    """A client that went away must not keep rows of the cache."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await _abort_unfinished(service, call)
+
+
+async def _abort_unfinished(service: Service, call: GenerateCall) -> None:
+    rids = {r.rid for r in call.requests if r.finish is None}
+    if not rids:
+        return
+    try:
+        await service.engine.call(
+            lambda s: s.abort(rids, "client disconnected"), service.config.command_timeout_s
+        )
+    except EngineError:
+        return  # the engine is gone, and the requests with it

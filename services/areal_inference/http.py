@@ -1,0 +1,104 @@
+"""Reading bodies and answering in SGLang's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from areal.errors import Unavailable
+from areal_inference.api import RequestError, SchemaError
+
+MAX_BODY_BYTES = 64 << 20
+
+Route = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class BodyTooLarge(Exception):
+    """The request body exceeds MAX_BODY_BYTES."""
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A JSON answer; NaN becomes null."""
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def schema_error(message: str) -> Response:
+    """SGLang's answer to a malformed body: 400, never 422."""
+    return json_response(
+        {
+            "object": "error",
+            "message": message,
+            "type": "BadRequestError",
+            "param": None,
+            "code": 400,
+        },
+        400,
+    )
+
+
+def engine_error(message: str, status: int = 400) -> Response:
+    """SGLang's answer when the engine refuses."""
+    return json_response({"error": {"message": message}}, status)
+
+
+def guarded(route: Route) -> Route:
+    """Turn the package's errors into answers."""
+
+    @wraps(route)
+    async def answer(request: HttpRequest) -> Response:
+        try:
+            return await route(request)
+        except SchemaError as error:
+            return schema_error(str(error))
+        except RequestError as error:
+            return engine_error(str(error))
+        except BodyTooLarge as error:
+            return engine_error(str(error), 413)
+        except Unavailable as error:
+            return engine_error(str(error), 503)
+        except TimeoutError as error:
+            return engine_error(str(error), 504)
+
+    return answer
+
+
+async def read_json(request: HttpRequest) -> Any:
+    """The decoded body; an empty one is {}.
+
+    Raises:
+        SchemaError: not JSON.
+        BodyTooLarge: more than MAX_BODY_BYTES.
+    """
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"body: over {MAX_BODY_BYTES} bytes")
+    body = b"".join(parts)
+    if not body:
+        return {}
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise SchemaError(f"body: not valid JSON: {error}") from None
+
+
+async def read_object(request: HttpRequest, allowed: dict[str, type]) -> dict[str, Any]:
+    """The body as an object with known, correctly typed fields; nulls are dropped."""
+    body = await read_json(request)
+    if not isinstance(body, dict):
+        raise SchemaError("body: expected a JSON object")
+    for name, value in body.items():
+        if name not in allowed:
+            raise SchemaError(f"unknown field {name!r}, expected some of {sorted(allowed)}")
+        expected = allowed[name]
+        if value is not None and expected is not object and type(value) is not expected:
+            raise SchemaError(f"{name}: {value!r}, expected {expected.__name__}")
+    return {name: value for name, value in body.items() if value is not None}

@@ -1,0 +1,89 @@
+"""One generation request and how to sample it. No torch, no HTTP: shared by both sides."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+_GREEDY_BELOW = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. Names are SGLang's where it has them."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    """Stop tokens cannot be drawn before this many tokens."""
+    temperature: float = 1.0
+    """Below 1e-6: greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: all."""
+    stop_ids: frozenset[int] = frozenset()
+    """Stop tokens of the request and end-of-sequence tokens of the model; empty if ignore_eos."""
+    seed: int | None = None
+    """Makes the draws depend on (seed, index of the token) only."""
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < _GREEDY_BELOW
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One sequence being generated.
+
+    The engine thread writes it until `finish` is set; the HTTP side reads it after `woken`.
+    `logprobs` is appended last, so its length is a consistent length of all output lists.
+    """
+
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    extra_key: str | None = None
+    """Requests share prompt work only if this is equal too (it carries the policy version)."""
+    logprob_start: int = -1
+    """First prompt position whose logprob is wanted; -1: none."""
+    stream: bool = False
+    """Wake the HTTP side after every step, not only at the end."""
+    received_at: float = 0.0
+    """Unix seconds."""
+
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float] | None = None
+    """logprob of input_ids[logprob_start + 1 :]."""
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    """(weight version, index of the first output token it sampled), in order."""
+    weight_version: str = ""
+    """Version that sampled the latest token; once finished, the version at that moment."""
+    finish: dict[str, Any] | None = None
+    """SGLang's finish_reason, once finished."""
+    row: int = -1
+    """Row of the KV cache while running."""
+    num_retractions: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were copied from another request."""
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def length(self) -> int:
+        """Tokens known: prompt and output. The last one is not in the KV cache yet."""
+        return len(self.input_ids) + len(self.output_ids)
+
+    def prompt_key(self) -> tuple[str | None, bytes]:
+        """Equal for requests that may share the work on their prompt."""
+        return self.extra_key, array("q", self.input_ids).tobytes()
+
+
+def abort_reason(message: str) -> dict[str, Any]:
+    """SGLang's finish_reason of an interrupted request."""
+    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

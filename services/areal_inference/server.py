@@ -1,0 +1,126 @@
+"""Wiring and life of the process: bind, answer 503, load the model, serve, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Route as StarletteRoute
+
+from areal.errors import ConfigError
+from areal.observability.logging import get_logger
+from areal_inference.config import InferenceConfig
+from areal_inference.control import control_routes
+from areal_inference.generation import generate_route
+from areal_inference.info import info_routes
+from areal_inference.model_config import ModelConfig
+from areal_inference.service import Service
+
+_DRAIN_S = 5.0
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def build_app(service: Service) -> Starlette:
+    """The HTTP application of a service; /generate first, for its route is looked up in order."""
+    routes = [StarletteRoute("/generate", generate_route(service), methods=["POST"])]
+    return Starlette(routes=[*routes, *info_routes(service), *control_routes(service)])
+
+
+async def serve(config: InferenceConfig) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        The exit code: 0, or 1 if the engine failed.
+
+    Raises:
+        ConfigError: port in use, broken tokenizer.
+        ModelError: the model folder is missing, broken or of an unsupported kind.
+    """
+    log = get_logger("areal_inference.server")
+    model = ModelConfig.from_folder(Path(config.model_path))
+    # The engine releases the interpreter at every tensor operation; it must get it back quickly
+    # from the HTTP side, or a burst of requests would stall generation.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    stop = asyncio.Event()
+    failures: list[Exception] = []
+
+    def on_failure(error: Exception) -> None:
+        failures.append(error)
+        stop.set()
+
+    service = Service(config, model, on_failure)
+    listener = _bind(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    server = _Server(
+        uvicorn.Config(
+            build_app(service),
+            http="httptools",
+            loop="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=int(_DRAIN_S),
+            timeout_keep_alive=75,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    log.info("listening", url=f"http://{host}:{port}", model_path=config.model_path)
+    try:
+        await service.engine.start()
+        service.ready = True
+        log.info("ready", weight_version=config.weight_version)
+        await _first(stop.wait(), serving)
+    finally:
+        log.info("stopping", running=len(service.live))
+        await _drain(service)
+        server.should_exit = True
+        await serving
+        await service.engine.stop(_DRAIN_S)
+    for failure in failures:
+        log.error("engine_failed", exc_info=failure)
+    return 1 if failures else 0
+
+
+async def _drain(service: Service) -> None:
+    """Refuse new requests and finish the running ones with what they have."""
+    service.draining = True
+    if service.ready and service.engine.failure is None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await service.abort(None, "server is shutting down")
+
+
+async def _first(*awaitables: object) -> None:
+    tasks = [asyncio.ensure_future(a) for a in awaitables]  # type: ignore[call-overload]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    tasks[0].cancel()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: `serve` drains first, and exits with 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,194 @@
+"""The server's shared state on the event loop: engine, tokenizer, limits, who is being served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal.errors import ConfigError, Unavailable
+from areal.observability.logging import get_logger
+from areal_inference.api import GenerateCall, Limits, RequestError
+from areal_inference.config import InferenceConfig
+from areal_inference.engine import Engine
+from areal_inference.metrics import Metrics
+from areal_inference.model_config import ModelConfig
+from areal_inference.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from areal_inference.runner import ModelRunner
+
+_DEFAULT_CACHE_BYTES = 1 << 30
+_STUCK_AFTER_S = 60.0
+
+
+class Service:
+    """Everything a route needs. Created on the event loop, before the model is loaded.
+
+    Args:
+        config: the server's configuration.
+        model: the checkpoint's config.json.
+        on_failure: called when the engine thread dies.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        model: ModelConfig,
+        on_failure: Callable[[Exception], None],
+    ):
+        self.config = config
+        self.model = model
+        self.model_path = config.model_path
+        self.context_length = _context_length(config, model)
+        self.max_total_tokens = _max_total_tokens(config, model, self.context_length)
+        self.tokenizer = _load_tokenizer(config)
+        self.limits = Limits.of(model, self.context_length, self.max_total_tokens)
+        self.boot_id = uuid.uuid4().hex
+        self.started_at = time.time()
+        self.metrics = Metrics(config.served_model_name or config.model_path)
+        self.live: set[str] = set()
+        self.weights_lock = asyncio.Lock()
+        self.draining = False
+        self.ready = False
+        self.engine = Engine(self._build, on_failure)
+
+    def _build(self) -> Scheduler:
+        """Load the model; runs in the engine's thread."""
+        import torch
+
+        from areal_inference.kv_cache import KVCache
+        from areal_inference.model import Model
+        from areal_inference.runner import ModelRunner
+        from areal_inference.weights import load_weights
+
+        torch.set_num_threads(1)
+        config = self.config
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        weights = load_weights(Path(config.model_path), self.model, dtype)
+        runner = ModelRunner(
+            Model(self.model, weights, self.context_length),
+            KVCache(
+                self.model,
+                dtype,
+                max_rows=config.max_running_requests,
+                max_length=self.context_length,
+            ),
+            max_total_tokens=self.max_total_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            seed=config.seed,
+        )
+        return Scheduler(
+            runner,
+            max_running=config.max_running_requests,
+            max_prefill_tokens=config.max_prefill_tokens,
+            weight_version=config.weight_version,
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, for reading its state.
+
+        Raises:
+            Unavailable: the model is still being loaded.
+        """
+        if self.engine.scheduler is None:
+            raise Unavailable("server is starting: the model is being loaded")
+        return self.engine.scheduler
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model runner, for reading."""
+        runner: Any = self.scheduler.runner
+        return runner  # type: ignore[no-any-return]
+
+    def check_health(self) -> None:
+        """Pass, or say why not.
+
+        Raises:
+            Unavailable: starting, shutting down, failed, or stuck in a step.
+        """
+        if self.draining:
+            raise Unavailable("server is shutting down")
+        if self.engine.failure is not None:
+            raise Unavailable(self.engine.failure)
+        if not self.ready:
+            raise Unavailable("server is starting: the model is being loaded")
+        if self.engine.stuck_for > _STUCK_AFTER_S:
+            raise Unavailable(f"engine: in one step since {self.engine.stuck_for:.0f} s")
+
+    def start(self, call: GenerateCall) -> None:
+        """Hand the call's requests to the engine.
+
+        Raises:
+            RequestError: a request id is in use.
+            Unavailable: starting, shutting down, failed, or too many requests queued.
+        """
+        self.check_health()
+        rids = [r.rid for r in call.requests]
+        if self.live.intersection(rids) or len(set(rids)) != len(rids):
+            taken = next((r for r in rids if r in self.live), rids[0])
+            raise RequestError(f"rid: {taken!r} is already in use by a running request")
+        limit = self.config.max_running_requests + self.config.max_queued_requests
+        if len(self.live) + len(rids) > limit:
+            raise Unavailable(f"{len(self.live)} requests in progress, expected at most {limit}")
+        self.live.update(rids)
+        self.engine.submit(call.requests)
+
+    def finished(self, call: GenerateCall) -> None:
+        """Forget the call's request ids and count it."""
+        self.live.difference_update(r.rid for r in call.requests)
+        for request in call.requests:
+            self.metrics.observe(request)
+
+    async def abort(self, rid: str | None, message: str = "Aborted") -> int:
+        """Finish a request (and its n samples), or all (None), with what they have."""
+        rids = None
+        if rid is not None:
+            rids = {r for r in self.live if r == rid or r.rpartition("_")[0] == rid}
+        timeout = self.config.command_timeout_s
+        return await self.engine.call(lambda s: s.abort(rids, message), timeout)
+
+    def encode(self) -> Callable[[str], list[int]] | None:
+        """Text to token ids, or None without a tokenizer."""
+        tokenizer = self.tokenizer
+        return None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
+
+    def decode(self) -> Callable[[list[int], bool], str] | None:
+        """Token ids to text, or None without a tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
+
+
+def _context_length(config: InferenceConfig, model: ModelConfig) -> int:
+    asked, most = config.context_length, model.max_position_embeddings
+    if asked is not None and asked > most:
+        get_logger("areal_inference.service").warning(
+            "context_length_clamped", asked=asked, max_position_embeddings=most
+        )
+    return min(asked or most, most)
+
+
+def _max_total_tokens(config: InferenceConfig, model: ModelConfig, context_length: int) -> int:
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens
+    element = {"float32": 4, "bfloat16": 2}[config.dtype]
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
+    return min(config.max_running_requests * context_length, _DEFAULT_CACHE_BYTES // per_token)
+
+
+def _load_tokenizer(config: InferenceConfig) -> Any:
+    file = Path(config.model_path) / "tokenizer.json"
+    if config.skip_tokenizer_init or not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(f"{file}: not a tokenizer: {error}") from None
