@@ -1,0 +1,67 @@
+"""What the ledger reads from the experiment file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal.config import GRPOConfig
+
+
+@dataclass(frozen=True)
+class LedgerConfig:
+    """Limits of the ledger. Times in milliseconds, sizes in bytes."""
+
+    namespace: str
+    redis_url: str
+    batch_size: int
+    """Groups per train step until a trainer registers its own."""
+    max_head_offpolicyness: int
+    max_concurrent_rollouts: int
+    lease_ttl_ms: int
+    sweep_interval_ms: int
+    """Two of these without a sweep count as an outage, and leases are extended."""
+    straggler_deadline_ms: int
+    max_attempts: int
+    max_infrastructure_attempts: int
+    serve_result_ttl_ms: int
+    max_group_bytes: int
+    max_memory_bytes: int
+    max_regenerations: int = 3
+    """Times a group is generated again for being too stale before it is dead-lettered."""
+
+    @classmethod
+    def from_experiment(cls, config: GRPOConfig) -> LedgerConfig:
+        """Reads the sections `rollout`, `buffer` and `train_dataset`."""
+        rollout, buffer = config.rollout, config.buffer
+        lease_ttl_ms = max(100, int(rollout.lease_ttl_s * 1000))
+        return cls(
+            namespace=config.namespace,
+            redis_url=config.endpoints.redis,
+            batch_size=config.train_dataset.batch_size,
+            max_head_offpolicyness=rollout.max_head_offpolicyness,
+            max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+            lease_ttl_ms=lease_ttl_ms,
+            sweep_interval_ms=min(5_000, lease_ttl_ms // 4),
+            straggler_deadline_ms=int(rollout.straggler_deadline_s * 1000),
+            max_attempts=rollout.max_attempts,
+            max_infrastructure_attempts=rollout.max_infrastructure_attempts,
+            serve_result_ttl_ms=max(1, int(buffer.serve_result_ttl_s * 1000)),
+            max_group_bytes=rollout.max_group_bytes,
+            max_memory_bytes=buffer.max_memory_mb * 1024 * 1024,
+        )
+
+    def as_lua(self) -> str:
+        """The numbers that the scripts need, as a Lua table constructor."""
+        names = (
+            "batch_size",
+            "max_head_offpolicyness",
+            "max_concurrent_rollouts",
+            "lease_ttl_ms",
+            "sweep_interval_ms",
+            "straggler_deadline_ms",
+            "max_attempts",
+            "max_infrastructure_attempts",
+            "max_regenerations",
+            "serve_result_ttl_ms",
+        )
+        return "{" + ",".join(f"{name}={getattr(self, name)}" for name in names) + "}"
