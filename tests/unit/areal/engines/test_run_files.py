@@ -1,0 +1,24 @@
+from areal.engines.run_files import RunFiles
+
+
+def test_rows_when_resumed_then_lost_steps_are_dropped(tmp_path):
+    files = RunFiles(tmp_path, resume_step=0)
+    for step in (1, 2, 3):
+        files.append_row({"step": step, "reward_mean": step / 10})
+    resumed = RunFiles(tmp_path, resume_step=2)
+    assert [row["step"] for row in resumed.rows] == [1, 2]
+    resumed.append_row({"step": 3, "reward_mean": 0.9})
+    assert [row["step"] for row in RunFiles(tmp_path, resume_step=3).rows] == [1, 2, 3]
+
+
+def test_rows_when_the_last_line_was_cut_off_then_the_rest_is_kept(tmp_path):
+    files = RunFiles(tmp_path, resume_step=0)
+    files.append_row({"step": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert [row["step"] for row in RunFiles(tmp_path, resume_step=5).rows] == [1]
+
+
+def test_results_when_recorded_then_found_by_the_next_incarnation(tmp_path):
+    RunFiles(tmp_path, resume_step=0).record("heldout_before", 0.25)
+    assert RunFiles(tmp_path, resume_step=0).results == {"heldout_before": 0.25}

@@ -1,0 +1,107 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal import wire
+from areal.errors import InvalidInput
+from areal.types import Purpose, StopReason, Task, Trajectory, TrajectoryGroup, WorkflowSpec
+from areal.v1 import trajectory_pb2 as pb
+
+
+def trajectory(length=5, prompt=2, version=3) -> Trajectory:
+    mask = np.arange(length) >= prompt
+    return Trajectory(
+        trajectory_id="t/0",
+        input_ids=np.arange(length, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        token_versions=np.where(mask, version, -1).astype(np.int32),
+        rewards=np.eye(length, dtype=np.float32)[-1],
+        finish_reason=StopReason.LENGTH,
+        completion_text="ab",
+    )
+
+
+@given(st.integers(2, 40), st.integers(0, 9))
+def test_group_when_sent_and_received_then_equal(length, version):
+    group = TrajectoryGroup("t", [trajectory(length, 1, version)], traceparent="00-a-b-01")
+    back = wire.group_from_pb(
+        pb.TrajectoryGroup.FromString(wire.group_to_pb(group).SerializeToString())
+    )
+    assert back.group_id == "t"
+    assert back.head_version == version
+    assert back.traceparent == group.traceparent
+    for name in wire.TRAJECTORY_ARRAYS:
+        np.testing.assert_array_equal(
+            getattr(back.trajectories[0], name), getattr(group.trajectories[0], name)
+        )
+    assert back.trajectories[0].reward == 1.0
+    assert back.trajectories[0].finish_reason is StopReason.LENGTH
+
+
+def broken(change) -> pb.Trajectory:
+    message = wire.trajectory_to_pb(trajectory())
+    change({t.name: t for t in message.tensors}, message)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t, m: setattr(t["rewards"].tensor, "dtype", "float16"), "float16"),
+        (lambda t, m: setattr(t["rewards"].tensor, "data", b"123"), "3 bytes"),
+        (lambda t, m: t["rewards"].tensor.shape.__setitem__(0, -5), "negative"),
+        (lambda t, m: setattr(t["loss_mask"], "name", "mask"), "loss_mask"),
+        (lambda t, m: setattr(m, "finish_reason", "bored"), "bored"),
+        (
+            lambda t, m: t["rewards"].tensor.CopyFrom(
+                wire.array_to_pb(np.full(5, np.nan, np.float32))
+            ),
+            "not finite",
+        ),
+        (
+            lambda t, m: t["rewards"].tensor.CopyFrom(wire.array_to_pb(np.zeros(4, np.float32))),
+            "length 4",
+        ),
+        (
+            lambda t, m: t["token_versions"].tensor.CopyFrom(
+                wire.array_to_pb(np.full(5, -1, np.int32))
+            ),
+            "token_versions",
+        ),
+    ],
+)
+def test_trajectory_when_malformed_then_error_names_it(change, words):
+    with pytest.raises(InvalidInput, match=words):
+        wire.trajectory_from_pb(broken(change))
+
+
+def test_group_when_empty_then_refused():
+    with pytest.raises(InvalidInput, match="no trajectories"):
+        wire.group_from_pb(pb.TrajectoryGroup(group_id="g"))
+
+
+def test_task_when_sent_and_received_then_equal():
+    task = Task(
+        task_id="e0-1",
+        purpose=Purpose.TRAIN,
+        workflow=WorkflowSpec("W", "abc", '{"n":1}'),
+        data={"messages": [{"role": "user", "content": "ü"}], "n": 3},
+        position=(0, 1),
+        time_to_live_s=2.5,
+        traceparent="tp",
+    )
+    assert wire.task_from_pb(wire.task_to_pb(task)) == task
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"a"', "1"])
+def test_task_when_data_is_not_an_object_then_error_names_the_field(text):
+    message = pb.Task(task_id="t", purpose=pb.PURPOSE_SERVE, data_json=text)
+    with pytest.raises(InvalidInput, match="task 't' data_json"):
+        wire.task_from_pb(message)
+
+
+def test_task_when_purpose_is_unset_then_refused():
+    with pytest.raises(InvalidInput, match="purpose"):
+        wire.task_from_pb(pb.Task(task_id="t"))
