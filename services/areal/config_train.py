@@ -168,7 +168,7 @@ class TrainEngineConfig:
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a frozen model (a reference policy)."""
     seed: int = 1
-    """Seed of weight initialization and of minibatch order."""
+    """Seed of weight initialization."""
     distributed_timeout_seconds: float = 600.0
     """Deadline of every collective."""
 

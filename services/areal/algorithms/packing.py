@@ -148,20 +148,27 @@ def check_batch(batch: Batch) -> None:
         )
 
 
-def select(batch: Batch, indices: Sequence[int]) -> Batch:
-    """Return the batch of the given sequences, in the given order (a copy)."""
+def token_index(batch: Batch, indices: Sequence[int]) -> Tensor:
+    """Return the positions of the tokens of the given sequences, in the given order, int64."""
     device = batch["cu_seqlens"].device
     chosen = torch.as_tensor(list(indices), dtype=torch.int64, device=device)
     lengths = sequence_lengths(batch)[chosen]
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     shift = batch["cu_seqlens"][:-1].long()[chosen] - (ends - lengths)
-    tokens = torch.arange(total, device=device) + torch.repeat_interleave(shift, lengths)
+    return torch.arange(total, device=device) + torch.repeat_interleave(shift, lengths)
+
+
+def select(batch: Batch, indices: Sequence[int]) -> Batch:
+    """Return the batch of the given sequences, in the given order (a copy)."""
+    chosen = torch.as_tensor(list(indices), dtype=torch.int64, device=batch["cu_seqlens"].device)
+    tokens = token_index(batch, indices)
     result = {
         key: value[chosen] if key in SEQUENCE_KEYS else value[tokens]
         for key, value in batch.items()
         if key != "cu_seqlens"
     }
+    ends = sequence_lengths(batch)[chosen].cumsum(0)
     result["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
     return result
 

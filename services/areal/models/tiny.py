@@ -47,10 +47,12 @@ def _byte_characters() -> list[str]:
 
 def make_byte_tokenizer() -> Any:
     """Make the 261-token `tokenizers.Tokenizer`; needs no torch."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # As transformers' Qwen2Tokenizer does, which is what AutoTokenizer makes of this directory.
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
@@ -65,9 +67,11 @@ def save_tokenizer(directory: str | Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     make_byte_tokenizer().save(str(directory / "tokenizer.json"))
     config = {
-        "tokenizer_class": "TokenizersBackend",
+        "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": END_TOKEN,
         "pad_token": PAD_TOKEN,
+        # Never produced; named so that transformers' Qwen2Tokenizer does not add a token of its own.
+        "unk_token": END_TOKEN,
         "model_max_length": 2048,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,

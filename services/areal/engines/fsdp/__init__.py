@@ -1,0 +1,1 @@
+"""Training with PyTorch FSDP2: the engine, packed attention, checkpoints."""

@@ -1,0 +1,123 @@
+"""Checkpoints of the trainer, with torch.distributed.checkpoint.
+
+A directory holds `trainer_state.json` (version, optimizer steps, the caller's extra), one file of tensors per rank, and
+`.metadata`, which is written last: a directory without it is not a checkpoint. Tensors are saved by their global
+shape, so that any number of ranks can resume.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from areal.errors import InvalidInput
+
+STATE_FILE = "trainer_state.json"
+METADATA_FILE = ".metadata"
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the optimizer state that its first step would make.
+
+    A checkpoint before the first step then has the same tensors as any other, and loading has tensors to fill.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group)),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _step_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+    return parameter.device if group.get("fused") else torch.device("cpu")
+
+
+def tensors_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
+) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint by name: references to the live ones, and this rank's random state."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        if optimizer is not None:
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"optimizer.{name}.{key}"] = value
+    tensors[f"random.torch.{rank}"] = torch.get_rng_state()
+    # (version, 625 integers, cached normal); a cached normal is dropped.
+    tensors[f"random.python.{rank}"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    if torch.cuda.is_available():
+        tensors[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def save(
+    directory: Path,
+    tensors: dict[str, torch.Tensor],
+    state: Mapping[str, Any],
+    process_group: dist.ProcessGroup,
+    *,
+    background: bool,
+) -> Future[None]:
+    """Write a checkpoint; collective over `process_group`, which no one else uses while a save runs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank(process_group) == 0:
+        (directory / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n")
+    if not background:
+        dcp.save(tensors, checkpoint_id=directory, process_group=process_group)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    # Copies to CPU memory before it returns, then writes in a thread.
+    pending: Future[None] = dcp.async_save(
+        tensors, checkpoint_id=directory, process_group=process_group
+    )
+    return pending
+
+
+def load(
+    directory: Path, tensors: dict[str, torch.Tensor], process_group: dist.ProcessGroup, rank: int
+) -> dict[str, Any]:
+    """Fill `tensors` in place and restore this rank's random state if the checkpoint has it.
+
+    Returns:
+        The content of `trainer_state.json`.
+
+    Raises:
+        InvalidInput: not a complete checkpoint, or one of another model.
+    """
+    for name in (STATE_FILE, METADATA_FILE):
+        if not (directory / name).is_file():
+            raise InvalidInput(f"checkpoint {str(directory)!r} has no {name}: expected a finished one")
+    state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    for name in [name for name in tensors if name.startswith("random.") and name not in saved]:
+        # Written by fewer ranks: this rank goes on with the random state it has.
+        del tensors[name]
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise InvalidInput(f"checkpoint {str(directory)!r} has no tensor {name!r}")
+        shape = tuple(saved[name].size)
+        if shape != tuple(tensor.shape):
+            raise InvalidInput(
+                f"checkpoint {str(directory)!r}: {name} has shape {shape}, expected {tuple(tensor.shape)}"
+            )
+    dcp.load(tensors, checkpoint_id=directory, process_group=process_group)
+    if f"random.torch.{rank}" in tensors:
+        torch.set_rng_state(tensors[f"random.torch.{rank}"])
+    if f"random.python.{rank}" in tensors:
+        words = tensors[f"random.python.{rank}"].tolist()
+        random.setstate((3, tuple(words), None))
+    if f"random.cuda.{rank}" in tensors:
+        torch.cuda.set_rng_state(tensors[f"random.cuda.{rank}"])
+    return state

@@ -1,0 +1,133 @@
+"""The module that is sharded and trained: a causal language model from packed tokens to logprobs.
+
+The language-model head runs only where a logprob is wanted, in chunks, so that [T, vocabulary] logits never exist at
+once for a large vocabulary. All of it happens inside one `forward`, because FSDP gathers the root's parameters (the
+embedding and the head) around that call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from areal.algorithms.packing import Batch
+from areal.engines.fsdp import packed_attention
+from areal.engines.fsdp.packed_attention import PackedLayout
+from areal.errors import InvalidInput
+
+# Scalings of the logits that some architectures apply after the head, and their neutral values.
+_LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+}
+
+
+class PackedCausalLM(nn.Module):
+    """A Hugging Face causal language model that maps a packed batch to logprobs."""
+
+    def __init__(self, hf: Any, *, flash: bool, chunk_elements: int) -> None:
+        """Wrap `hf`.
+
+        Args:
+            hf: transformers causal language model.
+            flash: attention is transformers' flash_attention_2; else it is `packed_attention`, which is set here.
+            chunk_elements: largest logits tensor.
+
+        Raises:
+            InvalidInput: the architecture transforms its logits in a way not supported here.
+        """
+        super().__init__()
+        for name, neutral in _LOGIT_TRANSFORMS.items():
+            value = getattr(hf.config, name, None)
+            if value not in neutral:
+                raise InvalidInput(
+                    f"model config {name}={value!r}: expected one of {neutral}, "
+                    "logit transforms are not supported"
+                )
+        self.hf = hf
+        self.flash = flash
+        self.chunk_elements = chunk_elements
+        if not flash:
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+            hf.set_attn_implementation(packed_attention.NAME)
+
+    def forward(
+        self, batch: Batch, layout: PackedLayout, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Compute logprobs and entropies.
+
+        Args:
+            batch: packed batch on the model's device.
+            layout: from `build_layout(batch)`.
+            targets: int64 [N], batch positions whose logprob is wanted; none is a sequence's first.
+            temperature: divides the logits.
+
+        Returns:
+            log p(token | tokens before it) [N] with gradient, and the entropy of that distribution [N] without;
+            float32, or float64 from a float64 model.
+        """
+        attention: dict[str, Any] = {"packed_layout": layout}
+        if self.flash:
+            cu_seqlens = batch["cu_seqlens"]
+            longest = int(cu_seqlens.diff().max())
+            attention = {
+                "cu_seq_lens_q": cu_seqlens,
+                "cu_seq_lens_k": cu_seqlens,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
+        output = self.hf.base_model(
+            input_ids=batch["input_ids"][layout.computed][None],
+            position_ids=layout.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            **attention,
+        )
+        # The distribution of token t is read off token t - 1: the only shift in the code base.
+        rows = layout.locate[targets - 1]
+        labels = batch["input_ids"][targets]
+        hidden = output.last_hidden_state[0].index_select(0, rows)
+        head = self.hf.get_output_embeddings()
+        vocabulary = self.hf.config.get_text_config().vocab_size
+        size = max(1, self.chunk_elements // vocabulary)
+        if len(labels) <= size:
+            return logprobs_of(head(hidden), labels, temperature)
+
+        def chunk(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
+            return logprobs_of(head(part), part_labels, temperature)
+
+        # Logits are computed again in the backward pass, chunk by chunk.
+        parts = [
+            checkpoint(chunk, part, part_labels, use_reentrant=False)
+            for part, part_labels in zip(hidden.split(size), labels.split(size), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log_softmax(logits / temperature) at the labels, and the entropies without gradient.
+
+    Args:
+        logits: [N, vocabulary].
+        labels: int64 [N].
+        temperature: > 0.
+
+    Returns:
+        Two tensors [N], float32 (float64 for float64 logits).
+    """
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    everything = torch.log_softmax(logits, -1)
+    logprobs = everything.gather(-1, labels[:, None])[:, 0]
+    with torch.no_grad():
+        entropies = -(everything.exp() * everything).sum(-1)
+    return logprobs, entropies

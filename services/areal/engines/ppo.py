@@ -1,0 +1,223 @@
+"""PPO for a policy: proximal logprobs, advantages, updates. Pure training: no service is called here.
+
+GRPO, RLOO, Dr. GRPO, REINFORCE++, GSPO and CISPO are settings of `PPOActorConfig`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from areal.algorithms import advantages as adv
+from areal.algorithms import losses, normalization, packing
+from areal.algorithms.packing import Batch
+from areal.config_train import PPOActorConfig
+from areal.engines.train_api import TrainEngine
+from areal.errors import InvalidInput
+
+# Statistics of minibatches that add up; all others are averaged (or maximized, `_max`).
+_ADDED = ("n_tokens", "n_loss_tokens", "n_micro_batches", "skipped_steps", "seconds")
+
+
+class PPOActor:
+    """Trains a policy on batches of trajectories.
+
+    Example:
+        >>> actor = PPOActor(config, engine)
+        >>> actor.compute_advantages(batch)
+        >>> stats = actor.ppo_update(batch)
+    """
+
+    def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
+        """Train `engine`'s model as `config` says."""
+        self.config = config
+        self.engine = engine
+
+    def compute_logprobs(self, batch: Batch) -> Tensor:
+        """Return the current policy's logprobs of the loss tokens, [T], 0 elsewhere (collective)."""
+        return self.engine.forward(batch, temperature=self.config.temperature)
+
+    def compute_advantages(self, batch: Batch) -> None:
+        """Add `advantages` and `returns` to this rank's batch (collective with batch-level normalization).
+
+        Rewards are shaped and normalized per sequence, placed on the last generated token, joined by the KL penalty,
+        turned into advantages by GAE, and normalized. `rewards` is left as it is.
+
+        Args:
+            batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
+
+        Raises:
+            InvalidInput: a key that the configuration needs is missing.
+        """
+        config, mask, cu_seqlens = self.config, batch["loss_mask"], batch["cu_seqlens"]
+        packing.check_batch(batch)
+        group = self.engine.process_group
+        _, scores = adv.shape_scores(batch, config, group)
+        rewards = adv.place_scores(batch["rewards"], mask, cu_seqlens, scores)
+        if config.kl_ctl != 0.0:
+            if "reference_logprobs" not in batch:
+                raise InvalidInput(
+                    f"kl_ctl={config.kl_ctl}: expected batch['reference_logprobs'], "
+                    f"the batch has {sorted(batch)}"
+                )
+            policy = batch.get("proximal_logprobs", batch["behavior_logprobs"])
+            kl = adv.kl_estimate(policy, batch["reference_logprobs"], config.kl_estimator)
+            rewards = rewards - config.kl_ctl * torch.where(mask, kl, 0.0)
+        advantages, returns = adv.gae(
+            rewards,
+            mask,
+            cu_seqlens,
+            discount=config.discount,
+            gae_lambda=config.gae_lambda,
+            values=batch.get("values"),
+            bootstrap_values=batch.get("bootstrap_values"),
+        )
+        if config.adv_norm is not None:
+            advantages = normalization.normalize_tokens(advantages, mask, config.adv_norm, group)
+        # The float64 model is there to compare ranks to the last digits: do not round on the way.
+        dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        batch["advantages"], batch["returns"] = advantages.to(dtype), returns.to(dtype)
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """Take `ppo_n_minibatches` optimizer steps (collective).
+
+        Proximal logprobs are those of the weights at the start of the update. With several minibatches they take a
+        forward pass of their own; with a single one they equal, to the bit, the policy logprobs of its only forward
+        pass and are taken from there.
+
+        Args:
+            batch: this rank's share, after `compute_advantages`. `proximal_logprobs` are used if there.
+
+        Returns:
+            Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss, averaged over
+            minibatches by loss tokens, and `reward`, `response_tokens` (means over sequences), `advantage_abs`,
+            `staleness`, `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
+            `update_seconds`.
+        """
+        started = time.perf_counter()
+        config = self.config
+        if "advantages" not in batch:
+            raise InvalidInput("batch has no 'advantages': expected compute_advantages() first")
+        stats = self._describe(batch)
+        if self._needs_proximal_forward(batch):
+            batch = {**batch, "proximal_logprobs": self.compute_logprobs(batch)}
+        parts = [batch]
+        if config.ppo_n_minibatches > 1:
+            split = packing.split_minibatches(batch, config.ppo_n_minibatches)
+            parts = [packing.select(batch, indices) for indices in split]
+        results = [
+            self.engine.train_batch(part, self._loss, temperature=config.temperature)
+            for part in parts
+        ]
+        stats |= _combine(results)
+        stats["update_seconds"] = time.perf_counter() - started
+        return stats
+
+    def _needs_proximal_forward(self, batch: Batch) -> bool:
+        config = self.config
+        return (
+            config.use_decoupled_loss
+            and config.recompute_logprob
+            and config.prox_logp_method == "recompute"
+            and config.ppo_n_minibatches > 1
+            and "proximal_logprobs" not in batch
+        )
+
+    def _proximal(self, policy_logprobs: Tensor, batch: Batch) -> Tensor:
+        config = self.config
+        if "proximal_logprobs" in batch:
+            return batch["proximal_logprobs"]
+        if not config.use_decoupled_loss or not config.recompute_logprob:
+            return batch["behavior_logprobs"]
+        if config.prox_logp_method == "loglinear":
+            return losses.loglinear_proximal_logprobs(
+                policy_logprobs,
+                batch["behavior_logprobs"],
+                batch["token_versions"],
+                batch["loss_mask"],
+                self.engine.get_version(),
+            )
+        # A single minibatch: no weight has changed since the start of the update.
+        return policy_logprobs.detach()
+
+    def _loss(self, policy_logprobs: Tensor, entropies: Tensor, batch: Batch) -> losses.LossResult:
+        del entropies  # reported by the engine
+        config = self.config
+        tensors = (
+            policy_logprobs,
+            self._proximal(policy_logprobs, batch),
+            batch["behavior_logprobs"],
+            batch["advantages"],
+            batch["loss_mask"],
+        )
+        if config.loss_type == "cispo":
+            return losses.cispo_loss(
+                *tensors,
+                eps_clip=config.eps_clip,
+                eps_clip_higher=config.eps_clip_higher,
+                decoupled=config.use_decoupled_loss,
+                behavior_weight_cap=config.behavior_weight_cap,
+            )
+        return losses.ppo_actor_loss(
+            *tensors,
+            eps_clip=config.eps_clip,
+            eps_clip_higher=config.eps_clip_higher,
+            c_clip=config.c_clip,
+            decoupled=config.use_decoupled_loss,
+            behavior_weight_cap=config.behavior_weight_cap,
+            importance_sampling_level=config.importance_sampling_level,
+            cu_seqlens=batch["cu_seqlens"],
+        )
+
+    def _describe(self, batch: Batch) -> dict[str, float]:
+        """Statistics of a batch, over all ranks."""
+        mask, cu_seqlens = batch["loss_mask"], batch["cu_seqlens"]
+        rewards = adv.sequence_sums(batch["rewards"], cu_seqlens)
+        sums: dict[str, Tensor | float] = {
+            "n_sequences": float(len(rewards)),
+            "reward": rewards.sum(),
+            "response_tokens": mask.sum(),
+            "advantage_abs": batch["advantages"].abs().sum(),
+            "staleness": 0.0,
+            "staleness_max": 0.0,
+        }
+        if "token_versions" in batch and len(rewards):
+            versions = batch["token_versions"]
+            newest = torch.iinfo(torch.int64).max
+            oldest = torch.full((len(rewards),), newest, device=mask.device).scatter_reduce_(
+                0,
+                packing.sequence_index(cu_seqlens),
+                torch.where(versions >= 0, versions, newest),
+                "amin",
+            )
+            version = self.engine.get_version()
+            age = torch.where(oldest < newest, version - oldest, 0)
+            sums["staleness"], sums["staleness_max"] = age.sum(), age.max()
+        stats = self.engine.reduce_stats(sums)
+        tokens, count = max(stats["response_tokens"], 1.0), max(stats["n_sequences"], 1.0)
+        stats["advantage_abs"] /= tokens
+        for name in ("reward", "response_tokens", "staleness"):
+            stats[name] /= count
+        return stats
+
+
+def _combine(results: list[dict[str, float]]) -> dict[str, float]:
+    """Join the statistics of an update's minibatches."""
+    weights = [result["n_loss_tokens"] for result in results]
+    total = max(sum(weights), 1.0)
+    combined = {}
+    for name in results[0]:
+        values = [result[name] for result in results]
+        if name in _ADDED:
+            combined[name] = sum(values)
+        elif name.endswith("_max"):
+            combined[name] = max(values)
+        elif name == "lr":
+            combined[name] = values[-1]
+        elif name == "grad_norm":
+            combined[name] = sum(values) / len(values)
+        else:
+            combined[name] = sum(v * w for v, w in zip(values, weights, strict=True)) / total
+    return combined

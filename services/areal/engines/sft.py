@@ -1,0 +1,57 @@
+"""Supervised fine-tuning: maximize the logprob of given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from areal.algorithms import packing
+from areal.algorithms.losses import LossResult, sft_loss
+from areal.algorithms.packing import Batch
+from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.train_api import TrainEngine
+
+
+def _loss(logprobs: Tensor, entropies: Tensor, batch: Batch) -> LossResult:
+    del entropies
+    return sft_loss(logprobs, batch["loss_mask"])
+
+
+def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
+    """Take one step on the mean negative log-likelihood of the loss tokens of all ranks.
+
+    Args:
+        engine: with an optimizer.
+        batch: this rank's share; needs cu_seqlens, group_index, input_ids, loss_mask.
+
+    Returns:
+        Statistics of `TrainEngine.train_batch`; `loss` is the mean negative log-likelihood.
+    """
+    return engine.train_batch(batch, _loss)
+
+
+def pack_examples(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+    """Pack (prompt tokens, answer tokens) pairs; the loss is on the answers.
+
+    Example:
+        >>> pack_examples([([258, 55, 259], [56, 260])])["loss_mask"].tolist()
+        [False, False, False, True, True]
+    """
+    return packing.pack(
+        [
+            {
+                "input_ids": [*prompt, *answer],
+                "loss_mask": [False] * len(prompt) + [True] * len(answer),
+            }
+            for prompt, answer in examples
+        ]
+    )
+
+
+class FSDPLMEngine(FSDPEngine):
+    """An FSDP engine with the fine-tuning step as a method."""
+
+    def train_lm(self, batch: Batch) -> dict[str, float]:
+        """Take one step; see `train_lm`."""
+        return train_lm(self, batch)

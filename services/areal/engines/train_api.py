@@ -1,0 +1,149 @@
+"""What a training engine does; importing this needs no torch."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal.algorithms.packing import Batch
+
+LossFn = Callable[
+    ["torch.Tensor", "torch.Tensor", "Batch"], tuple["torch.Tensor", dict[str, "torch.Tensor"]]
+]
+"""(policy_logprobs [T] with gradient, entropies [T], micro-batch) -> (loss sum, statistics).
+
+See `areal.algorithms.losses` for what the sum and the statistics mean."""
+
+LossWeightFn = Callable[["Batch"], int]
+"""Micro-batch -> what its loss sum counts for in the divisor: the number of its loss tokens."""
+
+
+class TrainEngine(abc.ABC):
+    """One model under training, spread over all ranks of the job.
+
+    Every rank calls the same methods in the same order, each with its own share of a batch (see
+    `areal.algorithms.packing`). Methods that compute or save are collective: a rank that does not call them makes the
+    others wait until the collective deadline.
+    """
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """Index of this process in the job."""
+
+    @property
+    @abc.abstractmethod
+    def world_size(self) -> int:
+        """Number of processes in the job."""
+
+    @property
+    @abc.abstractmethod
+    def process_group(self) -> Any:
+        """Data-parallel torch.distributed group for CPU tensors; None when there is a single rank."""
+
+    @abc.abstractmethod
+    def initialize(self, total_train_steps: int | None = None) -> None:
+        """Join the process group, load and shard the model, make the optimizer.
+
+        Args:
+            total_train_steps: planned optimizer steps, for the learning-rate schedule; None: a constant rate.
+        """
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Wait for a background save, free the model, leave the process group if `initialize` joined it."""
+
+    @abc.abstractmethod
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """Take one optimizer step on the loss sum of all micro-batches of all ranks over the sum of their weights.
+
+        Args:
+            batch: this rank's share; may be empty.
+            loss_fn: called once per micro-batch.
+            loss_weight_fn: default: the number of loss tokens.
+            temperature: divides the logits.
+
+        Returns:
+            Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`, `n_loss_tokens`,
+            `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not finite, in which case the weights
+            and the optimizer are left as they were), `seconds`, and each of the loss's statistics.
+        """
+
+    @abc.abstractmethod
+    def forward(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor:
+        """Return the logprob of each token with `loss_mask`, 0 elsewhere; [T], without gradient.
+
+        Float32, or float64 from a float64 model.
+        """
+
+    @abc.abstractmethod
+    def reduce_stats(self, sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+        """Combine scalars over ranks: names that end in `_max` by maximum, all others by sum."""
+
+    @abc.abstractmethod
+    def get_version(self) -> int:
+        """Return the policy version: finished train steps."""
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None:
+        """Set the policy version (checkpoints carry it)."""
+
+    @abc.abstractmethod
+    def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the weights one by one for export; collective.
+
+        Args:
+            dtype: `float32`, `bfloat16`, ... to cast floating tensors to; None: as trained.
+
+        Yields:
+            On rank 0 (Hugging Face name, CPU tensor), tied weights once; on other ranks nothing.
+        """
+
+    @abc.abstractmethod
+    def save(self, directory: str | Path, dtype: str | None = None) -> None:
+        """Write a Hugging Face directory (weights, config, tokenizer files); collective, rank 0 writes."""
+
+    @abc.abstractmethod
+    def load(self, directory: str | Path) -> None:
+        """Load weights from a Hugging Face directory of the same architecture; the optimizer is kept."""
+
+    @abc.abstractmethod
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        background: bool = False,
+    ) -> Future[None]:
+        """Write everything needed to resume: weights, optimizer, schedule, random states, version; collective.
+
+        Args:
+            directory: written to directly; renaming into place is the caller's.
+            extra: JSON-serializable; returned by `load_checkpoint`.
+            background: return once the state is copied to CPU memory; a thread writes it.
+
+        Returns:
+            A future that is done once this rank's part is written (already done without `background`). All ranks'
+            futures together mean a complete checkpoint.
+        """
+
+    @abc.abstractmethod
+    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+        """Resume from a checkpoint, whatever the number of ranks that wrote it; collective.
+
+        Returns:
+            The `extra` it was saved with.
+        """
