@@ -178,7 +178,8 @@ def file_digest(file: Path) -> str:
 def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersion:
     """Reads headers and digests of everything a server loads from a folder.
 
-    Files that do not change what a server computes (tokenizer, README) are left out.
+    Files that do not change what a server computes (tokenizer, README) are left out, and so are
+    tensors that follow from others: a tied output head, rotary frequencies.
 
     Args:
         folder: A Hugging Face model directory.
@@ -195,8 +196,8 @@ def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersio
             if tensor.name in tensors:
                 raise InvalidInput(f"{shard}: tensor {tensor.name} is in two files")
             tensors[tensor.name] = tensor
-    if not (folder / "config.json").is_file():
-        raise InvalidInput(f"{folder}: no config.json")
+    if _is_tied(folder):
+        tensors.pop("lm_head.weight", None)
     names = [folder / "config.json", *shards]
     if (folder / _INDEX).is_file():
         names.append(folder / _INDEX)
@@ -205,9 +206,23 @@ def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersio
         incarnation=incarnation,
         path=str(folder),
         files=tuple(WeightFile(f.name, f.stat().st_size, file_digest(f)) for f in names),
-        tensors=tuple(tensors[name] for name in sorted(tensors)),
+        tensors=tuple(
+            tensors[name] for name in sorted(tensors) if not name.endswith("rotary_emb.inv_freq")
+        ),
         publish_time=time.time(),
     )
+
+
+def _is_tied(folder: Path) -> bool:
+    """Whether the output head is the embedding; Hugging Face's default differs by family."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        return bool(config.get("tie_word_embeddings", False))
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+    except (ValueError, AttributeError) as error:
+        raise InvalidInput(f"{file}: expected a JSON object ({error})") from None
 
 
 def to_json(version: PolicyVersion) -> str:

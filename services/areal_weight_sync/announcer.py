@@ -1,0 +1,131 @@
+"""Announces versions and servers on NATS JetStream; Redis and gRPC stay the truth.
+
+A stream per run, `areal_<experiment>_<trial>`, in memory and small: readers that were away ask
+ListServers. NATS away: what changed is kept by id (not by message) and said when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from nats.aio.client import Client as NatsClient
+from nats.js.api import StorageType, StreamConfig
+from nats.js.errors import NotFoundError
+
+from areal.clients.stores import connect_nats
+from areal.errors import Unavailable
+from areal.observability.logging import get_logger
+from areal_weight_sync.coordinator import Coordinator
+
+_RETRY_S = 1.0
+
+
+def subject_prefix(namespace: str) -> str:
+    """`areal.<experiment>.<trial>`; neither name can hold a dot."""
+    return "areal." + namespace.replace("/", ".")
+
+
+def stream_name(namespace: str) -> str:
+    """`areal_<experiment>_<trial>`; neither name can hold an underscore."""
+    return "areal_" + namespace.replace("/", "_")
+
+
+class Announcer:
+    """`run` for ever; `close` at the end."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self._url = url
+        self._namespace = namespace
+        self._nats: NatsClient | None = None
+        self._stream_known = False
+        self._log = get_logger("areal.weight_sync.announcer")
+
+    async def run(self, coordinator: Coordinator) -> None:
+        """Says every change, the newest state once per server."""
+        if not self._url:
+            self._log.info("announcements_off", reason="endpoints.nats is empty")
+            return
+        feed = coordinator.open_feed()
+        pending: dict[str, None] = {}
+        silent = False
+        while True:
+            pending.update(dict.fromkeys(await feed.take(_RETRY_S if pending else None)))
+            try:
+                while pending:
+                    server_id = next(iter(pending))
+                    await self._say(coordinator, server_id)
+                    del pending[server_id]
+                if silent:
+                    self._log.info("announcements_resumed")
+                silent = False
+            except Exception as error:  # nats raises many unrelated classes
+                self._stream_known = False
+                if not silent:
+                    reason = str(error) or type(error).__name__
+                    self._log.warning("announcements_paused", error=reason)
+                silent = True
+                await asyncio.sleep(_RETRY_S)  # backoff: the connection has no event to wait for
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._nats is not None:
+            await self._nats.close()
+
+    async def _say(self, coordinator: Coordinator, server_id: str) -> None:
+        prefix = subject_prefix(self._namespace)
+        if server_id:
+            record = coordinator.record(server_id)
+            if record is None:
+                await self._send(f"{prefix}.servers", {"server_id": server_id, "state": "gone"})
+                return
+            await self._send(
+                f"{prefix}.servers",
+                {
+                    "server_id": server_id,
+                    "url": record.url,
+                    "state": record.state.value,
+                    "version": record.version,
+                    "cause": record.cause[:500],
+                    "since": record.since,
+                },
+            )
+            return
+        status = coordinator.status()
+        if status.current is not None:
+            await self._send(
+                f"{prefix}.versions",
+                {
+                    "version": status.current.version,
+                    "incarnation": status.current.incarnation,
+                    "path": status.current.path,
+                    "publish_time": status.current.publish_time,
+                },
+            )
+
+    async def _send(self, subject: str, payload: dict[str, Any]) -> None:
+        if self._nats is None:
+            self._nats = await connect_nats(self._url, "areal-weight-sync")
+        if not self._nats.is_connected:
+            raise Unavailable("nats: not connected")
+        stream = self._nats.jetstream(timeout=2.0)
+        if not self._stream_known:
+            await self._ensure_stream(stream)
+        await stream.publish(subject, json.dumps(payload).encode(), timeout=2.0)
+
+    async def _ensure_stream(self, stream: Any) -> None:
+        name, prefix = stream_name(self._namespace), subject_prefix(self._namespace)
+        try:
+            await stream.stream_info(name)
+        except NotFoundError:
+            await stream.add_stream(
+                StreamConfig(
+                    name=name,
+                    subjects=[f"{prefix}.servers", f"{prefix}.versions"],
+                    max_msgs=1000,
+                    max_bytes=4 * 1024 * 1024,
+                    storage=StorageType.MEMORY,
+                )
+            )
+        self._stream_known = True

@@ -1,0 +1,418 @@
+"""Versions and servers: the target, one member per server, and who is told what changed.
+
+                    publish(v)                        register / report / drain
+                        │                                        │
+                 ┌──────v─────────────────────────────────────────v─────┐
+                 │ Coordinator: target, counters                        │
+                 │   Member ──┐  Member ──┐  Member ──┐   (one task each)│
+                 └────────────┼───────────┼───────────┼─────────────────┘
+                              └─ changed ─┴─> feeds: Redis writer, NATS announcer, each watcher
+                                              (a feed holds ids, not messages: slow readers see
+                                               the newest state, and cost nothing)
+
+| loop           | consumes                | waits for               | unblocked by              |
+|----------------|-------------------------|-------------------------|---------------------------|
+| member         | target, its server      | see member.py           | publish, probe, report    |
+| feed reader    | ids of changed servers  | a change                | any member, publish       |
+| garbage        | confirmations           | all servers at a version| the last one's `_serve`   |
+
+Plain asyncio: Redis, NATS and HTTP come in through `Store`, feeds and the engine factory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from areal.errors import InvalidInput, NotFound
+from areal.observability.logging import get_logger
+from areal.servers import InferenceServer, ServerState, SyncStatus
+from areal.weights import (
+    DigestCache,
+    PolicyVersion,
+    build_manifest,
+    check_same_tensors,
+    collect_garbage,
+)
+from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.confirmation import Confirmation
+from areal_weight_sync.engine import Engine, Fault
+from areal_weight_sync.member import Member
+from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
+
+
+@dataclass
+class Totals:
+    """Over the trial; survive restarts.
+
+    Example:
+        >>> Totals(published=12, server_updates=24, update_seconds=0.61).mean_seconds
+        0.025416666666666667
+    """
+
+    published: int = 0
+    """Versions published by the trainer (version 0 is not counted)."""
+    server_updates: int = 0
+    update_seconds: float = 0.0
+    aborted_requests: int = 0
+    confirmed_version: int = -1
+
+    @property
+    def mean_seconds(self) -> float:
+        """From pause to continue, per update of a serving server."""
+        return self.update_seconds / self.server_updates if self.server_updates else 0.0
+
+
+@dataclass
+class Snapshot:
+    """What a store remembers."""
+
+    current: PolicyVersion | None = None
+    base: PolicyVersion | None = None
+    """Version 0 (its files may be gone)."""
+    records: list[ServerRecord] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
+
+
+class Store(Protocol):
+    """The truth about versions, atomic."""
+
+    async def publish(self, version: PolicyVersion) -> None:
+        """Makes a version current.
+
+        Raises:
+            StaleIncarnation, WrongStep: Refused; nothing changed.
+        """
+
+
+class Observer(Protocol):
+    """Counts what happens, for /metrics."""
+
+    def updated(self, seconds: float) -> None:
+        """A serving server was updated."""
+
+    def failed(self, fault: Fault) -> None:
+        """A server was quarantined."""
+
+
+class Feed:
+    """Ids of servers changed since the last read; the empty id stands for the version."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, None] = {}
+        self._event = asyncio.Event()
+
+    def put(self, server_id: str) -> None:
+        """Marks one as changed."""
+        self._ids[server_id] = None
+        self._event.set()
+
+    async def take(self, timeout: float | None = None) -> list[str]:
+        """Waits for a change; empty when `timeout` seconds passed without one."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._event.wait()
+        except TimeoutError:
+            return []
+        self._event.clear()
+        ids, self._ids = list(self._ids), {}
+        return ids
+
+
+class Coordinator:
+    """See the module's picture."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        store: Store,
+        make_engine: Callable[[str], Engine],
+        spawn: Callable[..., asyncio.Task[None]],
+        *,
+        observer: Observer | None = None,
+        weights_root: Path | None = None,
+        keep_versions: int = 3,
+    ) -> None:
+        """Wires it; nothing runs before `start`.
+
+        Args:
+            config: Times and the interruption mode.
+            store: Where versions are made current.
+            make_engine: From a url.
+            spawn: `spawn(coroutine, name)` runs a background task.
+            observer: Metrics.
+            weights_root: Folder of published versions, cleaned as versions age; None: never.
+            keep_versions: Published versions kept there.
+        """
+        self.config = config
+        self.confirmation = Confirmation(config.logprob_tolerance)
+        self.digests = DigestCache()
+        self.totals = Totals()
+        self._store = store
+        self._make_engine = make_engine
+        self._spawn = spawn
+        self._observer = observer
+        self._root = weights_root
+        self._keep = keep_versions
+        self._current: PolicyVersion | None = None
+        self._base: PolicyVersion | None = None
+        self._members: dict[str, Member] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._feeds: set[Feed] = set()
+        # Summaries kept up to date, so that a watcher costs the same for 1,000 servers as for one.
+        self._shown: dict[str, tuple[ServerState, int]] = {}
+        self._census: Counter[tuple[ServerState, int]] = Counter()
+        self._publishing = asyncio.Lock()
+        self._collected = -1
+        self._log = get_logger("areal.weight_sync.coordinator")
+
+    # ── versions ────────────────────────────────────────────────────────────────────────────
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Takes over from an earlier life: its servers join again and are confirmed again."""
+        self._current, self._base = snapshot.current, snapshot.base
+        self.totals = snapshot.totals
+        for record in snapshot.records:
+            self._add(record)
+
+    @property
+    def target(self) -> PolicyVersion | None:
+        """The current version."""
+        return self._current
+
+    async def publish(self, version: PolicyVersion) -> int:
+        """Checks a version's files, makes it current and wakes every member.
+
+        Idempotent for the same version, path and incarnation.
+
+        Returns:
+            The current version.
+
+        Raises:
+            InvalidInput: Files or tensors are not what they should be; nothing changed.
+            StaleIncarnation: A newer trainer has published.
+            WrongStep: Not above the current version.
+        """
+        if not Path(version.path).is_absolute():
+            raise InvalidInput(f"version.path {version.path!r}: expected an absolute path")
+        async with self._publishing:
+            now = self._current
+            if now is not None and _identity(now) == _identity(version):
+                return now.version
+            if not version.files:
+                built = await asyncio.to_thread(
+                    build_manifest, Path(version.path), version.version, version.incarnation
+                )
+                version = replace(built, path=version.path)
+            else:
+                await asyncio.to_thread(self.digests.verify, version)
+            if self._base is not None:
+                check_same_tensors(version, self._base)
+            await self._store.publish(version)
+            if self._current is None or version.version > self._current.version:
+                if version.version == 0:
+                    self._base = version
+                else:
+                    self.totals.published += 1
+                self._current = version
+                self._log.info("published", version=version.version, path=version.path)
+                for member in self._members.values():
+                    member.poke()
+                self._announce("")
+            return self._current.version
+
+    # ── servers ─────────────────────────────────────────────────────────────────────────────
+
+    def register(self, server_id: str, url: str) -> InferenceServer:
+        """Makes a server known, or cuts its quarantine or its drain short. Idempotent."""
+        member = self._members.get(server_id)
+        if member is None:
+            member = self._add(ServerRecord(server_id, url))
+            self._log.info("server_registered", server=server_id)
+        elif member.record.state is DRAINING:
+            member.record.move(JOINING)
+            self.changed(member.record)
+            self._replace_task(member, member.run)
+        else:
+            member.poke(deep=True, revive=True)
+        return member.record.public()
+
+    def report(self, server_id: str, cause: str) -> None:
+        """A client saw it fail: probe now. Unknown servers are ignored (they have just left)."""
+        member = self._members.get(server_id)
+        if member is not None:
+            self._log.info("server_reported", server=server_id, cause=cause[:300])
+            member.poke(deep=True)
+
+    def drain(self, server_id: str, deadline_s: float) -> None:
+        """No new traffic from now on; forgotten when empty or past the deadline.
+
+        Raises:
+            NotFound: No such server.
+        """
+        member = self._members.get(server_id)
+        if member is None:
+            raise NotFound(f"server {server_id!r}: not known")
+        if member.record.state is DRAINING:
+            return
+        member.record.move(DRAINING)
+        self.changed(member.record)
+        self._replace_task(member, lambda: self._drain(member, deadline_s))
+
+    async def _drain(self, member: Member, deadline_s: float) -> None:
+        await member.drain(deadline_s)
+        server_id = member.record.server_id
+        self._log.info("server_forgotten", server=server_id)
+        del self._members[server_id], self._tasks[server_id]
+        self.confirmation.forget(server_id)
+        self._count(server_id, None)
+        self._announce(server_id)
+
+    def servers(self) -> list[InferenceServer]:
+        """Every known server."""
+        return [member.record.public() for member in self._members.values()]
+
+    def record(self, server_id: str) -> ServerRecord | None:
+        """One server; None when it is not (any longer) known."""
+        member = self._members.get(server_id)
+        return member.record if member else None
+
+    async def stop(self) -> None:
+        """Ends all members; each lets its server go on first."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.config.control_timeout_s)
+
+    def _add(self, record: ServerRecord) -> Member:
+        member = Member(record, self._make_engine(record.url), self)
+        self._members[record.server_id] = member
+        self._tasks[record.server_id] = self._spawn(member.run(), f"member-{record.server_id}")
+        self.changed(record)
+        return member
+
+    def _replace_task(
+        self, member: Member, work: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
+        """Ends a member's task (it leaves no server paused), then runs another."""
+        server_id = member.record.server_id
+        before = self._tasks[server_id]
+        before.cancel()  # now: it must not take another step in the new state
+
+        async def after() -> None:
+            await asyncio.wait({before})
+            await work()
+
+        self._tasks[server_id] = self._spawn(after(), f"member-{server_id}")
+
+    # ── what members say ────────────────────────────────────────────────────────────────────
+
+    def changed(self, record: ServerRecord) -> None:
+        """Counts and announces a server's new state."""
+        self._count(record.server_id, (record.state, record.version))
+        if record.state is SERVING and record.version > self.totals.confirmed_version:
+            self.totals.confirmed_version = record.version
+        self._announce(record.server_id)
+        self._maybe_collect(record)
+
+    def updated(self, record: ServerRecord, seconds: float, aborted: int) -> None:
+        """Adds a serving server's update to the totals."""
+        self.totals.server_updates += 1
+        self.totals.update_seconds += seconds
+        self.totals.aborted_requests += aborted
+        if self._observer is not None:
+            self._observer.updated(seconds)
+
+    def failed(self, fault: Fault) -> None:
+        """Counts a quarantine."""
+        if self._observer is not None:
+            self._observer.failed(fault)
+
+    def recheck(self, server_ids: list[str]) -> None:
+        """Their checksums were outvoted."""
+        for server_id in server_ids:
+            member = self._members.get(server_id)
+            if member is not None and member.record.state is SERVING:
+                member.doubt()
+
+    # ── watchers ────────────────────────────────────────────────────────────────────────────
+
+    def open_feed(self) -> Feed:
+        """A reader of changes, with everything marked as changed."""
+        feed = Feed()
+        for server_id in ("", *self._members):
+            feed.put(server_id)
+        self._feeds.add(feed)
+        return feed
+
+    def close_feed(self, feed: Feed) -> None:
+        """The reader has gone."""
+        self._feeds.discard(feed)
+
+    def status(self) -> SyncStatus:
+        """The state now."""
+        at = -1 if self._current is None else self._current.version
+        draining = sum(n for (state, _), n in self._census.items() if state is DRAINING)
+        return SyncStatus(
+            current=self._current,
+            confirmed_servers=self._census[SERVING, at],
+            servers=len(self._shown) - draining,
+            confirmed_version=self.totals.confirmed_version,
+            updates=self.totals.published,
+            update_seconds_mean=self.totals.mean_seconds,
+            aborted_requests=self.totals.aborted_requests,
+        )
+
+    def states(self) -> dict[ServerState, int]:
+        """Servers by state."""
+        counts = dict.fromkeys(ServerState, 0)
+        for (state, _), number in self._census.items():
+            counts[state] += number
+        return counts
+
+    def _announce(self, server_id: str) -> None:
+        for feed in self._feeds:
+            feed.put(server_id)
+
+    def _count(self, server_id: str, shown: tuple[ServerState, int] | None) -> None:
+        before = self._shown.pop(server_id, None)
+        if before is not None:
+            self._census[before] -= 1
+            if not self._census[before]:
+                del self._census[before]
+        if shown is not None:
+            self._shown[server_id] = shown
+            self._census[shown] += 1
+
+    def _maybe_collect(self, record: ServerRecord) -> None:
+        """Once every server that serves is at the current version, old folders can go."""
+        current = self._current
+        if self._root is None or current is None or record.version != current.version:
+            return
+        if any(s is SERVING and v != current.version for s, v in self._census):
+            return
+        if current.version != self._collected:
+            self._collected = current.version
+            self._spawn(self._collect(self._root, current), "weights-garbage")
+
+    async def _collect(self, root: Path, current: PolicyVersion) -> None:
+        try:
+            deleted = await asyncio.to_thread(
+                collect_garbage, root, current.version, self._keep, [current.path]
+            )
+        except OSError as error:
+            self._log.warning("garbage_not_collected", error=str(error))
+            return
+        for folder in deleted:
+            self.digests.forget(folder)
+        if deleted:
+            self._log.info("old_versions_deleted", folders=[f.name for f in deleted])
+
+
+def _identity(version: PolicyVersion) -> tuple[int, int, str]:
+    return version.version, version.incarnation, version.path

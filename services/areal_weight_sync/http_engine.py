@@ -1,0 +1,211 @@
+"""An inference server over HTTP: SGLang's endpoints, with a deadline and a clear cause each.
+
+What real SGLang needs to be told or spared:
+- in_place keeps the KV cache, so the load must say `flush_cache: false`: with the default it
+  answers 400 although weights and version have changed.
+- /health generates a token and takes a second: /model_info and /v1/loads are the probes.
+- only /v1/loads is answered by the scheduler; /model_info by the HTTP process before it.
+- the weight_version of /server_info's top level is the one at the start: never read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from areal.errors import InvalidInput
+from areal.weights import PolicyVersion
+from areal_weight_sync.engine import EngineError, Fault, Fingerprint
+
+_MAX_BODY_BYTES = 16 * 1024 * 1024
+
+
+def normalize_url(url: str) -> tuple[str, str]:
+    """(server_id, url) in one spelling; raises InvalidInput."""
+    try:
+        parts = urlsplit(url.strip())
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise InvalidInput(f"url {url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        raise InvalidInput(f"url {url!r}: expected http://host:port")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise InvalidInput(f"url {url!r}: expected http://host:port, without a path")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{port}", f"{parts.scheme}://{host}:{port}"
+
+
+def open_session() -> aiohttp.ClientSession:
+    """For all servers of a coordinator: no pool limit, deadlines per call."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+class HttpEngine:
+    """See `engine.Engine`."""
+
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        probe_timeout: float = 2.0,
+        control_timeout: float = 10.0,
+    ) -> None:
+        self._url = url
+        self._session = session
+        self._probe_timeout = probe_timeout
+        self._control_timeout = control_timeout
+
+    async def weight_version(self) -> str:
+        """GET /model_info."""
+        body = await self._json("GET", "/model_info", timeout=self._probe_timeout)
+        version = body.get("weight_version")
+        if not isinstance(version, str):
+            raise EngineError(Fault.GARBAGE, f"/model_info: weight_version is {version!r:.100}")
+        return version
+
+    async def boot_id(self) -> str:
+        """GET /server_info: start-up time and the seed drawn at the start."""
+        body = await self._json("GET", "/server_info", timeout=self._control_timeout)
+        boot = [body.get(key) for key in ("boot_id", "startup_time", "random_seed")]
+        if all(part is None for part in boot):
+            raise EngineError(Fault.GARBAGE, "/server_info: no startup_time and no random_seed")
+        return "/".join(str(part) for part in boot)
+
+    async def running(self) -> int:
+        """GET /v1/loads, summed over data-parallel ranks."""
+        body = await self._json("GET", "/v1/loads", timeout=self._probe_timeout)
+        try:
+            return sum(
+                int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+                for load in body["loads"]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(Fault.GARBAGE, f"/v1/loads: {error!r:.200}") from None
+
+    async def pause(self, mode: str) -> None:
+        """POST /pause_generation."""
+        await self._json("POST", "/pause_generation", {"mode": mode}, timeout=self._control_timeout)
+
+    async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
+        """POST /update_weights_from_disk."""
+        request = {
+            "model_path": version.path,
+            "weight_version": version.name,
+            "flush_cache": flush_cache,
+        }
+        body = await self._json("POST", "/update_weights_from_disk", request, timeout=timeout)
+        if body.get("success") is not True:
+            message = str(body.get("message", body))[:300]
+            raise EngineError(Fault.UPDATE_REFUSED, f"/update_weights_from_disk: {message}")
+
+    async def fingerprint(self, timeout: float) -> Fingerprint | None:
+        """POST /weights_checker; None for a 4xx: this build or platform has no checksums."""
+        status, text = await self._call(
+            "POST", "/weights_checker", {"action": "checksum"}, timeout=timeout
+        )
+        if 400 <= status < 500:
+            return None
+        body = self._parse("/weights_checker", status, text)
+        ranks = body.get("ranks") or [body]
+        try:
+            sums = [dict(rank["checksums"]) for rank in ranks]
+            names = sorted({name for each in sums for name in each})
+            if not names:
+                raise ValueError("no tensors")
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(Fault.GARBAGE, f"/weights_checker: {error!r:.200}") from None
+        canonical = json.dumps(sorted(json.dumps(each, sort_keys=True) for each in sums))
+        layout = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        return Fingerprint(
+            layout=f"ranks{len(sums)}:tensors{len(names)}:{layout}",
+            digest=hashlib.sha256(canonical.encode()).hexdigest(),
+        )
+
+    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
+        """POST /generate: the prompt's logprobs and one greedy token."""
+        request = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": version,
+        }
+        body = await self._json("POST", "/generate", request, timeout=self._control_timeout)
+        try:
+            entries = body["meta_info"]["input_token_logprobs"]
+            values = [float(entry[0]) for entry in entries[1:]]
+            if len(values) != len(prompt) - 1:
+                raise ValueError(f"{len(values)} logprobs for {len(prompt)} tokens")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(Fault.GARBAGE, f"/generate: {error!r:.200}") from None
+        return values
+
+    async def resume(self) -> None:
+        """POST /continue_generation."""
+        await self._json("POST", "/continue_generation", {}, timeout=self._control_timeout)
+
+    async def abort_all(self) -> None:
+        """POST /abort_request (answers with an empty body)."""
+        status, text = await self._call(
+            "POST", "/abort_request", {"abort_all": True}, timeout=self._control_timeout
+        )
+        if status != 200:
+            raise EngineError(Fault.HTTP_STATUS, f"/abort_request: HTTP {status}: {text[:200]!r}")
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+    ) -> dict[str, Any]:
+        status, text = await self._call(method, path, body, timeout=timeout)
+        return self._parse(path, status, text)
+
+    def _parse(self, path: str, status: int, text: bytes) -> dict[str, Any]:
+        if status != 200:
+            words = " ".join(text[:300].decode(errors="replace").split())
+            raise EngineError(Fault.HTTP_STATUS, f"{path}: HTTP {status}: {words}")
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise EngineError(Fault.GARBAGE, f"{path}: not a JSON object: {text[:100]!r}")
+        return parsed
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+    ) -> tuple[int, bytes]:
+        """One request, its answer bounded in time and size."""
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                self._session.request(
+                    method, self._url + path, json=body, allow_redirects=False
+                ) as response,
+            ):
+                chunks, size = [], 0
+                async for chunk in response.content.iter_chunked(1 << 16):
+                    size += len(chunk)
+                    if size > _MAX_BODY_BYTES:
+                        raise EngineError(
+                            Fault.GARBAGE, f"{path}: answer larger than {_MAX_BODY_BYTES} bytes"
+                        )
+                    chunks.append(chunk)
+                return response.status, b"".join(chunks)
+        except TimeoutError:
+            raise EngineError(Fault.TIMEOUT, f"{path}: no answer within {timeout:.1f} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise EngineError(
+                Fault.UNREACHABLE, f"{path}: cannot connect: {error.os_error.strerror or error}"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            detail = str(error) or type(error).__name__
+            raise EngineError(Fault.GARBAGE, f"{path}: {detail:.200}") from None

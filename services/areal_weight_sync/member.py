@@ -1,0 +1,310 @@
+"""One server's life, as one task: reach it, bring it to the target, confirm, watch, retry.
+
+    ┌──> step ──> target? ── version behind ──> verify files ─> pause ─> load ─> confirm ─> continue
+    │              └ at the target ──> probe
+    │    any EngineError ──> QUARANTINED(cause), backoff with jitter
+    └─── sleep until: poke (new target, report, register) | probe_interval_s | backoff over
+
+The newest target is read at the start of every step: versions published while one loads are
+skipped. Members share nothing but the files' digests and the votes, so a dead or slow server delays
+no other. Whatever happens between pause and continue, continue is sent: a server left paused hangs
+every request in it. When the weights could not be confirmed its requests are aborted first (their
+callers keep the tokens so far and go on elsewhere), so that none goes on with unknown weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from areal.errors import InvalidInput
+from areal.observability.logging import get_logger
+from areal.servers import ServerState
+from areal.weights import DigestCache, PolicyVersion
+from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.confirmation import Confirmation
+from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
+from areal_weight_sync.server_state import (
+    DRAINING,
+    JOINING,
+    QUARANTINED,
+    SERVING,
+    SYNCING,
+    ServerRecord,
+)
+
+
+class Hub(Protocol):
+    """What a member needs of the coordinator."""
+
+    config: CoordinatorConfig
+    confirmation: Confirmation
+    digests: DigestCache
+
+    @property
+    def target(self) -> PolicyVersion | None:
+        """The current version; None before version 0."""
+
+    def changed(self, record: ServerRecord) -> None:
+        """A record has changed: announce and persist it."""
+
+    def updated(self, record: ServerRecord, seconds: float, aborted: int) -> None:
+        """A serving server was updated; seconds from pause to continue."""
+
+    def failed(self, fault: Fault) -> None:
+        """Counts a quarantine."""
+
+    def recheck(self, server_ids: list[str]) -> None:
+        """Other servers turned out to hold wrong weights."""
+
+
+class Member:
+    """Brings one server along; `run` until cancelled, then maybe `drain`."""
+
+    def __init__(self, record: ServerRecord, engine: Engine, hub: Hub) -> None:
+        self.record = record
+        self._engine = engine
+        self._hub = hub
+        self._poked = asyncio.Event()
+        self._deep = True
+        self._doubted = False
+        self._probes = 0
+        self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
+
+    def poke(self, *, deep: bool = False, revive: bool = False) -> None:
+        """Something happened: take the next step now.
+
+        Args:
+            deep: With the full probe.
+            revive: Even in quarantine, whose backoff nothing else cuts short.
+        """
+        self._deep = self._deep or deep
+        if revive or self.record.state is not QUARANTINED:
+            self._poked.set()
+
+    def doubt(self) -> None:
+        """Its checksum was outvoted: load and confirm anew."""
+        self._doubted = True
+        self.poke(deep=True)
+
+    async def run(self) -> None:
+        """Steps for ever."""
+        while True:
+            self._poked.clear()
+            pause = await self._step()
+            try:
+                async with asyncio.timeout(pause):
+                    await self._poked.wait()
+            except TimeoutError:
+                pass
+
+    async def _step(self) -> float:
+        """One step; returns how long to sleep unless poked."""
+        record, config = self.record, self._hub.config
+        target = self._hub.target
+        try:
+            if self._doubted:
+                self._doubted, record.version, record.boot_id = False, -1, ""
+                raise EngineError(
+                    Fault.WRONG_WEIGHTS, "its weights differ from those of most servers"
+                )
+            if record.state is SERVING and target is not None and record.version == target.version:
+                await self._probe(target)
+            else:
+                await self._bring(target)
+        except EngineError as error:
+            return self._quarantine(error)
+        except InvalidInput as error:  # the version is bad, not the server
+            self._log.error("version_unusable", error=str(error))
+            self._move(record.state, str(error))
+            return config.backoff_max_s
+        if record.state is SERVING:
+            record.failures = 0
+        newest = self._hub.target
+        behind = newest is not None and newest.version != record.version
+        return 0.0 if behind else config.probe_interval_s
+
+    async def _bring(self, target: PolicyVersion | None) -> None:
+        """From wherever it is to SERVING at the target."""
+        record = self.record
+        if record.state is not SERVING:
+            await self._meet()
+            self._move(JOINING)
+        if target is None:
+            return
+        await asyncio.to_thread(self._hub.digests.verify, target)
+        if record.version == target.version and await self._reconfirm(target):
+            self._serve(target)
+            return
+        await self._update(target)
+
+    async def _meet(self) -> None:
+        """First contact in this state: which boot of the server is this?"""
+        boot = await self._engine.boot_id()
+        if boot != self.record.boot_id:
+            self.record.boot_id, self.record.version = boot, -1
+            self._hub.changed(self.record)
+
+    async def _reconfirm(self, target: PolicyVersion) -> bool:
+        """Same boot, confirmed before: a checksum is enough. False: load to be sure."""
+        if await self._engine.weight_version() != target.name:
+            return False
+        fingerprint = await self._engine.fingerprint(self._hub.config.update_timeout_s)
+        if fingerprint is None:
+            return False
+        self._vote(target, fingerprint)
+        # A coordinator that died in an update may have left it paused.
+        await self._engine.resume()
+        return True
+
+    async def _update(self, target: PolicyVersion) -> None:
+        """Pause, load, confirm, continue."""
+        record, engine, config = self.record, self._engine, self._hub.config
+        was_serving = record.state is SERVING
+        loop = asyncio.get_running_loop()
+        grace = None
+        if was_serving:
+            grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
+        else:
+            self._move(SYNCING)
+        aborted = await engine.running() if config.interrupt == "abort" else 0
+        start, deadline = time.perf_counter(), time.monotonic() + config.update_timeout_s
+        confirmed, by_checksum = False, False
+        try:
+            await engine.pause(config.interrupt)
+            await engine.load(
+                target,
+                flush_cache=config.interrupt != "in_place",
+                timeout=max(0.1, deadline - time.monotonic()),
+            )
+            await self._check_version(target)
+            fingerprint = await engine.fingerprint(max(0.1, deadline - time.monotonic()))
+            by_checksum = fingerprint is not None
+            if fingerprint is not None:
+                self._vote(target, fingerprint)
+            else:  # the probe needs generation to go on: no new traffic until it has answered
+                self._leave_traffic()
+            confirmed = True
+        finally:
+            if grace is not None:
+                grace.cancel()
+            if not confirmed:
+                record.version = -1
+                self._leave_traffic()
+            await self._release(confirmed)
+        seconds = time.perf_counter() - start
+        if not by_checksum:
+            prompt = probe_prompt(target)
+            self._hub.confirmation.compare(
+                target.version, record.server_id, await engine.logprobs(prompt, target.name)
+            )
+        if was_serving:
+            record.aborted_requests += aborted
+            self._hub.updated(record, seconds, aborted)
+        self._serve(target)
+        self._log.info("updated", version=target.version, seconds=round(seconds, 4))
+
+    async def _release(self, confirmed: bool) -> None:
+        """Lets a paused server go on, whatever happened before."""
+        steps: list[Callable[[], Awaitable[None]]] = [self._engine.resume]
+        if not confirmed:
+            steps.insert(0, self._engine.abort_all)
+        for number, step in enumerate(steps):
+            try:
+                await step()
+            except EngineError as error:
+                if confirmed and number == len(steps) - 1:
+                    raise
+                self._log.warning("release_failed", step=step.__name__, error=str(error))
+
+    async def _probe(self, target: PolicyVersion) -> None:
+        """Still alive, still the same process, still at the version it confirmed?"""
+        self._probes += 1
+        deep = self._deep or self._probes % self._hub.config.deep_probe_every == 0
+        self._deep = False
+        reported = await self._engine.weight_version()
+        if reported != target.name:
+            self._rejoin(f"its weight_version became {reported!r:.100}")
+        elif deep:
+            await self._engine.running()
+            boot = await self._engine.boot_id()
+            if boot != self.record.boot_id:
+                self._rejoin("restarted")
+
+    def _rejoin(self, cause: str) -> None:
+        """It is not what was confirmed any more: from the start."""
+        self._log.warning("server_changed", cause=cause)
+        self.record.version = -1
+        self._move(JOINING, cause)
+        self._poked.set()
+
+    async def _check_version(self, target: PolicyVersion) -> None:
+        reported = await self._engine.weight_version()
+        if reported != target.name:
+            raise EngineError(
+                Fault.WRONG_VERSION,
+                f"reports weight_version {reported!r}, expected {target.name!r}",
+            )
+
+    def _vote(self, target: PolicyVersion, fingerprint: Fingerprint) -> None:
+        outvoted = self._hub.confirmation.vote(target.version, self.record.server_id, fingerprint)
+        if outvoted:
+            self._hub.recheck(outvoted)
+
+    def _serve(self, target: PolicyVersion) -> None:
+        self.record.version = target.version
+        self.record.failures = 0
+        self._move(SERVING)
+        self._hub.changed(self.record)
+
+    def _leave_traffic(self) -> None:
+        """The update takes long, or cannot be confirmed in the pause: requests go elsewhere."""
+        if self.record.state is SERVING:
+            self._move(SYNCING)
+
+    def _quarantine(self, error: EngineError) -> float:
+        """Out of traffic; returns the time to the next try."""
+        record, config = self.record, self._hub.config
+        never_reached = record.state is JOINING and not record.boot_id
+        if never_reached and error.fault is Fault.UNREACHABLE:
+            self._move(JOINING, f"not up yet: {error}")
+            return config.probe_interval_s
+        if record.state is SERVING or record.failures == 0:
+            self._log.warning("server_quarantined", cause=str(error), fault=error.fault.value)
+        self._hub.failed(error.fault)
+        if error.fault in (Fault.WRONG_VERSION, Fault.WRONG_WEIGHTS):
+            record.version = -1
+        self._move(QUARANTINED, str(error))
+        record.failures += 1
+        ceiling = min(config.backoff_max_s, config.backoff_s * 2.0 ** min(record.failures - 1, 10))
+        return random.uniform(0.5, 1.0) * ceiling  # noqa: S311 - jitter, not a secret
+
+    def _move(self, state: ServerState, cause: str = "") -> None:
+        if self.record.move(state, cause):
+            self._hub.changed(self.record)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Waits until the server is empty; past the deadline its requests are aborted."""
+        self._move(DRAINING)
+        end = time.monotonic() + deadline_s
+        try:
+            running = await self._engine.running()
+            while running and (left := end - time.monotonic()) > 0:
+                # Requests end inside the server; nothing announces it.
+                await asyncio.sleep(min(self._hub.config.probe_interval_s, left))
+                running = await self._engine.running()
+            if running:
+                self._log.info("drain_aborts", running=running)
+                await self._engine.abort_all()
+        except EngineError as error:  # it is leaving anyway, maybe it has left
+            self._log.info("drain_ended", cause=str(error))
+
+
+def probe_prompt(version: PolicyVersion) -> list[int]:
+    """Token ids that every vocabulary has: a server dies of an id beyond its own."""
+    rows = [t.shape[0] for t in version.tensors if t.name.endswith("embed_tokens.weight")]
+    vocabulary = min(rows, default=16)
+    return [index * 7 % vocabulary for index in range(1, 17)]

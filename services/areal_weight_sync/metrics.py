@@ -1,0 +1,70 @@
+"""Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from areal_weight_sync.engine import Fault
+
+if TYPE_CHECKING:
+    from areal_weight_sync.coordinator import Coordinator
+
+
+class Metrics(Collector):
+    """Counts updates and failures; reads the rest from the coordinator when scraped."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.coordinator: Coordinator | None = None
+        self._seconds = Histogram(
+            "areal_weight_sync_update_seconds",
+            "Update of one serving server, from pause to continue.",
+            registry=registry,
+            buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+        )
+        self._failures = Counter(
+            "areal_weight_sync_quarantines",
+            "Times a server was quarantined, by kind of fault.",
+            ["fault"],
+            registry=registry,
+        )
+        registry.register(self)
+
+    def updated(self, seconds: float) -> None:
+        """A serving server was updated."""
+        self._seconds.observe(seconds)
+
+    def failed(self, fault: Fault) -> None:
+        """A server was quarantined."""
+        self._failures.labels(fault.value).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """Gauges of the moment."""
+        if self.coordinator is None:
+            return
+        servers = GaugeMetricFamily(
+            "areal_weight_sync_servers", "Known inference servers by state.", labels=["state"]
+        )
+        for state, number in self.coordinator.states().items():
+            servers.add_metric([state.value], number)
+        yield servers
+        status = self.coordinator.status()
+        yield GaugeMetricFamily(
+            "areal_weight_sync_current_version",
+            "Current policy version; -1 before the first.",
+            value=status.current_version,
+        )
+        yield GaugeMetricFamily(
+            "areal_weight_sync_confirmed_version",
+            "Highest policy version that a server has confirmed; -1 before the first.",
+            value=status.confirmed_version,
+        )
+        yield GaugeMetricFamily(
+            "areal_weight_sync_aborted_requests",
+            "Requests that updates aborted, over the trial.",
+            value=status.aborted_requests,
+        )

@@ -1,0 +1,27 @@
+-- Makes a version current: only the lease holder, only a newer version, never an older incarnation.
+-- KEYS: weights hash, lease. ARGV: owner, version, incarnation, path, manifest (JSON).
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then
+  return {'standby', '0'}
+end
+local highest = tonumber(redis.call('HGET', KEYS[1], 'highest_incarnation') or '0')
+local current = tonumber(redis.call('HGET', KEYS[1], 'version') or '-1')
+local version = tonumber(ARGV[2])
+local incarnation = tonumber(ARGV[3])
+if incarnation < highest then
+  return {'stale', tostring(highest)}
+end
+if version == current and redis.call('HGET', KEYS[1], 'incarnation') == ARGV[3]
+    and redis.call('HGET', KEYS[1], 'path') == ARGV[4] then
+  return {'ok', ARGV[2]}
+end
+if version <= current then
+  return {'wrong', tostring(current)}
+end
+redis.call('HSET', KEYS[1], 'version', ARGV[2], 'incarnation', ARGV[3], 'path', ARGV[4],
+  'manifest', ARGV[5], 'highest_incarnation', tostring(incarnation))
+if version == 0 then
+  redis.call('HSET', KEYS[1], 'base', ARGV[5])
+else
+  redis.call('HINCRBY', KEYS[1], 'published', 1)
+end
+return {'ok', ARGV[2]}

@@ -1,0 +1,114 @@
+"""Wires the service: Redis, NATS, HTTP and gRPC around the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import aiohttp
+
+from areal.chassis import Service, ServiceContext
+from areal.chassis.service import Registration
+from areal.clients.stores import connect_redis
+from areal.config import GRPOConfig
+from areal.errors import ConfigError
+from areal.observability.logging import get_logger
+from areal.v1 import weight_sync_service_pb2 as pb
+from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
+from areal.weights import PolicyVersion
+from areal_weight_sync.announcer import Announcer
+from areal_weight_sync.config import WeightSyncSettings, settings
+from areal_weight_sync.coordinator import Coordinator
+from areal_weight_sync.engine import Engine
+from areal_weight_sync.http_engine import HttpEngine, normalize_url, open_session
+from areal_weight_sync.metrics import Metrics
+from areal_weight_sync.servicer import WeightSyncServicer
+from areal_weight_sync.store import RedisStore
+
+
+class WeightSync(Service):
+    """The process; see `chassis.Service`."""
+
+    def __init__(self, settings: WeightSyncSettings, context: ServiceContext) -> None:
+        self._settings = settings
+        self._context = context
+        self._servicer = WeightSyncServicer()
+        self._redis = connect_redis(settings.redis)
+        self._store = RedisStore(self._redis, settings.namespace, settings.lease_ttl_s)
+        self._announcer = Announcer(settings.nats, settings.namespace)
+        self._metrics = Metrics(context.registry)
+        self._coordinator: Coordinator | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    def registrations(self) -> Sequence[Registration]:
+        """The one gRPC service."""
+        name = pb.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
+        return [
+            (
+                name,
+                lambda server: pb_grpc.add_WeightSyncServiceServicer_to_server(
+                    self._servicer, server
+                ),
+            )
+        ]
+
+    async def start(self) -> None:
+        """Becomes the active coordinator, then takes over what Redis remembers."""
+        settings, spawn = self._settings, self._context.background.spawn
+        self._session = open_session()
+        await self._store.acquire()
+        spawn(self._store.keep_lease(), "lease")
+        snapshot = await self._store.load()
+        coordinator = Coordinator(
+            settings.coordinator,
+            self._store,
+            self._engine,
+            spawn,
+            observer=self._metrics,
+            weights_root=settings.weights_root,
+            keep_versions=settings.keep_versions,
+        )
+        coordinator.start(snapshot)
+        self._coordinator = self._metrics.coordinator = coordinator
+        if snapshot.current is None:
+            await self._publish_model(coordinator)
+        for url in settings.servers:
+            coordinator.register(*normalize_url(url))
+        spawn(self._store.persist(coordinator), "persist")
+        spawn(self._announcer.run(coordinator), "announcer")
+        self._servicer.coordinator = coordinator
+
+    async def _publish_model(self, coordinator: Coordinator) -> None:
+        """The configured model is version 0."""
+        path = self._settings.model_path
+        if not path.is_dir():
+            raise ConfigError(f"model.path {str(path)!r}: expected a model directory")
+        await coordinator.publish(PolicyVersion(version=0, incarnation=0, path=str(path.resolve())))
+        get_logger("areal.weight_sync").info("initial_version", path=str(path.resolve()))
+
+    def _engine(self, url: str) -> Engine:
+        config = self._settings.coordinator
+        assert self._session is not None  # opened by start, before any server is known
+        return HttpEngine(
+            url,
+            self._session,
+            probe_timeout=config.probe_timeout_s,
+            control_timeout=config.control_timeout_s,
+        )
+
+    async def drain(self) -> None:
+        """Leaves no server paused and lets a standby take over."""
+        if self._coordinator is not None:
+            await self._coordinator.stop()
+        await self._store.release()
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._announcer.close()
+        await self._redis.aclose()
+        if self._session is not None:
+            await self._session.close()
+
+
+def build(config: GRPOConfig, context: ServiceContext) -> WeightSync:
+    """The service of an experiment file."""
+    return WeightSync(settings(config), context)

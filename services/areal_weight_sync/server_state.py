@@ -1,0 +1,124 @@
+"""Where one inference server is in its life; the only place that changes it.
+
+                          reached, weights loading
+              ┌─────────┐ ───────────────────────> ┌─────────┐
+    known ──> │ JOINING │                          │ SYNCING │ <──┐ update longer than the grace,
+              └─────────┘ ──┐ already at the       └─────────┘    │ or engine without checksums
+                 ^   ^      │ target: confirmed       │ confirmed │
+    backoff over │   │      │                         v           │
+                 │   │      └──────────────────> ┌─────────┐ ─────┘
+                 │   └────────────────────────── │ SERVING │ <──┐ update within the grace,
+        ┌─────────────┐    boot id or version    └─────────┘ ───┘ confirmed before "continue"
+        │ QUARANTINED │ <── changed: restarted        │
+        └─────────────┘     any failure, from anywhere
+                                                      │ drain, from anywhere
+                                                 ┌──────────┐ empty or past its deadline
+                                                 │ DRAINING │ ──> forgotten
+                                                 └──────────┘
+
+| state       | consumes           | waits for                     | unblocked by                  |
+|-------------|--------------------|-------------------------------|-------------------------------|
+| JOINING     | first answers      | the server, a version         | it answers; version 0         |
+| SYNCING     | the target's files | load and confirmation         | done, or update_timeout_s     |
+| SERVING     | probes, new targets| a change                      | publish, report, probe, drain |
+| QUARANTINED | nothing            | backoff                       | its end, a report, register   |
+| DRAINING    | nothing            | running requests to end       | empty, or the drain deadline  |
+
+A server that was SERVING stays listed SERVING at its confirmed version during an update that ends
+within the grace: a request sent meanwhile waits in the paused server for some milliseconds and
+then runs at the new version, which is confirmed before the pause ends. So a rollout worker always
+finds a server although all are updated at once, and none serves what was not confirmed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+
+from areal.errors import InvalidInput
+from areal.servers import InferenceServer, ServerState
+
+JOINING, SYNCING, SERVING = ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING
+DRAINING, QUARANTINED = ServerState.DRAINING, ServerState.QUARANTINED
+
+TRANSITIONS: dict[ServerState, frozenset[ServerState]] = {
+    JOINING: frozenset({SYNCING, SERVING, QUARANTINED, DRAINING}),
+    SYNCING: frozenset({SERVING, JOINING, QUARANTINED, DRAINING}),
+    SERVING: frozenset({SYNCING, JOINING, QUARANTINED, DRAINING}),
+    QUARANTINED: frozenset({JOINING, DRAINING}),
+    DRAINING: frozenset({JOINING}),  # registered again before it was gone
+}
+
+
+@dataclass
+class ServerRecord:
+    """One server's state; changed by `move` and by its own member only.
+
+    Example:
+        >>> record = ServerRecord("10.0.0.7:30000", "http://10.0.0.7:30000")
+        >>> record.move(ServerState.SYNCING)
+    """
+
+    server_id: str
+    url: str
+    state: ServerState = JOINING
+    version: int = -1
+    """Confirmed in this boot of the server; -1: none."""
+    cause: str = ""
+    since: float = field(default_factory=time.time)
+    aborted_requests: int = 0
+    boot_id: str = ""
+    """Of the boot that confirmed `version`; empty: never reached."""
+    failures: int = 0
+    """In a row."""
+
+    def move(self, state: ServerState, cause: str = "") -> bool:
+        """Enters a state (or notes a new cause in the same one); says whether anything changed.
+
+        Raises:
+            ValueError: The table does not allow it: a mistake in this program.
+        """
+        if state is self.state:
+            changed = cause != self.cause
+            self.cause = cause
+            return changed
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"server {self.server_id}: {self.state} -> {state} is not allowed")
+        self.state, self.cause, self.since = state, cause, time.time()
+        return True
+
+    def public(self) -> InferenceServer:
+        """What others see."""
+        return InferenceServer(
+            server_id=self.server_id,
+            url=self.url,
+            state=self.state,
+            version=self.version,
+            cause=self.cause,
+            since=self.since,
+            aborted_requests=self.aborted_requests,
+        )
+
+    def to_json(self) -> str:
+        """One line; `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ServerRecord:
+        """A record of an earlier life of this service: it joins again, remembering what it had.
+
+        Raises:
+            InvalidInput: Not a record.
+        """
+        try:
+            raw = json.loads(text)
+            return cls(
+                server_id=str(raw["server_id"]),
+                url=str(raw["url"]),
+                version=int(raw["version"]),
+                aborted_requests=int(raw["aborted_requests"]),
+                boot_id=str(raw["boot_id"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"server record: {error!r}") from None

@@ -1,0 +1,91 @@
+"""WeightSyncService: convert, call the coordinator, convert."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from areal.errors import InvalidInput, Unavailable
+from areal.v1 import weight_sync_service_pb2 as pb
+from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
+from areal.wire_policy import server_to_pb, status_to_pb, version_from_pb
+from areal_weight_sync.coordinator import Coordinator
+from areal_weight_sync.http_engine import normalize_url
+
+_MAX_DRAIN_S = 24 * 3600.0
+_Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+
+
+class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
+    """Answers Unavailable until this process is the active coordinator."""
+
+    def __init__(self) -> None:
+        self.coordinator: Coordinator | None = None
+
+    def _active(self) -> Coordinator:
+        if self.coordinator is None:
+            raise Unavailable("weight-sync: standing by, another coordinator is active or starting")
+        return self.coordinator
+
+    async def PublishVersion(
+        self, request: pb.PublishVersionRequest, context: _Context
+    ) -> pb.PublishVersionResponse:
+        """Makes a version current."""
+        version = await self._active().publish(version_from_pb(request.version))
+        return pb.PublishVersionResponse(current_version=version)
+
+    async def WatchVersions(
+        self, request: pb.WatchVersionsRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        """The state, then each change; changes that a slow reader misses are merged."""
+        coordinator = self._active()
+        feed = coordinator.open_feed()
+        last: pb.WatchVersionsResponse | None = None
+        try:
+            while True:
+                await feed.take()
+                message = status_to_pb(coordinator.status())
+                if message != last:
+                    yield message
+                last = message
+        finally:
+            coordinator.close_feed(feed)
+
+    async def ListServers(
+        self, request: pb.ListServersRequest, context: _Context
+    ) -> pb.ListServersResponse:
+        """Every known server."""
+        coordinator = self._active()
+        return pb.ListServersResponse(
+            servers=[server_to_pb(server) for server in coordinator.servers()],
+            current_version=coordinator.status().current_version,
+        )
+
+    async def RegisterServer(
+        self, request: pb.RegisterServerRequest, context: _Context
+    ) -> pb.RegisterServerResponse:
+        """Makes a server known."""
+        server = self._active().register(*normalize_url(request.url))
+        return pb.RegisterServerResponse(server=server_to_pb(server))
+
+    async def DrainServer(
+        self, request: pb.DrainServerRequest, context: _Context
+    ) -> pb.DrainServerResponse:
+        """Takes a server out of traffic, then forgets it."""
+        deadline = request.deadline.ToMilliseconds() / 1000
+        if not 0 <= deadline <= _MAX_DRAIN_S:
+            raise InvalidInput(f"deadline {deadline} s: expected 0 to {_MAX_DRAIN_S:.0f} s")
+        server_id = request.server_id
+        if "://" in server_id:
+            server_id, _ = normalize_url(server_id)
+        self._active().drain(server_id, deadline)
+        return pb.DrainServerResponse()
+
+    async def ReportServer(
+        self, request: pb.ReportServerRequest, context: _Context
+    ) -> pb.ReportServerResponse:
+        """A client saw a server fail."""
+        server_id, _ = normalize_url(request.url)
+        self._active().report(server_id, request.cause)
+        return pb.ReportServerResponse()
