@@ -1,1 +1,31 @@
-"""Reward functions that ship with the library."""
+"""Reward functions that ship with the library, by the name that recipes and clients use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any, cast
+
+from areal.errors import InvalidInput
+
+# name -> (module, function); a module is imported when its reward is first asked for.
+BUILTIN = {
+    "math": ("areal.rewards.math", "math_reward"),
+    "multiple_choice": ("areal.rewards.multiple_choice", "multiple_choice_reward"),
+    "regex": ("areal.rewards.regex", "regex_reward"),
+}
+
+
+def builtin_reward(name: str) -> Callable[..., Any]:
+    """The built-in reward function of that name.
+
+    Raises:
+        InvalidInput: There is none; names the nearest one.
+    """
+    if name not in BUILTIN:
+        near = difflib.get_close_matches(name, BUILTIN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(BUILTIN)}"
+        raise InvalidInput(f"reward {name!r}: no such built-in; {hint}")
+    module, function = BUILTIN[name]
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))

@@ -1,0 +1,15 @@
+"""Console entry point: `areal-reward` and `python -m areal_reward`."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Runs the service until it is told to stop."""
+    from areal.chassis import run_service
+    from areal_reward.server import build
+
+    run_service("reward", build)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What one reward service may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal.config import RewardConfig
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Limits of the worker pool; the first three come from the `reward:` section."""
+
+    workers: int = 1
+    """Worker processes."""
+    timeout_s: float = 10.0
+    """One call of a reward function, in seconds."""
+    memory_mb: int = 1024
+    """Address space a worker may add to what it had when its function was loaded, in MiB."""
+    max_waiting_items: int = 16384
+    """Items waiting for a worker; beyond it calls are refused as Unavailable (back-pressure)."""
+    load_timeout_s: float = 60.0
+    """A worker's start, or the import of a recipe."""
+
+    @classmethod
+    def of(cls, section: RewardConfig) -> PoolConfig:
+        """Takes what the experiment file says."""
+        return cls(
+            workers=section.workers, timeout_s=section.timeout_s, memory_mb=section.memory_mb
+        )

@@ -1,0 +1,156 @@
+"""Finds a reward function, fits arguments to its signature, and judges what it returns."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal.errors import InvalidInput
+from areal.rewards import builtin_reward
+from areal.v1 import reward_service_pb2 as pb
+from areal.wire import parse_json_object
+
+_MAX_MESSAGE = 500
+_MAX_TRACEBACK = 4000
+
+
+class RewardFunction:
+    """A function with its fixed keyword arguments.
+
+    It is called by name with whatever of these its signature accepts: `prompt`, `completion`,
+    `completions` (the same text), `prompt_ids`, `completion_ids`, the row's fields, and the fixed
+    arguments, which win over a row's field of the same name.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        """Reads the signature; raises InvalidInput for a fixed argument it does not accept."""
+        self.name = name
+        self._function = function
+        self._kwargs = kwargs
+        self.is_async = inspect.iscoroutinefunction(
+            function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+        )
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._accepted = {p.name for p in named}
+        self._required = {p.name for p in named if p.default is p.empty}
+        self._positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+        for key in kwargs:
+            if not self._takes_all and key not in self._accepted:
+                raise InvalidInput(
+                    f"reward {name!r}: has no argument {key!r}{_near(key, self._accepted)}"
+                )
+
+    def wants(self, name: str) -> bool:
+        """Whether the function accepts an argument of that name."""
+        return self._takes_all or name in self._accepted
+
+    def bind(self, item: pb.ScoreItem) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of one call; raises InvalidInput when a required one is nowhere to be had."""
+        known = parse_json_object(item.data_json, "data_json")
+        known["prompt"] = item.prompt
+        known["completion"] = known["completions"] = item.completion
+        if self.wants("prompt_ids"):
+            known["prompt_ids"] = list(item.prompt_ids)
+        if self.wants("completion_ids"):
+            known["completion_ids"] = list(item.completion_ids)
+        known.update(self._kwargs)
+        for key in self._required:
+            if key not in known:
+                fields = sorted(set(known) - {"completions"})
+                raise InvalidInput(
+                    f"reward {self.name!r}: needs {key!r}, which the row does not have"
+                    f"{_near(key, fields)}"
+                )
+        if not self._takes_all:
+            known = {key: value for key, value in known.items() if key in self._accepted}
+        elif "completion" not in self._accepted and "completions" in self._accepted:
+            del known["completion"]  # one text under two names confuses a **kwargs reader
+        return [known.pop(key) for key in self._positional if key in known], known
+
+    def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls it; the value may be an awaitable."""
+        return self._function(*args, **kwargs)
+
+
+def resolve(reward: pb.RewardSpec, recipe: tuple[str, bytes] | None) -> RewardFunction:
+    """Loads the function that a spec names.
+
+    Args:
+        reward: Name, digest and fixed arguments.
+        recipe: (file name, source) of the recipe; None for a built-in.
+
+    Raises:
+        InvalidInput: Unknown name, a recipe that does not load, or arguments that do not fit.
+    """
+    if recipe is None:
+        function = builtin_reward(reward.name)
+    else:
+        from areal.recipe import find_function, load_recipe
+
+        function = find_function(load_recipe(recipe[1], recipe[0]), reward.name)
+    return RewardFunction(
+        reward.name, function, parse_json_object(reward.kwargs_json, "reward.kwargs_json")
+    )
+
+
+def outcome(name: str, value: Any) -> pb.ScoreResult:
+    """The result for what a function returned: a finite number, or a FUNCTION failure."""
+    if type(value) is float and math.isfinite(value):
+        return pb.ScoreResult(reward=value)
+    # Text has no __float__; numpy scalars and one-element arrays and tensors do.
+    number = float(value) if hasattr(value, "__float__") else None
+    if number is None or not math.isfinite(number):
+        return failure(
+            pb.SCORE_ERROR_FUNCTION,
+            f"{name} returned {_short(value)}: expected a finite number",
+        )
+    return pb.ScoreResult(reward=number)
+
+
+def raised(name: str, error: BaseException) -> pb.ScoreResult:
+    """The result for what a function raised."""
+    if isinstance(error, InvalidInput):
+        return failure(pb.SCORE_ERROR_INVALID, str(error))
+    own = str(Path(__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if own not in f.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())[:_MAX_MESSAGE]
+    kind = type(error).__name__
+    trace = "".join([*traceback.format_list(frames), f"{kind}: {error}\n"])
+    return failure(
+        pb.SCORE_ERROR_FUNCTION,
+        f"{name} raised {kind}{': ' if text else ''}{text}{where}",
+        trace[-_MAX_TRACEBACK:],
+    )
+
+
+def failure(error: pb.ScoreError.ValueType, message: str, trace: str = "") -> pb.ScoreResult:
+    """An item that has no reward."""
+    return pb.ScoreResult(
+        failure=pb.ScoreFailure(error=error, message=message[:2000], traceback=trace)
+    )
+
+
+def too_slow(name: str, timeout_s: float) -> str:
+    """The sentence for a call that passed its time limit."""
+    return f"{name} took longer than reward.timeout_s = {timeout_s:g} s"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text if value is None or isinstance(value, float) else f"{type(value).__name__} {text}"
+
+
+def _near(name: str, options: Any) -> str:
+    close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there is {', '.join(sorted(options))}" if options else ""

@@ -1,0 +1,139 @@
+"""One worker process, as the pool sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import orjson
+
+import areal_reward
+from areal.errors import Unavailable, WaitTimeout
+from areal_reward import frames
+from areal_reward.config import PoolConfig
+from areal_reward.frames import Kind
+from areal_reward.progress import Progress
+
+_END_S = 5.0
+# A worker keeps every recipe it has loaded; after so many a fresh one takes its place.
+_MAX_RECIPES = 8
+
+
+class WorkerProcess:
+    """A started worker: frames in, frames out, and an end that cannot be refused."""
+
+    def __init__(self, process: asyncio.subprocess.Process, progress: Progress) -> None:
+        """Use `start`."""
+        self._process = process
+        self._recipes: set[str] = set()
+        self.progress = progress
+
+    @classmethod
+    async def start(cls, config: PoolConfig) -> WorkerProcess:
+        """Starts a worker and waits until its imports are done.
+
+        Raises:
+            Unavailable: It ended instead; its own words are in the log.
+            WaitTimeout: It was not ready within `load_timeout_s`.
+        """
+        progress, file = Progress.create()
+        with file:
+            descriptor = file.fileno()
+            root = str(Path(areal_reward.__file__).parents[1])
+            path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "areal_reward.worker",
+                str(os.getpid()),
+                str(descriptor),
+                str(config.timeout_s),
+                str(config.memory_mb),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(descriptor,),
+                start_new_session=True,  # user code's children end with it
+                limit=1 << 20,
+                # One arena: threads would otherwise reserve 64 MiB of address space each.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                    "MALLOC_ARENA_MAX": "1",
+                },
+            )
+        worker = cls(process, progress)
+        since = asyncio.get_running_loop().time()
+        try:
+            first = await asyncio.wait_for(worker.read(), config.load_timeout_s)
+        except TimeoutError:
+            await worker.end()
+            raise WaitTimeout("a reward worker to start", since=since) from None
+        except BaseException:
+            worker.kill()
+            raise
+        if first is None or first[0] is not Kind.READY:
+            raise Unavailable(f"reward worker did not start: {await worker.end()}")
+        return worker
+
+    @property
+    def worn(self) -> bool:
+        """Whether it has loaded so many recipes that it should be replaced."""
+        return len(self._recipes) >= _MAX_RECIPES
+
+    async def send(self, request: bytes, digest: str, recipe: tuple[str, bytes] | None) -> None:
+        """Writes a ScoreRequest, and its recipe where this worker has not had it yet.
+
+        Returns when the pipe has taken it; a worker that died shows at the next `read`.
+        """
+        stdin = self._process.stdin
+        assert stdin is not None
+        if recipe is not None and digest not in self._recipes:
+            body = orjson.dumps(
+                {"digest": digest, "file_name": recipe[0], "source": recipe[1].decode()}
+            )
+            stdin.write(frames.frame(Kind.RECIPE, body))
+            self._recipes.add(digest)
+        stdin.write(frames.frame(Kind.SCORE, request))
+        try:
+            await stdin.drain()
+        except (ConnectionError, RuntimeError):  # asyncio and uvloop each have their own
+            return
+
+    async def read(self) -> tuple[Kind, bytes] | None:
+        """The next frame; None when the worker has ended or sends something else."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            length, kind = frames.HEADER.unpack(await stdout.readexactly(frames.HEADER.size))
+            if length > frames.MAX_BODY_BYTES:
+                return None
+            return Kind(kind), await stdout.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            return None
+
+    def kill(self) -> None:
+        """Ends it and all it has started, at once; idempotent."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    async def end(self) -> str:
+        """Kills it, reaps it, and says how it ended: "exit code 3", "signal SIGSEGV"."""
+        if self._process.returncode is None:
+            # End of file arrives a moment before the exit status.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 0.2)
+        self.kill()
+        try:
+            code = await asyncio.wait_for(self._process.wait(), _END_S)
+        except TimeoutError:
+            return f"pid {self._process.pid} survives SIGKILL"
+        if code >= 0:
+            return f"exit code {code}"
+        return f"signal {signal.Signals(-code).name}"

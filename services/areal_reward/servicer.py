@@ -1,0 +1,41 @@
+"""RewardService: convert, call the pool, convert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from areal.errors import InvalidInput, NotFound
+from areal.v1 import reward_service_pb2 as pb
+from areal.v1 import reward_service_pb2_grpc as pb_grpc
+from areal.wire import parse_json_object
+from areal_reward.functions import failure
+from areal_reward.pool import WorkerPool
+from areal_reward.recipes import RecipeCache
+
+
+class RewardServicer(pb_grpc.RewardServiceServicer):
+    """Scores batches."""
+
+    def __init__(self, pool: WorkerPool, recipes: RecipeCache) -> None:
+        """Takes the core and where recipes come from."""
+        self._pool = pool
+        self._recipes = recipes
+
+    async def Score(  # noqa: N802
+        self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ScoreResponse:
+        """Scores; a bad item, function or recipe is its items' failure, never the call's."""
+        reward = request.reward
+        if not reward.name:
+            raise InvalidInput("reward.name '': expected a function's name")
+        parse_json_object(reward.kwargs_json, "reward.kwargs_json")
+        recipe = None
+        if reward.recipe_digest:
+            try:
+                recipe = await self._recipes.get(reward.recipe_digest)
+            except NotFound as error:
+                unknown = failure(pb.SCORE_ERROR_INVALID, str(error))
+                return pb.ScoreResponse(results=[unknown] * len(request.items))
+        return pb.ScoreResponse(results=await self._pool.score(reward, list(request.items), recipe))

@@ -1,0 +1,278 @@
+"""The worker process: reads requests, calls reward functions one after another, writes results.
+
+    stdin  ──> SCORE ──> load (once per spec) ──> item 0, item 1, … ──> RESULTS … DONE ──> pipe
+                              |                       |
+                              v                       v
+                       progress: LOADING        progress: position
+
+Pure Python processes with pipes: no pickle, no fork of a threaded service. What user code prints
+goes to the service's log, as descriptor 1 is the log's and the pipe has a number of its own.
+Asynchronous functions run concurrently, each step of each one noted like a synchronous call.
+
+| it waits for | unblocked by                                             |
+|--------------|----------------------------------------------------------|
+| a request    | the pool; end of file (the pool is gone) ends the worker |
+| user code    | its return; else the pool ends the whole process group   |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import inspect
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator
+from typing import IO, Any
+
+import orjson
+
+from areal.errors import ArealError
+from areal.v1 import reward_service_pb2 as pb
+from areal_reward import frames
+from areal_reward.frames import Kind
+from areal_reward.functions import RewardFunction, failure, outcome, raised, resolve, too_slow
+from areal_reward.progress import IDLE, LOADING, Progress
+
+# Results wait this long at most before they are sent: what a kill can make be done again.
+_FLUSH_S = 0.05
+# Asynchronous calls at once in one worker.
+_CONCURRENT = 64
+_MAX_FUNCTIONS = 64
+
+
+class Worker:
+    """State of the process: recipes and functions it has, and what it has not sent yet."""
+
+    def __init__(
+        self, pipe: IO[bytes], progress: Progress, timeout_s: float, memory_bytes: int
+    ) -> None:
+        """Wires it up.
+
+        Args:
+            pipe: Where frames go.
+            progress: Shared with the pool.
+            timeout_s: For one asynchronous call; synchronous ones are ended by the pool.
+            memory_bytes: Address space the process may grow by once a function is loaded.
+        """
+        self._pipe = pipe
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._recipes: dict[str, tuple[str, bytes]] = {}
+        self._functions: dict[bytes, RewardFunction] = {}
+        self._positions: list[int] = []
+        self._results: list[pb.ScoreResult] = []
+        self._flushed = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serve(self, requests: IO[bytes]) -> None:
+        """Answers until end of file, or until memory ran out."""
+        self._limit_memory()
+        self._send(Kind.READY, b"")
+        while True:
+            header = requests.read(frames.HEADER.size)
+            if len(header) < frames.HEADER.size:
+                return
+            length, kind = frames.HEADER.unpack(header)
+            body = requests.read(length)
+            if kind == Kind.RECIPE:
+                recipe = orjson.loads(body)
+                source = (recipe["file_name"], recipe["source"].encode())
+                self._recipes[recipe["digest"]] = source
+                continue
+            whole = self._score(pb.ScoreRequest.FromString(body))
+            self._flush(Kind.DONE if whole else Kind.STOPPED)
+            if not whole:
+                return
+
+    def _score(self, request: pb.ScoreRequest) -> bool:
+        """Scores all items; False: memory ran out, and the process must be replaced."""
+        self._flushed = time.monotonic()
+        try:
+            function = self._function(request.reward)
+        except ArealError as error:
+            for position in range(len(request.items)):
+                self._add(position, failure(pb.SCORE_ERROR_INVALID, str(error)))
+            return True
+        if function.is_async:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+            return self._loop.run_until_complete(self._score_async(function, request))
+        for position, item in enumerate(request.items):
+            self._progress.set(position)
+            result = self._call(function, item)
+            self._progress.set(IDLE)
+            if result is None:
+                self._add(position, self._out_of_memory(function))
+                return False
+            self._add(position, result)
+        return True
+
+    def _call(self, function: RewardFunction, item: pb.ScoreItem) -> pb.ScoreResult | None:
+        """One synchronous call; None: memory ran out."""
+        try:
+            args, kwargs = function.bind(item)
+            value = function.call(args, kwargs)
+            if inspect.isawaitable(value):
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                value = self._loop.run_until_complete(_awaited(value))
+            return outcome(function.name, value)
+        except MemoryError:
+            return None
+        except BaseException as error:  # also SystemExit: user code must not end the worker so
+            return raised(function.name, error)
+
+    async def _score_async(self, function: RewardFunction, request: pb.ScoreRequest) -> bool:
+        """Calls an asynchronous function on all items, some at a time."""
+        places = asyncio.Semaphore(_CONCURRENT)
+        whole = True
+
+        async def one(position: int, item: pb.ScoreItem) -> None:
+            nonlocal whole
+            async with places:
+                result = await self._call_async(function, position, item)
+            if result is None:
+                whole = False
+                result = self._out_of_memory(function)
+            self._add(position, result)
+
+        async with asyncio.TaskGroup() as group:
+            for position, item in enumerate(request.items):
+                group.create_task(one(position, item))
+        return whole
+
+    async def _call_async(
+        self, function: RewardFunction, position: int, item: pb.ScoreItem
+    ) -> pb.ScoreResult | None:
+        try:
+            args, kwargs = function.bind(item)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                steps = _Steps(function.call(args, kwargs), self._progress, position)
+                value = await steps
+            return outcome(function.name, value)
+        except MemoryError:
+            return None
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return failure(pb.SCORE_ERROR_TIMEOUT, too_slow(function.name, self._timeout_s))
+            return raised(function.name, error)
+
+    def _function(self, reward: pb.RewardSpec) -> RewardFunction:
+        """The function of a spec, loaded on first use; then memory is limited from there on."""
+        key = reward.SerializeToString(deterministic=True)
+        found = self._functions.get(key)
+        if found is None:
+            self._progress.set(LOADING)
+            recipe = self._recipes[reward.recipe_digest] if reward.recipe_digest else None
+            found = resolve(reward, recipe)
+            if len(self._functions) >= _MAX_FUNCTIONS:
+                self._functions.clear()
+            self._functions[key] = found
+            gc.collect()
+            gc.freeze()
+            self._limit_memory()
+            self._progress.set(IDLE)
+        return found
+
+    def _limit_memory(self) -> None:
+        if sys.platform != "linux":  # elsewhere the kernel does not enforce it
+            return
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - pathlib is not needed here
+            pages = int(file.read().split()[0])
+        limit = pages * resource.getpagesize() + self._memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+    def _out_of_memory(self, function: RewardFunction) -> pb.ScoreResult:
+        # Room to say so.
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return failure(
+            pb.SCORE_ERROR_CRASH,
+            f"{function.name} ran out of memory: reward.memory_mb = {self._memory_bytes >> 20}",
+        )
+
+    def _add(self, position: int, result: pb.ScoreResult) -> None:
+        self._positions.append(position)
+        self._results.append(result)
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self._flush(Kind.RESULTS)
+
+    def _flush(self, kind: Kind) -> None:
+        self._send(kind, frames.pack_results(self._positions, self._results))
+        self._positions.clear()
+        self._results.clear()
+        self._flushed = time.monotonic()
+
+    def _send(self, kind: Kind, body: bytes) -> None:
+        self._pipe.write(frames.frame(kind, body))
+        self._pipe.flush()
+
+
+class _Steps:
+    """An awaitable that notes each step of the one it wraps: a step that blocks has a name."""
+
+    def __init__(self, inner: Any, progress: Progress, position: int) -> None:
+        self._inner = inner
+        self._progress = progress
+        self._position = position
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._inner.__await__()
+        advance: Callable[..., Any] = steps.__next__
+        argument: tuple[Any, ...] = ()
+        while True:
+            self._progress.set(self._position)
+            try:
+                waiting_for = advance(*argument)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                self._progress.set(IDLE)
+            try:
+                sent = yield waiting_for
+                advance, argument = steps.send, (sent,)
+            except BaseException as error:  # a cancellation travels inwards
+                advance, argument = steps.throw, (error,)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ends this process when the service dies, even in the middle of an endless reward."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(argv: list[str]) -> None:
+    """`worker PARENT_PID PROGRESS_FD TIMEOUT_S MEMORY_MB`; frames on stdin and stdout."""
+    parent, descriptor, timeout_s, memory_mb = int(argv[0]), int(argv[1]), argv[2], argv[3]
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # dup() results are not inherited by children of user code.
+    requests = os.fdopen(os.dup(0), "rb")
+    pipe = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    progress = Progress(descriptor)
+    os.close(descriptor)
+    worker = Worker(pipe, progress, float(timeout_s), int(memory_mb) << 20)
+    worker.serve(requests)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    # Threads and exit handlers of user code must not keep the process.
+    os._exit(0)
