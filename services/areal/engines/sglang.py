@@ -1,0 +1,490 @@
+"""Generation on SGLang-protocol servers, through interruptions of every kind.
+
+    generate ──> choose a server ──> POST /generate ──┬─ stop, length ──────────> done
+        ^              │ none                         ├─ abort (update, drain) ──> keep tokens, again
+        │              v                              ├─ failure, server lost ───> report, again
+        └──────── table.changed                       └─ 400 ────────────────────> InvalidInput
+
+| step      | consumes           | waits for                          | unblocked by                     |
+|-----------|--------------------|------------------------------------|----------------------------------|
+| choosing  | the server table   | a server at min_version            | table update, setup_timeout_s    |
+| posting   | one HTTP response  | the server                         | answer, quarantine, request_timeout_s |
+| interrupt | running requests   | their partial answers              | /abort_request, its deadline     |
+
+Every token keeps the version that sampled it (`meta_info.weight_versions`), whatever happened in
+between: a continued request sends prompt + tokens so far and asks for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+import orjson
+
+from areal.engines.server_table import Server, ServerTable, give_up
+from areal.errors import InvalidInput, Unavailable, WaitTimeout
+from areal.observability.logging import get_logger
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+
+_MAX_FAILURES = 8
+_MAX_RESPONSE_BYTES = 64 * 1024 * 1024
+_HEADERS = {"Content-Type": "application/json"}
+_FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+
+
+class GenerationFailed(Unavailable):
+    """Servers failed again and again.
+
+    Attributes:
+        failed_server: The last that failed.
+    """
+
+    def __init__(self, message: str, failed_server: str) -> None:
+        super().__init__(message)
+        self.failed_server = failed_server
+
+
+class Interrupted(Unavailable):
+    """The worker is draining: the response holds what there is."""
+
+
+class GenerationObserver(Protocol):
+    """Where the client's figures go."""
+
+    def request_done(self, seconds: float, tokens: int) -> None:
+        """A request has ended well."""
+
+    def interruption(self, kind: str) -> None:
+        """A running request was aborted, failed, or lost its server."""
+
+
+class _ServerError(Exception):
+    """A server did what no healthy one does."""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What every server accepts; checked here since a bad request can kill a server."""
+
+    vocab_size: int
+    context_length: int
+    """Prompt and output together, in tokens."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def sampling_params(
+    gconfig: GenerationHyperparameters, limits: ModelLimits, sampled: int, room: int
+) -> dict[str, Any]:
+    """SGLang's `sampling_params` for what is left of a request.
+
+    Args:
+        gconfig: As the workflow asked.
+        limits: For the end-of-sequence tokens.
+        sampled: Tokens that the request already has.
+        room: Tokens it may still get.
+    """
+    params: dict[str, Any] = {
+        "max_new_tokens": room,
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "stop_token_ids": [*gconfig.stop_token_ids, *limits.eos_token_ids],
+    }
+    if gconfig.min_new_tokens > sampled:
+        params["min_new_tokens"] = min(gconfig.min_new_tokens - sampled, room)
+    if gconfig.top_p < 1.0:
+        params["top_p"] = gconfig.top_p
+    if gconfig.top_k > 0:
+        params["top_k"] = gconfig.top_k
+    return params
+
+
+def append_answer(response: LLMResponse, raw: bytes, min_version: int, vocab_size: int) -> str:
+    """Checks one /generate answer and appends its tokens.
+
+    Args:
+        response: Gets the tokens, logprobs and versions.
+        raw: Body of the answer.
+        min_version: A token of an older version means that the server lied about its own.
+        vocab_size: Token ids are below it.
+
+    Returns:
+        Type of the finish reason: "stop", "length" or "abort".
+
+    Raises:
+        _ServerError: The answer is not what the protocol says; nothing was appended.
+    """
+    try:
+        answer = orjson.loads(raw)
+        meta = answer["meta_info"]
+        tokens: list[int] = answer["output_ids"]
+        finish: str = meta["finish_reason"]["type"]
+        count = len(tokens)
+        entries = meta["output_token_logprobs"]
+        logprobs = [float(entry[0]) for entry in entries]
+        same = count == len(entries) and all(
+            entry[1] == token for entry, token in zip(entries, tokens, strict=True)
+        )
+        versions: list[int] = []
+        for span in meta.get("weight_versions") or ():
+            if span["start"] != len(versions) or span["end"] < span["start"]:
+                raise _ServerError(f"weight_versions {meta['weight_versions']!r} leaves a gap")
+            versions += [int(span["version"])] * (span["end"] - span["start"])
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise _ServerError(
+            f"unusable answer ({type(error).__name__}: {error}): {raw[:200]!r}"
+        ) from None
+    if not same or not all(map(math.isfinite, logprobs)):
+        raise _ServerError("output_token_logprobs do not belong to output_ids")
+    if len(versions) != count:
+        raise _ServerError(f"weight_versions cover {len(versions)} of {count} tokens")
+    if count and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        raise _ServerError(f"token id outside 0..{vocab_size - 1}")
+    if count and min(versions) < min_version:
+        raise _ServerError(f"sampled at version {min(versions)}, listed at {min_version} or more")
+    if finish != "abort" and finish not in _FINAL:
+        raise _ServerError(f"unknown finish_reason {finish!r}")
+    response.output_tokens += tokens
+    response.output_logprobs += logprobs
+    response.output_versions += versions
+    return finish
+
+
+class SGLangClient:
+    """Generates on whatever servers the table admits; one per process."""
+
+    def __init__(
+        self,
+        table: ServerTable,
+        limits: ModelLimits,
+        *,
+        report: Callable[[str, str], Awaitable[None]],
+        observer: GenerationObserver,
+        request_timeout_s: float,
+        setup_timeout_s: float,
+    ) -> None:
+        """Opens no connection yet.
+
+        Args:
+            table: Fed by someone else.
+            limits: Of the model.
+            report: Tells weight-sync (url, cause) of a server that failed.
+            observer: For metrics.
+            request_timeout_s: One request, from sending to its last token.
+            setup_timeout_s: How long to wait for an admissible server.
+        """
+        self.table = table
+        self.limits = limits
+        self._report = report
+        self._observer = observer
+        self._request_timeout_s = request_timeout_s
+        self._setup_timeout_s = setup_timeout_s
+        self._log = get_logger("areal.engines.sglang")
+        self._session: aiohttp.ClientSession | None = None
+        self._running: dict[str, tuple[Server, asyncio.Timeout]] = {}
+        self._idle = asyncio.Event()
+        self._draining = False
+        self._reports: dict[str, asyncio.Task[None]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._name = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Opens the connection pool."""
+        self._session = aiohttp.ClientSession(
+            # Below the 5 s after which uvicorn closes idle connections: never reuse a dead one.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
+
+    async def close(self) -> None:
+        """Closes the connection pool."""
+        for task in [*self._reports.values(), *self._aborts]:
+            task.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    async def wait_ready(self, timeout: float) -> bool:
+        """Whether any server takes traffic, after waiting up to `timeout` seconds for one."""
+        if not len(self.table):
+            await self.table.changed(timeout)
+        return len(self.table) > 0
+
+    def check(self, request: LLMRequest) -> None:
+        """Raises InvalidInput for what no server should see."""
+        ids, limits = request.input_ids, self.limits
+        if not ids:
+            raise InvalidInput("input_ids: empty, expected at least one token")
+        if min(ids) < 0 or max(ids) >= limits.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
+            raise InvalidInput(f"input_ids: token id {bad} is outside 0..{limits.vocab_size - 1}")
+        if len(ids) >= limits.context_length - 1:
+            raise InvalidInput(
+                f"input_ids: a prompt of {len(ids)} tokens leaves no room in a context of "
+                f"{limits.context_length}"
+            )
+        if request.gconfig.max_new_tokens < 1:
+            raise InvalidInput(
+                f"gconfig.max_new_tokens {request.gconfig.max_new_tokens}: expected 1 or more"
+            )
+
+    async def generate(
+        self,
+        request: LLMRequest,
+        response: LLMResponse,
+        *,
+        min_version: int = 0,
+        avoid: Collection[str] = (),
+    ) -> LLMResponse:
+        """Completes a request.
+
+        Args:
+            request: What to generate.
+            response: Filled in; may already hold tokens of an earlier attempt, and holds what was
+                generated so far whenever this raises.
+            min_version: Version below which no server may work on it.
+            avoid: Servers on which it failed before; taken only if there is no other.
+
+        Returns:
+            The same response.
+
+        Raises:
+            InvalidInput: See `check`, or the server refused it as malformed.
+            GenerationFailed: Servers failed again and again; names each cause.
+            WaitTimeout: No admissible server, or no answer, in time.
+            Interrupted: `interrupt` was called.
+        """
+        self.check(request)
+        began = time.monotonic()
+        deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+        prompt = len(request.input_ids)
+        most = min(request.gconfig.max_new_tokens, self.limits.context_length - 1 - prompt)
+        failures: list[str] = []
+        fruitless = 0
+        while True:
+            sampled = len(response.output_tokens)
+            if sampled >= most:
+                response.stop_reason = StopReason.LENGTH
+                break
+            cost = prompt + most
+            server = await self._server(min_version, request.affinity_key, cost, avoid)
+            server.outstanding += cost
+            try:
+                finish = await self._post(server, request, response, min_version, most, deadline)
+            except _ServerError as error:
+                failures.append(f"{server.url}: {error}")
+                self._observer.interruption("failure")
+                if self._draining:
+                    raise Interrupted("the worker is draining") from None
+                if len(failures) >= _MAX_FAILURES:
+                    raise GenerationFailed(
+                        f"generation failed {len(failures)} times: {'; '.join(failures)}",
+                        server.url,
+                    ) from None
+                response.interruptions += 1
+                avoid = {*avoid, server.url}
+                continue
+            finally:
+                server.outstanding -= cost
+            if finish != "abort":
+                response.stop_reason = _FINAL[finish]
+                break
+            self._observer.interruption("abort")
+            if self._draining:
+                raise Interrupted("the worker is draining")
+            response.interruptions += 1
+            # A server that aborts everything at once (it is leaving) must not spin us.
+            fruitless = 0 if len(response.output_tokens) > sampled else fruitless + 1
+            if fruitless:
+                await self.table.changed(min(0.02 * 2**fruitless, 1.0))
+                self._check_deadline(deadline, server, began)
+        response.latency_s += time.monotonic() - began
+        self._observer.request_done(response.latency_s, len(response.output_tokens))
+        return response
+
+    async def interrupt(self, timeout: float) -> None:
+        """Stops all generation for good; running requests end with the tokens they have.
+
+        Returns when every `generate` has its partial answer, at the latest after `timeout`
+        seconds; then whatever has not answered is given up.
+        """
+        self._draining = True
+        self.table.wake()
+        for rid, (server, _) in list(self._running.items()):
+            self._abort(server, rid)
+        try:
+            async with asyncio.timeout(timeout):
+                while self._running:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            for _, scope in self._running.values():
+                give_up(scope)
+
+    # ------------------------------------------------------------ inside
+
+    async def _server(
+        self, min_version: int, affinity_key: str, cost: int, avoid: Collection[str]
+    ) -> Server:
+        server = (
+            None if self._draining else self.table.choose(min_version, affinity_key, cost, avoid)
+        )
+        if server is not None:
+            return server
+        since = time.monotonic()
+        while not self._draining:
+            remaining = since + self._setup_timeout_s - time.monotonic()
+            if remaining <= 0:
+                raise WaitTimeout(
+                    f"an inference server at version {min_version} or newer",
+                    on="weight-sync",
+                    since=since,
+                    hint=self.table.describe(),
+                )
+            await self.table.changed(remaining)
+            server = self.table.choose(min_version, affinity_key, cost, avoid)
+            if server is not None and not self._draining:
+                return server
+        raise Interrupted("the worker is draining")
+
+    async def _post(
+        self,
+        server: Server,
+        request: LLMRequest,
+        response: LLMResponse,
+        min_version: int,
+        most: int,
+        deadline: float,
+    ) -> str:
+        """One /generate call; appends its tokens and returns the finish reason's type."""
+        assert self._session is not None, "start() comes first"
+        sampled = len(response.output_tokens)
+        rid = f"{request.rid or 'areal'}-{self._name}-{next(self._numbers)}"
+        body = orjson.dumps(
+            {
+                "rid": rid,
+                "input_ids": [*request.input_ids, *response.output_tokens],
+                "extra_key": str(server.version),
+                "sampling_params": sampling_params(
+                    request.gconfig, self.limits, sampled, most - sampled
+                ),
+                "return_logprob": True,
+                "stream": False,
+            }
+        )
+        began = time.monotonic()
+        scope = asyncio.timeout_at(deadline)
+        try:
+            async with scope:
+                self._running[rid] = (server, scope)
+                server.running.add(scope)
+                async with self._session.post(
+                    server.generate_url, data=body, headers=_HEADERS
+                ) as http:
+                    raw = await self._read(http)
+                    status = http.status
+            if status == 400:
+                raise InvalidInput(f"{server.url} refuses the request: {_message(raw)}")
+            if status != 200:
+                raise _ServerError(f"HTTP {status}: {_message(raw)}")
+            finish = append_answer(response, raw, min_version, self.limits.vocab_size)
+        except TimeoutError:
+            if not scope.expired():  # aiohttp's own: no connection within sock_connect
+                failure = _ServerError("no connection within 5 s")
+                self._failed(server, str(failure))
+                raise failure from None
+            self._abort(server, rid)
+            if asyncio.get_running_loop().time() < deadline:  # given up early
+                raise _ServerError(f"given up: {server.note}") from None
+            late = WaitTimeout(
+                f"{most - sampled} tokens",
+                on=server.url,
+                since=began,
+                hint="rollout.request_timeout_s",
+            )
+            self._failed(server, str(late))
+            raise late from None
+        except asyncio.CancelledError:
+            self._abort(server, rid)
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            failure = _ServerError(f"{type(error).__name__}: {error}")
+            self._failed(server, str(failure))
+            raise failure from None
+        except _ServerError as error:
+            self._failed(server, str(error))
+            raise
+        finally:
+            server.running.discard(scope)
+            self._running.pop(rid, None)
+            if not self._running:
+                self._idle.set()
+        server.failures = 0
+        return finish
+
+    @staticmethod
+    async def _read(http: aiohttp.ClientResponse) -> bytes:
+        length = http.content_length
+        if length is not None and length <= _MAX_RESPONSE_BYTES:
+            return await http.read()
+        parts, size = [], 0
+        async for part in http.content.iter_any():
+            size += len(part)
+            if size > _MAX_RESPONSE_BYTES:
+                raise _ServerError(f"answer longer than {_MAX_RESPONSE_BYTES} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+    def _check_deadline(self, deadline: float, server: Server, began: float) -> None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise WaitTimeout("generation", on=server.url, since=began, hint="only aborts came")
+
+    def _failed(self, server: Server, cause: str) -> None:
+        """Keeps new requests away for a moment and tells weight-sync, once at a time."""
+        if not self.table.failed(server) or server.url in self._reports:
+            return
+        self._log.warning("server_failed", url=server.url, cause=cause[:500])
+        task = asyncio.create_task(self._tell(server.url, cause))
+        self._reports[server.url] = task
+        task.add_done_callback(lambda _: self._reports.pop(server.url, None))
+
+    async def _tell(self, url: str, cause: str) -> None:
+        try:
+            await self._report(url, cause)
+        except Exception as error:  # its own probes will find out
+            self._log.info("server_report_failed", url=url, error=str(error))
+
+    def _abort(self, server: Server, rid: str) -> None:
+        """Tells a server, in the background, that nobody waits for a request any more."""
+        task = asyncio.create_task(self._post_abort(server, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _post_abort(self, server: Server, rid: str) -> None:
+        if self._session is None or self._session.closed:
+            return
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                async with self._session.post(server.abort_url, json={"rid": rid}) as http:
+                    await http.read()
+
+
+def _message(raw: bytes) -> str:
+    """The readable part of an error body, in any of SGLang's shapes."""
+    try:
+        value = orjson.loads(raw)
+        error = value.get("error", value)
+        text = error if isinstance(error, str) else error["message"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = raw[:500].decode(errors="replace")
+    return " ".join(str(text).split())[:500]

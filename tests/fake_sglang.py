@@ -1,0 +1,111 @@
+"""A small server that speaks SGLang's /generate and can be told to misbehave. No model in it.
+
+The token at position p of a sequence is `(p * 7 + 3) % 100 + 10`, its logprob `-p / 100`, so that a
+continued request must give exactly what an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from areal.servers import InferenceServer, ServerState
+
+
+def token_at(position: int) -> int:
+    return (position * 7 + 3) % 100 + 10
+
+
+def answer(
+    prompt: int,
+    count: int,
+    version: str,
+    finish: str = "length",
+    old: tuple[int, str] | None = None,
+) -> dict[str, Any]:
+    """What SGLang answers for `count` tokens; `old` = (tokens, version) before an update."""
+    ids = [token_at(prompt + i) for i in range(count)]
+    spans = [{"version": version, "start": 0, "end": count}]
+    if old is not None and count > old[0]:
+        spans = [
+            {"version": old[1], "start": 0, "end": old[0]},
+            {"version": version, "start": old[0], "end": count},
+        ]
+    return {
+        "output_ids": ids,
+        "text": "",
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[-(prompt + i) / 100, t, None] for i, t in enumerate(ids)],
+            "weight_versions": spans,
+            "weight_version": version,
+        },
+    }
+
+
+@dataclass
+class FakeSGLang:
+    """One server; `behave` may replace the answer to a request (None: answer properly)."""
+
+    version: str = "0"
+    hold: bool = False
+    """Requests wait until aborted; then they answer with `partial` tokens."""
+    partial: int = 2
+    behave: Callable[[dict[str, Any]], Any] | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    url: str = ""
+    _held: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def listed(self, state: ServerState = ServerState.SERVING, cause: str = "") -> InferenceServer:
+        return InferenceServer(self.url, self.url, state, int(self.version), cause)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        if self.behave is not None and (special := self.behave(body)) is not None:
+            special = await special if isinstance(special, Awaitable) else special
+            return (
+                special if isinstance(special, web.StreamResponse) else web.json_response(special)
+            )
+        prompt, params = len(body["input_ids"]), body["sampling_params"]
+        if self.hold:
+            event = self._held.setdefault(body["rid"], asyncio.Event())
+            await event.wait()
+            count = min(self.partial, params["max_new_tokens"])
+            return web.json_response(answer(prompt, count, self.version, "abort"))
+        return web.json_response(answer(prompt, params["max_new_tokens"], self.version))
+
+    async def abort(self, request: web.Request) -> web.Response:
+        rid = json.loads(await request.read())["rid"]
+        self.aborted.append(rid)
+        if rid in self._held:
+            self._held[rid].set()
+        return web.Response()
+
+    def abort_all(self) -> None:
+        self.hold = False
+        for event in self._held.values():
+            event.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FakeSGLang]:
+        app = web.Application()
+        app.add_routes(
+            [web.post("/generate", self.generate), web.post("/abort_request", self.abort)]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
