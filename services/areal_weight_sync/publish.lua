@@ -1,5 +1,6 @@
 -- Makes a version current: only the lease holder, only a newer version, never an older incarnation.
--- KEYS: weights hash, lease. ARGV: owner, version, incarnation, path, manifest (JSON).
+-- KEYS: weights hash, lease, the ledger's meta hash (read only: the incarnation that registered
+-- last). ARGV: owner, version, incarnation, path, manifest (JSON).
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then
   return {'standby', '0'}
 end
@@ -7,8 +8,11 @@ local highest = tonumber(redis.call('HGET', KEYS[1], 'highest_incarnation') or '
 local current = tonumber(redis.call('HGET', KEYS[1], 'version') or '-1')
 local version = tonumber(ARGV[2])
 local incarnation = tonumber(ARGV[3])
-if incarnation < highest then
-  return {'stale', tostring(highest)}
+local registered = tonumber(redis.call('HGET', KEYS[3], 'incarnation') or '0')
+local newest = math.max(highest, registered)
+-- Version 0 is nobody's: weight-sync publishes it, whatever trainers have registered.
+if incarnation < newest and not (version == 0 and current < 0) then
+  return {'stale', tostring(newest)}
 end
 if version == current and redis.call('HGET', KEYS[1], 'incarnation') == ARGV[3]
     and redis.call('HGET', KEYS[1], 'path') == ARGV[4] then
@@ -18,7 +22,7 @@ if version <= current then
   return {'wrong', tostring(current)}
 end
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'incarnation', ARGV[3], 'path', ARGV[4],
-  'manifest', ARGV[5], 'highest_incarnation', tostring(incarnation))
+  'manifest', ARGV[5], 'highest_incarnation', tostring(math.max(highest, incarnation)))
 if version == 0 then
   redis.call('HSET', KEYS[1], 'base', ARGV[5])
 else

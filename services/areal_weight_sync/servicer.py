@@ -1,8 +1,11 @@
 """WeightSyncService: convert, call the coordinator, convert."""
 
+# ruff: noqa: N802 - gRPC names its methods
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -14,7 +17,7 @@ from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.http_engine import normalize_url
 
 _MAX_DRAIN_S = 24 * 3600.0
-_Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):

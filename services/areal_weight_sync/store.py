@@ -45,6 +45,7 @@ class RedisStore:
         self._weights = f"{prefix}weights"
         self._servers = f"{prefix}weights:servers"
         self._lease = f"{prefix}weights:lease"
+        self._ledger = f"{prefix}meta"  # the buffer's; read only
         script = files("areal_weight_sync")
         self._take, self._release, self._publish, self._save = (
             client.register_script((script / f"{name}.lua").read_text())
@@ -100,9 +101,9 @@ class RedisStore:
         try:
             fields = {
                 _text(key): value
-                for key, value in (await self._client.hgetall(self._weights)).items()  # type: ignore[misc]
+                for key, value in (await self._client.hgetall(self._weights)).items()
             }
-            records = await self._client.hvals(self._servers)  # type: ignore[misc]
+            records = await self._client.hvals(self._servers)
         except RedisError as error:
             raise Unavailable(f"redis: {error}") from None
         totals = Totals(**json.loads(fields.get("totals", b"{}")))
@@ -118,7 +119,7 @@ class RedisStore:
         """See `coordinator.Store`."""
         verdict, detail = await self._run(
             self._publish,
-            [self._weights, self._lease],
+            [self._weights, self._lease, self._ledger],
             [self.owner, version.version, version.incarnation, version.path, to_json(version)],
         )
         match _text(verdict):
@@ -127,7 +128,7 @@ class RedisStore:
             case "stale":
                 raise StaleIncarnation(
                     f"version {version.version} of incarnation {version.incarnation}: "
-                    f"incarnation {_text(detail)} has published"
+                    f"incarnation {_text(detail)} has registered, this trainer must stop"
                 )
             case "wrong":
                 raise WrongStep(

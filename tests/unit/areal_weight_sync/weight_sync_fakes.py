@@ -1,0 +1,156 @@
+"""Hand-written fakes: an inference server's engine, a store, and model folders without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from areal.errors import StaleIncarnation, WrongStep
+from areal.weights import (
+    PolicyVersion,
+    build_manifest,
+    publish_dir,
+    staging_dir,
+    version_dir,
+    write_manifest,
+)
+from areal_weight_sync.engine import EngineError, Fault, Fingerprint
+
+TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,)}
+
+
+def write_safetensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = array.astype("<f4").tobytes()
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def make_model(folder: Path, fill: float = 0.0, shapes: dict | None = None) -> Path:
+    folder.mkdir(parents=True)
+    shapes = TENSORS if shapes is None else shapes
+    write_safetensors(
+        folder / "model.safetensors",
+        {name: np.full(shape, fill, "f4") for name, shape in shapes.items()},
+    )
+    (folder / "config.json").write_text('{"tie_word_embeddings": true}')
+    return folder
+
+
+def publish_folder(root: Path, version: int, incarnation: int = 1, **model) -> PolicyVersion:
+    """What a trainer does: write beside, manifest, rename."""
+    staging = make_model(staging_dir(root, version, incarnation), fill=float(version), **model)
+    final = version_dir(root, version, incarnation)
+    manifest = build_manifest(staging, version, incarnation)
+    write_manifest(manifest, staging)
+    publish_dir(staging, final)
+    from areal.weights import read_manifest
+
+    return read_manifest(final)
+
+
+class FakeEngine:
+    """A server in memory. Attributes bend it; `calls` says what was asked of it."""
+
+    def __init__(self, boot: str = "boot-1") -> None:
+        self.boot = boot
+        self.version = "default"
+        self.weights = "default"
+        self.paused = False
+        self.mode = ""
+        self.calls: list[str] = []
+        self.requests = 0
+        self.has_checksums = True
+        self.down: EngineError | None = None
+        self.reports: str | None = None  # lies about its version
+        self.holds: str | None = None  # lies about its weights
+        self.load_gate = asyncio.Event()
+        self.load_gate.set()
+        self.load_error: EngineError | None = None
+        self.fail_resume = 0
+        self.aborts = 0
+        self.nats = -1.0
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        await asyncio.sleep(0)
+        if self.down is not None:
+            raise self.down
+
+    async def weight_version(self) -> str:
+        await self._call("weight_version")
+        return self.version if self.reports is None else self.reports
+
+    async def boot_id(self) -> str:
+        await self._call("boot_id")
+        return self.boot
+
+    async def running(self) -> int:
+        await self._call("running")
+        return self.requests
+
+    async def pause(self, mode: str) -> None:
+        await self._call("pause")
+        self.paused, self.mode = True, mode
+
+    async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
+        await self._call(f"load {version.version}")
+        try:
+            async with asyncio.timeout(timeout):
+                await self.load_gate.wait()
+        except TimeoutError:
+            raise EngineError(Fault.TIMEOUT, f"load: no answer within {timeout:.1f} s") from None
+        if self.load_error is not None:
+            raise self.load_error
+        self.flushed = flush_cache
+        self.version, self.weights = version.name, f"w{version.version}"
+
+    async def fingerprint(self, timeout: float) -> Fingerprint | None:
+        await self._call("fingerprint")
+        if not self.has_checksums:
+            return None
+        return Fingerprint("tp1", self.weights if self.holds is None else self.holds)
+
+    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
+        await self._call("logprobs")
+        assert not self.paused, "a paused server generates nothing"
+        return [self.nats] * (len(prompt) - 1)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+        if self.fail_resume:
+            self.fail_resume -= 1
+            raise EngineError(Fault.TIMEOUT, "/continue_generation: no answer within 10.0 s")
+        self.paused = False
+
+    async def abort_all(self) -> None:
+        await self._call("abort_all")
+        self.aborts += self.requests
+        self.requests = 0
+
+
+class FakeStore:
+    """The rules of publish.lua, in memory."""
+
+    def __init__(self) -> None:
+        self.current: PolicyVersion | None = None
+        self.incarnation = 0
+
+    async def publish(self, version: PolicyVersion) -> None:
+        await asyncio.sleep(0)
+        if version.incarnation < self.incarnation:
+            raise StaleIncarnation("stale")
+        if self.current is not None and version.version <= self.current.version:
+            raise WrongStep("wrong")
+        self.current, self.incarnation = version, version.incarnation
