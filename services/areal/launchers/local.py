@@ -26,6 +26,7 @@ from areal.config import BaseExperimentConfig, save_config
 from areal.errors import ConfigError, NotFound, WaitTimeout
 from areal.launchers.events import EventLog, StackEvent
 from areal.launchers.guarding import Guard
+from areal.launchers.log_tail import LogTail, humanize
 from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
@@ -49,6 +50,7 @@ class LocalStack:
 
     Example:
         stack = LocalStack(config, events, with_trainer=True)
+        await stack.open()
         try:
             await stack.start()
             await stack.wait()
@@ -71,36 +73,48 @@ class LocalStack:
             RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
             events.report,
         )
-        self._events = events
+        self.events = events
         self._with_trainer = with_trainer
         self._lock: int | None = None
         self._guard: Guard | None = None
         events.listen(self._on_event)
 
-    async def start(self, prepare: bool = False) -> None:
+    async def open(self) -> None:
+        """Takes the run folder, starts the guard, fills in the endpoints; starts no service.
+
+        Raises:
+            ConfigError: The run is held by another launcher, or a program is missing.
+        """
+        self._check_recover()
+        self._lock = self.folder.lock()
+        self.started = time.time()
+        try:
+            self.plan = plan_stack(
+                self.config,
+                self.folder,
+                with_trainer=self._with_trainer,
+                preferred_ports=self._earlier_ports(),
+            )
+            self.config = self.plan.config
+            self._save_config()
+            self._guard = Guard(self.stack_id, self._lock, self.events.report)
+            await self._guard.start()
+        except BaseException:
+            os.close(self._lock)
+            self._lock = None
+            raise
+        self._set(StackState.STARTING)
+
+    async def start(self, *, prepare: bool = False) -> None:
         """Returns when the stack is ready.
 
         Args:
             prepare: Let the recipe make the model first (its `prepare_model`).
 
         Raises:
-            ConfigError: The run is held by another launcher, a model or program is missing.
+            ConfigError: There is no model.
             StackFailure | WaitTimeout: Names the process, its log and its last lines.
         """
-        self._check_recover()
-        self._lock = self.folder.lock()
-        self.started = time.time()
-        self._guard = Guard(self.stack_id, self._lock, self._events.report)
-        await self._guard.start()
-        self._set(StackState.STARTING)
-        self.plan = plan_stack(
-            self.config,
-            self.folder,
-            with_trainer=self._with_trainer,
-            preferred_ports=self._earlier_ports(),
-        )
-        self.config = self.plan.config
-        self._save_config()
         if prepare:
             await self._prepare_model()
         if self.plan.inference and (why := missing_model(self.config)):
@@ -207,11 +221,16 @@ class LocalStack:
             log=self.folder.log_of("prepare"),
             job=True,
         )
-        self._events.report("info", "prepare", "making the model of version 0")
+        self.events.report("info", "prepare", "making the model of version 0")
+        tail = LogTail(spec.log, from_end=True)
         self.supervisor.start(spec)
         process = self.supervisor.processes["prepare"]
         since = time.monotonic()
-        done, _ = await asyncio.wait({process.ended}, timeout=PREPARE_TIMEOUT_S)
+        done: set[asyncio.Future[int]] = set()
+        while not done and time.monotonic() - since < PREPARE_TIMEOUT_S:
+            done, _ = await asyncio.wait({process.ended}, timeout=0.5)
+            for line in tail.read():
+                self.events.report("info", "prepare", humanize(line))
         if not done:
             raise WaitTimeout(
                 "the recipe's prepare_model",
@@ -223,7 +242,8 @@ class LocalStack:
         del self.supervisor.processes["prepare"]
 
     def _check_recover(self) -> None:
-        if self.config.checkpoint.recover == "never" and (self.folder.path / "redis").exists():
+        never = self._with_trainer and self.config.checkpoint.recover == "never"
+        if never and (self.folder.path / "redis").exists():
             raise ConfigError(
                 f"checkpoint.recover 'never': {str(self.folder.path)!r} holds an earlier run of "
                 "this trial; choose another trial_name, or recover=auto to resume it"

@@ -159,11 +159,17 @@ def _trainer(config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker
             *("torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
             *("--master-addr", HOST, "--master-port", str(picker.pick("torchrun")), "-m"),
         )
+    metrics_port = picker.pick("trainer.metrics")
     return ProcessSpec(
         name="trainer",
-        argv=(sys.executable, "-m", *launch, "areal_trainer", "--config", str(folder.config_file)),
+        argv=(
+            *(sys.executable, "-m", *launch, "areal_trainer", "--config", str(folder.config_file)),
+            *("--listen", config.endpoints.trainer, "--metrics", f"{HOST}:{metrics_port}"),
+        ),
         log=folder.log_of("trainer"),
+        probe=http_probe(HOST, metrics_port, "/healthz"),
         address=config.endpoints.trainer,
+        metrics=f"{HOST}:{metrics_port}",
         job=True,
         stop_grace_s=30.0,
     )

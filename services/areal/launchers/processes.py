@@ -45,18 +45,17 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: ours, the tags, and where this very `areal` lies."""
+def python_environment() -> dict[str, str]:
+    """Our environment, with this very `areal` importable."""
     source = str(Path(areal.__file__).parent.parent)
     inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]
-    return {
-        **os.environ,
-        **_CHILD_ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join([source, *inherited]),
-        STACK_VARIABLE: stack_id,
-        PROCESS_VARIABLE: process,
-        **extra,
-    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *inherited])}
+
+
+def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: ours, bounded thread pools, and the tags of the stack."""
+    tags = {STACK_VARIABLE: stack_id, PROCESS_VARIABLE: process}
+    return {**python_environment(), **_CHILD_ENVIRONMENT, **tags, **extra}
 
 
 class Child:

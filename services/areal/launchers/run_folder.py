@@ -115,8 +115,13 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     temporary.replace(file)
 
 
-def find_run(run: Path | None, root: Path = Path("runs")) -> RunFolder:
-    """The run a command is about: `run`, else the most recent live one under `root`.
+def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) -> RunFolder:
+    """The run a command is about.
+
+    Args:
+        run: Named by the user; None: the most recent one under `root`.
+        root: Where to look.
+        live: Only a running one will do.
 
     Raises:
         NotFound: Nothing fits; says where it looked.
@@ -127,11 +132,13 @@ def find_run(run: Path | None, root: Path = Path("runs")) -> RunFolder:
             raise NotFound(f"--run {str(run)!r}: no stack.json there")
         return folder
     files = sorted(root.glob("*/*/stack.json"), key=lambda f: f.stat().st_mtime, reverse=True)
-    for file in files:
-        folder = RunFolder(file.parent)
-        if folder.held():
-            return folder
-    hint = f"; the last one was {files[0].parent}" if files else ""
+    folders = [RunFolder(file.parent) for file in files]
+    running = [folder for folder in folders if folder.held()]
+    if running:
+        return running[0]
+    if folders and not live:
+        return folders[0]
+    hint = f"; the last one was {folders[0].path}" if folders else ""
     raise NotFound(f"no running stack under {str(root)!r} (use --run DIR to name one){hint}")
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 import structlog
 
 
-def configure_logging(service: str, namespace: str, *, text: bool = False) -> None:
+def configure_logging(
+    service: str, namespace: str, *, text: bool = False, stream: TextIO | None = None
+) -> None:
     """Sets up the process's logs; call once from a main function.
 
     Args:
         service: Name in every line.
         namespace: `experiment/trial` in every line.
         text: Human-readable lines instead of JSON.
+        stream: Where lines go; None: stderr.
     """
+    stream = stream or sys.stderr
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        structlog.dev.ConsoleRenderer(colors=stream.isatty())
         if text
         else structlog.processors.JSONRenderer()
     )
@@ -30,12 +35,14 @@ def configure_logging(service: str, namespace: str, *, text: bool = False) -> No
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, run=namespace)
     # Libraries log through the standard module: same stream, warnings and above.
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        stream=stream, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -1,0 +1,186 @@
+"""The command line: `areal run | up | down | status | submit | logs | dead-letters`.
+
+Only arguments live here; each command imports its work when it is called, so `--help` is fast.
+Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal.errors import ArealError, InvalidInput
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous reinforcement learning for language models.",
+)
+dead_letters = typer.Typer(no_args_is_help=True, help="Tasks that were given up, and why.")
+app.add_typer(dead_letters, name="dead-letters")
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="The experiment file.")]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", help="Run folder; default: the most recent running one in ./runs."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value, e.g. gconfig.n_samples=4", metavar="KEY=VALUE"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def _finish(work: Callable[[], int]) -> None:
+    """Runs a command's body; an error of ours is one line and an exit code."""
+    try:
+        code = work()
+    except ArealError as error:
+        print(f"areal: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+        code = 2 if isinstance(error, InvalidInput) else 1
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="The recipe: one Python file.")],
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Start everything the recipe needs on this machine, train, clean up.
+
+    The experiment file is RECIPE with the suffix .yaml unless --config names another. What its
+    `endpoints` name is used; everything else is started. Running a trial again resumes it.
+    """
+    from areal.cli_stack import resolve_run, run_foreground
+
+    def work() -> int:
+        resolved = resolve_run(recipe, config, overrides or [])
+        return run_foreground(resolved, with_trainer=True, as_json=json)
+
+    _finish(work)
+
+
+@app.command()
+def up(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Whose prepare_model and configuration class to use.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once it is ready.")] = False,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Start a stack without trainer: the configured model is served as version 0."""
+    from areal.cli_stack import resolve_up, run_detached, run_foreground
+
+    def work() -> int:
+        resolved = resolve_up(recipe, config, overrides or [])
+        if detach:
+            arguments = [*(overrides or [])]
+            for option, value in (("--config", config), ("--recipe", recipe)):
+                arguments += [option, str(value)] if value is not None else []
+            return run_detached(resolved, arguments)
+        return run_foreground(resolved, with_trainer=False, ready_fd=ready_fd)
+
+    _finish(work)
+
+
+@app.command()
+def down(run: RunOption = None) -> None:
+    """Stop a running stack."""
+    from areal.cli_inspect import stop_stack
+
+    _finish(lambda: stop_stack(run))
+
+
+@app.command()
+def status(run: RunOption = None, json: JsonOption = False) -> None:
+    """Show the processes, servers and counters of a running stack."""
+    from areal.cli_inspect import show_status
+
+    _finish(lambda: show_status(run, as_json=json))
+
+
+@app.command()
+def logs(
+    name: Annotated[str | None, typer.Argument(help="A process; default: all.")] = None,
+    run: RunOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Of each log, from its end.")] = 20,
+) -> None:
+    """Print the logs of a stack's processes."""
+    from areal.cli_inspect import show_logs
+
+    _finish(lambda: show_logs(run, name, follow=follow, lines=lines))
+
+
+@app.command()
+def submit(
+    tasks: Annotated[Path, typer.Argument(help="JSON Lines: one task a line; - reads stdin.")],
+    run: RunOption = None,
+    workflow: Annotated[str, typer.Option(help="For rows that name none.")] = "rlvr",
+    reward: Annotated[str, typer.Option(help="Of rlvr: math, multiple_choice or regex.")] = "math",
+    recipe: Annotated[
+        Path | None, typer.Option(help="The recipe that defines the workflow.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until all have ended.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait at most.")] = 3600.0,
+    json: JsonOption = False,
+) -> None:
+    """Submit tasks to a running stack.
+
+    A line is a dataset row, or {"data": row} with any of task_id, workflow, kwargs, purpose and
+    time_to_live_s beside it. A malformed line is named and nothing is submitted.
+    """
+    from areal.cli_tasks import SubmitOptions, submit_file
+
+    options = SubmitOptions(
+        workflow=workflow,
+        reward=reward,
+        recipe=recipe,
+        wait=wait,
+        timeout_s=timeout,
+        as_json=json,
+    )
+    _finish(lambda: submit_file(run, tasks, options))
+
+
+@dead_letters.command("list")
+def dead_letters_list(
+    run: RunOption = None,
+    limit: Annotated[int, typer.Option(help="Newest first.")] = 100,
+    json: JsonOption = False,
+) -> None:
+    """Show dead-lettered tasks, newest first."""
+    from areal.cli_tasks import list_dead_letters
+
+    _finish(lambda: list_dead_letters(run, limit, as_json=json))
+
+
+@dead_letters.command("retry")
+def dead_letters_retry(
+    task_ids: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
+    run: RunOption = None,
+) -> None:
+    """Queue dead-lettered tasks again with fresh attempts."""
+    from areal.cli_tasks import retry_dead_letters
+
+    _finish(lambda: retry_dead_letters(run, task_ids or []))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="areal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""`areal run` and `areal up`: resolve, start, show, stop, sum up.
+
+    resolve (nothing started) ──> open ──> start ──> ready ──> wait ──┐
+                                   │ Ctrl-C, SIGTERM, failure ────────┤
+                                   v                                  v
+                                  last look ──> stop ──> summary.json, reward.png, last screen
+
+| state   | consumes     | waits for                     | unblocked by                        |
+|---------|--------------|-------------------------------|-------------------------------------|
+| running | the terminal | the work or a signal          | trainer's end, failure, signal      |
+| stopping| grace time   | LocalStack.stop               | processes end, or a second signal   |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal.config import BaseExperimentConfig, GRPOConfig, build_config
+from areal.errors import ArealError, ConfigError, InvalidInput
+from areal.launchers.events import EventLog
+from areal.launchers.local import PREPARE_TIMEOUT_S, LocalStack
+from areal.launchers.plan import missing_model
+from areal.launchers.processes import last_lines, python_environment
+from areal.launchers.run_folder import RunFolder, write_json
+from areal.launchers.tags import end_tagged
+from areal.launchers.usage import UsageSampler
+from areal.observability.display import Display, choose_display
+from areal.observability.logging import configure_logging
+from areal.observability.poller import StackPoller
+from areal.observability.summary import build_summary, read_results, read_rows
+from areal.recipe import Recipe, find_config_class, load_recipe
+
+PLOT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked experiment, before anything is started."""
+
+    config: BaseExperimentConfig
+    prepare: bool
+    """Whether the recipe makes the model, which is not there yet."""
+
+
+def resolve_run(recipe: Path, config: Path | None, overrides: list[str]) -> Resolved:
+    """Loads the recipe and the experiment file.
+
+    Raises:
+        InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
+    """
+    source = Recipe.read(recipe)
+    module = load_recipe(source.source, str(recipe))
+    if not callable(getattr(module, "main", None)):
+        raise InvalidInput(f"recipe {str(recipe)!r}: expected a function main(argv)")
+    file = config
+    if file is None and recipe.with_suffix(".yaml").is_file():
+        file = recipe.with_suffix(".yaml")
+    resolved = build_config(find_config_class(module, GRPOConfig), file, overrides)
+    resolved.recipe = str(recipe.resolve())
+    return _with_model(resolved, callable(getattr(module, "prepare_model", None)))
+
+
+def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -> Resolved:
+    """The same for a stack without trainer, where a recipe is optional."""
+    if recipe is not None:
+        return resolve_run(recipe, config, overrides)
+    return _with_model(build_config(GRPOConfig, config, overrides), can_prepare=False)
+
+
+def _with_model(config: BaseExperimentConfig, can_prepare: bool) -> Resolved:
+    if config.endpoints.inference:
+        return Resolved(config, prepare=False)
+    why = missing_model(config)
+    if why and not (can_prepare and config.model.path):
+        raise ConfigError(why)
+    return Resolved(config, prepare=bool(why))
+
+
+def run_foreground(
+    resolved: Resolved, *, with_trainer: bool, as_json: bool = False, ready_fd: int | None = None
+) -> int:
+    """Runs a stack in this process until it ends; returns the exit code."""
+    folder = RunFolder(resolved.config.run_dir)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with folder.log_of("launcher").open("a", buffering=1) as log:
+        configure_logging("launcher", resolved.config.namespace, stream=log)
+        display = choose_display(as_json=as_json, quiet=ready_fd is not None)
+        session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd)
+        return asyncio.run(session.run())
+
+
+class Session:
+    """One invocation of `areal run` or `areal up`."""
+
+    def __init__(
+        self, resolved: Resolved, display: Display, *, with_trainer: bool, ready_fd: int | None
+    ) -> None:
+        """Starts nothing."""
+        self._resolved = resolved
+        self._display = display
+        self._with_trainer = with_trainer
+        self._ready_fd = ready_fd
+
+    async def run(self) -> int:
+        """Start to end; returns the exit code."""
+        began = time.monotonic()
+        interrupt = asyncio.Event()
+        stack = LocalStack(self._resolved.config, EventLog(), with_trainer=self._with_trainer)
+        self._handle_signals(interrupt, stack)
+        usage = UsageSampler(stack.pids)
+        await stack.open()
+        poller = StackPoller(stack.config.endpoints, with_trainer=self._with_trainer)
+        background = [asyncio.create_task(usage.run(), name="usage")]
+        status, error = "failed", None
+        try:
+            poller.start()
+            self._display.begin(stack, poller, usage)
+            background.append(asyncio.create_task(self._display.run(), name="display"))
+            status, error = await self._work(stack, interrupt)
+            if stack.supervisor.processes:
+                await poller.refresh(timeout=3.0)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await poller.close()
+            self._display.end("stopping")
+            await stack.stop(failed=status == "failed")
+        if isinstance(error, InvalidInput):
+            raise error
+        if self._with_trainer:
+            summary = self._sum_up(status, stack, poller, usage, time.monotonic() - began)
+            self._display.summary(stack, summary, error)
+        elif error is not None:
+            raise error
+        return {"finished": 0, "interrupted": 130 if self._with_trainer else 0}.get(status, 1)
+
+    async def _work(
+        self, stack: LocalStack, interrupt: asyncio.Event
+    ) -> tuple[str, ArealError | None]:
+        """Until the trainer ends, something fails, or a signal comes."""
+
+        async def work() -> None:
+            await stack.start(prepare=self._resolved.prepare)
+            self._tell_ready("ready")
+            await stack.wait()
+
+        working = asyncio.create_task(work())
+        interrupted = asyncio.create_task(interrupt.wait())
+        either: set[asyncio.Task[Any]] = {working, interrupted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        interrupted.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            return "interrupted", None
+        error = working.exception()
+        if error is None:
+            return "finished", None
+        if isinstance(error, ArealError):
+            self._tell_ready(str(error))
+            return "failed", error
+        raise error
+
+    def _handle_signals(self, interrupt: asyncio.Event, stack: LocalStack) -> None:
+        def handle() -> None:
+            if interrupt.is_set():  # the second one: no more patience
+                end_tagged(stack.stack_id)
+            interrupt.set()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, handle)
+
+    def _tell_ready(self, word: str) -> None:
+        if self._ready_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._ready_fd, f"{word}\n".encode())
+                os.close(self._ready_fd)
+            self._ready_fd = None
+
+    def _sum_up(
+        self,
+        status: str,
+        stack: LocalStack,
+        poller: StackPoller,
+        usage: UsageSampler,
+        wall_s: float,
+    ) -> dict[str, Any]:
+        """Writes summary.json and reward.png."""
+        folder = stack.folder
+        summary = build_summary(
+            status=status,
+            rows=read_rows(folder.metrics_file),
+            results=read_results(folder.trainer_file),
+            snapshot=poller.snapshot,
+            wall_s=wall_s,
+            cpu_s=usage.cpu_seconds(),
+            memory_mb=usage.peak_mb,
+            restarts={n: p.restarts for n, p in stack.supervisor.processes.items()},
+        )
+        write_json(folder.summary_file, summary)
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            subprocess.run(  # noqa: S603 - our own module
+                [sys.executable, "-m", "areal.observability.plots", str(folder.path)],
+                timeout=PLOT_TIMEOUT_S,
+                check=False,
+                capture_output=True,
+                env=python_environment(),
+            )
+        return summary
+
+
+def run_detached(resolved: Resolved, arguments: list[str]) -> int:
+    """Starts `areal up` in a session of its own; returns once it is ready.
+
+    Raises:
+        ArealError: What the other process says, or the end of its output.
+    """
+    folder = RunFolder(resolved.config.run_dir)
+    os.close(folder.lock(wait_s=0.0))  # refuses at once what the other one would refuse
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    output = folder.log_of("up")
+    reading, writing = os.pipe()
+    try:
+        with output.open("ab") as log:
+            process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-m", "areal.cli", "up", *arguments, "--ready-fd", str(writing)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=python_environment(),
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+    finally:
+        os.close(writing)
+    limit = resolved.config.stack.ready_timeout_s + 30.0
+    limit += PREPARE_TIMEOUT_S if resolved.prepare else 0.0
+    answer = _read_line(reading, limit)
+    os.close(reading)
+    if answer != "ready":
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60.0)  # it cleans up by itself
+        raise ArealError(answer or f"the stack did not start ({' | '.join(last_lines(output))})")
+    stack = folder.read_stack()
+    print(f"ready: {stack['dashboard']}  (areal status, areal submit, areal down)")  # noqa: T201
+    print(f"run folder: {folder.path}")  # noqa: T201
+    return 0
+
+
+def _read_line(descriptor: int, timeout: float) -> str:
+    """One line from a pipe; "" at its end or when time is over."""
+    deadline = time.monotonic() + timeout
+    text = b""
+    while b"\n" not in text:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        chunk = os.read(descriptor, 4096) if ready else b""
+        if not chunk:
+            break
+        text += chunk
+    return text.decode(errors="replace").strip()
