@@ -1,0 +1,79 @@
+# `make help` lists everything. Only `setup` downloads; all else works offline.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+# Many processes share few cores: one thread each.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint format typecheck imports layout proto docs verify bench clean
+
+##@ Start
+
+help: ## This list
+	@awk 'BEGIN {FS = ":.*## "} \
+		/^##@/ {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
+		/^[a-z-]+:.*## / {printf "  \033[36m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## A virtual environment in .venv with everything (downloads once)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=…")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	@touch $@
+
+demo: $(STAMP) ## A policy learns to add on this machine's CPU, and shows it
+	$(BIN)/areal run examples/arithmetic_grpo.py $(ARGS)
+
+##@ Test
+
+test: $(STAMP) ## Every test that needs no cluster
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP) ## Without the slow ones
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
+	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done
+
+##@ Check
+
+verify: $(STAMP) proto docs lint typecheck imports layout ## All checks; generated files must be current
+	git diff --exit-code -- proto services/areal/v1 docs
+	@test -z "$$(git ls-files --others --exclude-standard -- services/areal/v1 docs)" || \
+		{ echo 'generated files are not committed:'; git ls-files --others --exclude-standard -- services/areal/v1 docs; exit 1; }
+
+lint: $(STAMP) ## ruff and buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint proto
+	$(BIN)/buf format --diff --exit-code proto
+
+format: $(STAMP) ## Let ruff and buf rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write proto
+
+typecheck: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(STAMP) ## Who may import whom
+	PYTHONPATH=services $(BIN)/lint-imports
+
+layout: $(STAMP) ## Every service has the same rooms
+	$(BIN)/python tools/check_layout.py
+
+##@ Generate
+
+proto: $(STAMP) ## services/areal/v1 from proto/
+	$(BIN)/python tools/gen_proto.py
+
+docs: $(STAMP) ## docs/configuration.md from the dataclasses
+	@if test -f tools/gen_docs.py; then PYTHONPATH=services $(BIN)/python tools/gen_docs.py; fi
+
+clean: ## Everything that can be made again, but the environment and runs
+	rm -rf build dist *.egg-info services/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find services tests tools examples -name __pycache__ -type d -exec rm -rf {} +
