@@ -112,7 +112,7 @@ class Client:
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(errors.Unavailable),
             stop=stop_after_delay(retry_for),
-            wait=wait_exponential_jitter(initial=0.1, max=3.0),
+            wait=wait_exponential_jitter(multiplier=0.1, max=3.0, jitter=0.1),
             reraise=True,
         ):
             with attempt:
