@@ -1,0 +1,193 @@
+"""The HTTP routes: convert, call, convert. One clear line for every error."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import generate_latest
+from starlette.exceptions import HTTPException
+
+from areal.errors import (
+    ArealError,
+    CapacityExceeded,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+    WaitTimeout,
+)
+from areal_gateway.config import GatewayConfig
+from areal_gateway.hub import StatusHub
+from areal_gateway.metrics import GatewayMetrics
+from areal_gateway.middleware import BodyLimit, RequestCount
+from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json, task_from_model
+from areal_gateway.rollout_calls import RolloutCalls
+
+STATIC = Path(__file__).parent / "static"
+_STATUS_OF: dict[type[ArealError], int] = {
+    InvalidInput: 400,
+    NotFound: 404,
+    CapacityExceeded: 429,
+    Unavailable: 503,
+    WaitTimeout: 504,
+}
+# The page loads nothing from elsewhere and runs no inline script.
+_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+
+
+class Json(Response):
+    """JSON by orjson."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encodes; bytes are JSON already."""
+        return content if isinstance(content, bytes) else orjson.dumps(content)
+
+
+def build_app(
+    hub: StatusHub, rollout: RolloutCalls | None, metrics: GatewayMetrics, config: GatewayConfig
+) -> FastAPI:
+    """Makes the application.
+
+    Args:
+        hub: What status, steps and events are read from.
+        rollout: The task API behind /v1/tasks; None: those routes answer 503.
+        metrics: Counters; also what /metrics shows.
+        config: Limits.
+    """
+    app = FastAPI(
+        title="AReaL gateway",
+        summary="Tasks, trajectories and the state of a run.",
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        default_response_class=Json,
+    )
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(RequestCount, metrics=metrics)
+    _add_errors(app)
+    _add_pages(app, metrics)
+    _add_state(app, hub, metrics, config)
+    _add_tasks(app, rollout)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Json:
+        return Json({"error": explain(list(error.errors()), error.body)}, status_code=400)
+
+    @app.exception_handler(ArealError)
+    async def refused(_: Request, error: ArealError) -> Json:
+        code = next((c for kind, c in _STATUS_OF.items() if isinstance(error, kind)), 502)
+        return Json({"error": str(error)}, status_code=code)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Json:
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        return Json({"error": text}, status_code=error.status_code, headers=error.headers)
+
+
+def _add_pages(app: FastAPI, metrics: GatewayMetrics) -> None:
+    @app.get("/", include_in_schema=False)
+    async def dashboard() -> FileResponse:
+        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+        return FileResponse(STATIC / "index.html", headers=headers)
+
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+    @app.get("/healthz", tags=["operations"])
+    async def healthz() -> Json:
+        """Whether this process serves; says nothing of the others (see /v1/status)."""
+        return Json({"service": "gateway", "serving": True})
+
+    @app.get("/metrics", include_in_schema=False)
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_state(
+    app: FastAPI, hub: StatusHub, metrics: GatewayMetrics, config: GatewayConfig
+) -> None:
+    open_streams = 0
+
+    @app.get("/v1/status", tags=["state"])
+    async def status() -> Json:
+        """Ledger, servers, versions, trainer and the last step, as of the last second."""
+        return Json(hub.status_json())
+
+    @app.get("/v1/steps", tags=["state"])
+    async def steps(after: int = Query(0, ge=0)) -> Json:
+        """Rows of finished train steps above `after`, oldest first."""
+        return Json({"steps": hub.rows_after(after)})
+
+    @app.get("/v1/events", tags=["state"], response_class=StreamingResponse)
+    async def events(after: int = Query(0, ge=0)) -> StreamingResponse:
+        """Server-sent events: `history` once, then `steps` and `status` as they come."""
+        if open_streams >= config.max_streams:
+            raise Unavailable(f"{open_streams} event streams are open: that is the limit")
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            nonlocal open_streams
+            open_streams += 1
+            metrics.streams.set(open_streams)
+            try:
+                async for name, body in hub.subscribe(after):
+                    yield b"event: %s\ndata: %s\n\n" % (name.encode(), body)
+            finally:
+                open_streams -= 1
+                metrics.streams.set(open_streams)
+
+        # A proxy that buffers would turn a live page into a slide show.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+def _add_tasks(app: FastAPI, rollout: RolloutCalls | None) -> None:
+    def calls() -> RolloutCalls:
+        if rollout is None:
+            raise Unavailable("endpoints.rollout '': this gateway has no rollout service")
+        return rollout
+
+    async def one(task_id: str, include_trajectories: bool) -> dict[str, Any]:
+        records = await calls().get([task_id], include_trajectories=include_trajectories)
+        if not records:
+            raise NotFound(f"task {task_id!r}: unknown, or let go since it ended")
+        return record_json(records[0])
+
+    @app.post("/v1/tasks", tags=["tasks"])
+    async def submit(body: SubmitIn) -> Json:
+        """Queues tasks. Idempotent by task_id: `accepted` is false for one known before."""
+        results = await calls().submit([task_from_model(task) for task in body.tasks])
+        return Json({"results": [{"task_id": r.task_id, "accepted": r.accepted} for r in results]})
+
+    @app.get("/v1/tasks/{task_id}", tags=["tasks"])
+    async def get(task_id: str, include_trajectories: bool = False) -> Json:
+        """One task's record."""
+        return Json(await one(task_id, include_trajectories))
+
+    @app.post("/v1/tasks/query", tags=["tasks"])
+    async def query(body: QueryIn) -> Json:
+        """Records of many tasks; unknown ids are left out."""
+        records = await calls().get(body.task_ids, include_trajectories=body.include_trajectories)
+        return Json({"tasks": [record_json(record) for record in records]})
+
+    @app.post("/v1/tasks/cancel", tags=["tasks"])
+    async def cancel(body: CancelIn) -> Json:
+        """Cancels live tasks; ended ones stay as they are."""
+        return Json({"cancelled": await calls().cancel(body.task_ids, body.reason)})
+
+    @app.get("/v1/trajectories/{task_id}", tags=["tasks"])
+    async def trajectories(task_id: str) -> Json:
+        """The trajectories of a task that has completed and still has them."""
+        record = await one(task_id, include_trajectories=True)
+        if "trajectories" not in record:
+            raise NotFound(f"task {task_id!r} is {record['state']}: it has no trajectories to read")
+        return Json({"task_id": task_id, "trajectories": record["trajectories"]})

@@ -1,0 +1,150 @@
+"""Asks the other services and tells the hub; each loop survives their absence and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from areal.clients.buffer import BufferClient
+from areal.clients.trainer import TrainerClient
+from areal.clients.weight_sync import WeightSyncClient
+from areal.errors import ArealError
+from areal.observability.logging import get_logger
+from areal.v1 import buffer_service_pb2 as buffer_pb
+from areal.wire import STATE_FROM_PB
+from areal_gateway.config import GatewayConfig
+from areal_gateway.hub import StatusHub
+
+# Between two tries of a service that is away.
+_RETRY_S = 1.0
+_VERSION_FIELDS = (
+    "current_version",
+    "confirmed_version",
+    "confirmed_servers",
+    "servers",
+    "updates",
+    "update_seconds_mean",
+    "aborted_requests",
+)
+
+
+def ledger_json(stats: buffer_pb.GetStatsResponse) -> dict[str, Any]:
+    """The ledger's statistics as plain types."""
+    result: dict[str, Any] = {
+        "counts": {state.value: 0 for state in STATE_FROM_PB.values()},
+        "train_counts": {state.value: 0 for state in STATE_FROM_PB.values()},
+    }
+    for name in ("counts", "train_counts"):
+        for count in getattr(stats, name):
+            state = STATE_FROM_PB.get(count.state)
+            if state is not None:
+                result[name][state.value] = count.tasks
+    for field in (
+        "submitted",
+        "policy_version",
+        "incarnation",
+        "last_taken_step",
+        "last_committed_step",
+        "batch_size",
+        "max_head_offpolicyness",
+        "max_concurrent_rollouts",
+        "admission_headroom",
+        "staleness_mean",
+        "staleness_max",
+        "regenerated",
+        "redis_memory_bytes",
+        "trajectories",
+        "generated_tokens",
+    ):
+        result[field] = getattr(stats, field)
+    result["oldest_queued_time"] = (
+        stats.oldest_queued_time.ToMilliseconds() / 1000
+        if stats.HasField("oldest_queued_time")
+        else None
+    )
+    return result
+
+
+async def watch_clock(
+    hub: StatusHub,
+    buffer: BufferClient | None,
+    weight_sync: WeightSyncClient | None,
+    config: GatewayConfig,
+) -> None:
+    """Looks at the ledger and the servers at a steady pace; never returns."""
+
+    async def ledger() -> None:
+        assert buffer is not None
+        try:
+            hub.put(
+                "ledger", ledger_json(await buffer.get_stats(timeout=config.upstream_timeout_s))
+            )
+        except ArealError as error:
+            hub.fail("ledger", str(error))
+
+    async def servers() -> None:
+        assert weight_sync is not None
+        try:
+            listed, _ = await weight_sync.list_servers(timeout=config.upstream_timeout_s)
+            hub.put(
+                "servers",
+                [asdict(s) for s in sorted(listed, key=lambda server: server.server_id)],
+            )
+        except ArealError as error:
+            hub.fail("servers", str(error))
+
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        looks = [ledger()] if buffer else []
+        looks += [servers()] if weight_sync else []
+        await asyncio.gather(*looks)
+        hub.tick()
+        due = max(due + config.interval_s, loop.time())
+        await asyncio.sleep(due - loop.time())
+
+
+async def watch_versions(hub: StatusHub, weight_sync: WeightSyncClient) -> None:
+    """Follows the policy versions; never returns."""
+    log = get_logger("areal_gateway.sources")
+    while True:
+        try:
+            async with aclosing(weight_sync.watch()) as statuses:
+                async for status in statuses:
+                    hub.put(
+                        "versions",
+                        {name: getattr(status, name) for name in _VERSION_FIELDS},
+                    )
+        except ArealError as error:
+            log.info("versions_interrupted", error=str(error))
+        await asyncio.sleep(_RETRY_S)
+
+
+async def watch_trainer(hub: StatusHub, trainer: TrainerClient, config: GatewayConfig) -> None:
+    """Follows the trainer's steps by long polls, across its restarts; never returns."""
+    incarnation: int | None = None
+    wait_s = 0.0
+    while True:
+        try:
+            status = await trainer.get_status(hub.last_step, wait_s)
+            if incarnation not in {None, status.incarnation}:
+                # It resumed from a checkpoint: what was reported beyond that is trained again.
+                status = await trainer.get_status(0)
+                hub.rewind(status.step)
+        except ArealError as error:
+            hub.fail("trainer", str(error))
+            wait_s = 0.0
+            await asyncio.sleep(_RETRY_S)
+            continue
+        incarnation = status.incarnation
+        hub.add_rows(status.rows)
+        fields = asdict(status)
+        del fields["rows"]
+        hub.put("trainer", fields)
+        # A finished trainer answers at once: a long poll would spin.
+        over = status.state in {"finished", "failed"}
+        if over and not status.rows:
+            await asyncio.sleep(_RETRY_S)
+        wait_s = 0.0 if over else config.trainer_wait_s
