@@ -7,9 +7,9 @@ both become HTTP 400, in SGLang's two shapes. Messages are one line and name fie
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import getrandbits
 from typing import Any
 
 from areal.errors import InvalidInput
@@ -150,7 +150,7 @@ def parse_generate(
     requests: list[Request] = []
     for prompt, raw, rid, extra_key in zip(prompts, params_list, rids, extra_keys, strict=True):
         _check_prompt(prompt, limits)
-        base = rid or uuid.uuid4().hex
+        base = rid or f"{getrandbits(128):032x}"
         for index in range(n):
             requests.append(
                 Request(

@@ -25,8 +25,8 @@ class KVCache:
     """Keys and values, [layers, 2, rows, kv_heads, length, head_dim].
 
     Rows 0..n-1 belong to the n running requests, in order, so a decode step attends over plain
-    slices. Positions beyond a row's own length hold rubbish: they are masked, and written before
-    they are first read.
+    slices. Positions beyond a row's own length hold leftovers: they are masked, and written before
+    they count. They must be finite, though (zero times NaN is NaN): hence zeros and `clear`.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, max_rows: int, max_length: int):
@@ -34,7 +34,7 @@ class KVCache:
         self._max_length = round_up(max_length)
         self._dtype = dtype
         self._shape = (config.num_layers, 2, 0, config.num_kv_heads, 0, config.head_dim)
-        self.tensor = torch.empty(self._shape, dtype=dtype)
+        self.tensor = torch.zeros(self._shape, dtype=dtype)
         self.by_position: list[Tensor] = []
 
     @property
@@ -70,9 +70,14 @@ class KVCache:
     def reset(self, rows: int = 0, length: int = 0) -> None:
         """Replace the storage by an empty one of this shape (0: give the memory back)."""
         layers, pair, _, heads, _, width = self._shape
-        self.tensor = torch.empty((layers, pair, rows, heads, length, width), dtype=self._dtype)
+        self.tensor = torch.zeros((layers, pair, rows, heads, length, width), dtype=self._dtype)
         # Per layer [rows, length, 2, kv_heads, head_dim]: where a step's keys and values go.
         self.by_position = [layer.permute(1, 3, 0, 2, 4) for layer in self.tensor]
+
+    def clear(self, row: int) -> None:
+        """Zero a row whose content may not be finite."""
+        if row < self.rows:
+            self.tensor[:, :, row].zero_()
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of each source row to its target row."""

@@ -63,6 +63,10 @@ class ModelRunner:
         """See `KVCache.move`."""
         self.cache.move(sources, targets, length)
 
+    def clear(self, row: int) -> None:
+        """See `KVCache.clear`."""
+        self.cache.clear(row)
+
     def load(self, weights: Weights) -> None:
         """Use other weights from the next call on."""
         self.model.weights = weights

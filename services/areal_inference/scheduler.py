@@ -52,6 +52,9 @@ class Runner(Protocol):
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the heads of rows to other rows."""
 
+    def clear(self, row: int) -> None:
+        """Wipe a row that may hold non-finite values."""
+
     def decode(
         self, requests: Sequence[Request], *, changed: bool
     ) -> tuple[list[int], list[float]]:
@@ -281,6 +284,7 @@ class Scheduler:
         finished = False
         for request, token, logprob in zip(self.running, tokens, logprobs, strict=True):
             if logprob != logprob:  # noqa: PLR0124 - NaN: these weights cannot be sampled from
+                self.runner.clear(request.row)
                 self._finish(request, abort_reason(f"non-finite logits at version {version}"))
                 self.stats.aborted += 1
                 finished = True

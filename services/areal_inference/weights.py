@@ -86,7 +86,8 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weigh
         dtype: type to store; floating-point checkpoints of another type are converted.
 
     Raises:
-        WeightError: file missing or broken, tensor missing, unknown, wrong-shaped or not a float.
+        WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, or
+            not finite.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -94,7 +95,10 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weigh
         with ExitStack() as stack, torch.inference_mode():
             source: dict[str, Any] = {}
             for file in _files(folder):
-                handle = stack.enter_context(safe_open(str(file), framework="pt"))
+                try:
+                    handle = stack.enter_context(safe_open(str(file), framework="pt"))
+                except SafetensorError as error:
+                    raise WeightError(f"{file}: not a complete safetensors file: {error}") from None
                 for name in handle.keys():  # noqa: SIM118 - a safetensors handle, not a dict
                     if name in source:
                         raise WeightError(f"{folder}: tensor {name} is in two files")
@@ -103,7 +107,12 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weigh
             _check(folder, source, expected, config)
             weights = _allocate(config, dtype, expected)
             for name, view in weights.views.items():
-                view.write(source[name].get_tensor(name))
+                tensor = source[name].get_tensor(name)
+                # A sum is the cheapest pass that NaN and infinity survive (half could overflow).
+                wide = torch.float32 if tensor.dtype == torch.float16 else None
+                if not torch.isfinite(tensor.sum(dtype=wide)):
+                    raise WeightError(f"{folder}: tensor {name} holds NaN or infinity")
+                view.write(tensor)
             if config.tie_word_embeddings:
                 weights.head.copy_(weights.embed.t())
                 _check_tied_head(folder, source)

@@ -1,0 +1,63 @@
+"""Configuration: strict keys and types, flags over file."""
+
+from pathlib import Path
+
+import pytest
+
+from areal.errors import ConfigError
+from areal_inference.config import InferenceConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_pth": "x"}, "inference.model_pth: unknown key; did you mean 'model_path'?"),
+        ({"model_path": "x", "zzz": 1}, "inference.zzz: unknown key"),
+        ({}, "inference.model_path: missing"),
+        ({"model_path": 3}, "inference.model_path: 3 is int, expected str"),
+        ({"model_path": "x", "port": "80"}, "inference.port: '80' is str, expected int"),
+        ({"model_path": "x", "port": True}, "inference.port: True is bool, expected int"),
+        ({"model_path": "x", "port": 70000}, "inference.port: 70000, expected 0..65535"),
+        ({"model_path": "x", "dtype": "fp16"}, "inference.dtype: 'fp16', expected one of"),
+        ({"model_path": "x", "context_length": 0}, "context_length: 0, expected a positive"),
+        ({"model_path": "x", "seed": 1.5}, "inference.seed: 1.5 is float, expected int or null"),
+    ],
+)
+def test_from_mapping_when_wrong_then_one_line_names_key_and_value(values, message: str):
+    with pytest.raises(ConfigError) as caught:
+        InferenceConfig.from_mapping(values)
+    assert message in str(caught.value)
+
+
+def test_from_mapping_when_integer_for_float_then_accepted():
+    assert InferenceConfig.from_mapping({"model_path": "x", "command_timeout_s": 5})
+
+
+def test_load_when_file_and_flags_then_flags_win(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("inference:\n  model_path: a\n  port: 1234\nother: {ignored: true}\n")
+    config = InferenceConfig.load(file, {"port": 0})
+    assert (config.model_path, config.port) == ("a", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("inference: [1", "not valid YAML"),
+        ("- 1\n", "expected a mapping"),
+        ("inference: 3\n", "expected a mapping"),
+        ("inference:\n  prot: 1\n", "did you mean 'port'?"),
+    ],
+)
+def test_load_when_file_is_broken_then_one_line(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        InferenceConfig.load(file, {"model_path": "x"})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_load_when_file_is_missing_then_one_line(tmp_path: Path):
+    with pytest.raises(ConfigError, match="No such file"):
+        InferenceConfig.load(tmp_path / "nothing.yaml", {})
