@@ -21,8 +21,8 @@ from areal.errors import InvalidInput
 # Weights within a block of the scan span at most e^460 = 1e200, which float64 holds.
 _MAX_LOG_WEIGHT = 460.0
 _BLOCK = 256
-# exp(10) is a KL no healthy policy reaches; AReaL clamps there too.
-_MAX_LOG_RATIO = 10.0
+# No healthy policy's token reaches this; AReaL clamps there too.
+_MAX_KL = 10.0
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -155,19 +155,21 @@ def gae(
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) from one sample per position (joschu.net/blog/kl-approx.html).
 
-    With d = logprobs - reference_logprobs, clamped to +-10: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    With d = logprobs - reference_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; clamped to +-10.
 
     Raises:
         InvalidInput: unknown estimator.
     """
-    d = (logprobs - reference_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = logprobs - reference_logprobs
     if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k3":
-        return torch.exp(-d) - 1 + d
-    raise InvalidInput(f"kl_estimator={estimator!r}: expected 'k1', 'k2' or 'k3'")
+        kl = d
+    elif estimator == "k2":
+        kl = d.square() / 2
+    elif estimator == "k3":
+        kl = torch.exp(-d) - 1 + d
+    else:
+        raise InvalidInput(f"kl_estimator={estimator!r}: expected 'k1', 'k2' or 'k3'")
+    return kl.clamp(-_MAX_KL, _MAX_KL)
 
 
 def overlong_penalty(
