@@ -1,13 +1,13 @@
 """The states of a task and every transition there is. The Lua prelude's table is made from this.
 
-                  +-- returned, lease expired, too stale --+
-                  v                                        |
-    submitted -> queued -> running -> completed -> batched -> trained
-                  |  ^       |           |
-                  |  |       +-----------+-> delivered (serve), rejected, cancelled,
-                  |  |                       expired, dead_lettered
-                  |  +-- retried by a person --- dead_lettered
-                  +-> completed / delivered / rejected: the lease had expired, the work came late
++-- returned, lease expired, too stale --+
+v                                        |
+submitted -> queued -> running -> completed -> batched -> trained
+|  ^       |           |
+|  |       +-----------+-> delivered (serve), rejected, cancelled,
+|  |                       expired, dead_lettered
+|  +-- retried by a person --- dead_lettered
++-> completed / delivered / rejected: the lease had expired, the work came late
 """
 
 from __future__ import annotations
@@ -56,7 +56,5 @@ TRANSITIONS: dict[S, frozenset[S]] = {
 
 def transitions_as_lua() -> str:
     """The table as a Lua constructor: {["queued>running"]=true, …}."""
-    pairs = sorted(
-        f'["{source}>{target}"]=true' for source, targets in TRANSITIONS.items() for target in targets
-    )
-    return "{" + ",".join(pairs) + "}"
+    pairs = sorted(f"{source}>{to}" for source, targets in TRANSITIONS.items() for to in targets)
+    return "{" + ",".join(f'["{pair}"]=true' for pair in pairs) + "}"

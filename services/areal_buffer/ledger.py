@@ -1,0 +1,146 @@
+"""The ledger's waiting calls. What changes state is one atomic script each; here is who waits.
+
+      rollout worker            trainer rank 0              client
+            │ lease_tasks            │ take_batch              │ wait_tasks
+            v                        v                         v
+      ┌──────────────── look once (script; finds nothing → sets a flag) ─────────────┐
+      │  found → answer                                      nothing → wait          │
+      └── up to max_wait ── wake-up (pub/sub), or the fallback timer ── look again ──┘
+
+| call        | consumes               | waits for                    | unblocked by               |
+|-------------|------------------------|------------------------------|----------------------------|
+| lease_tasks | queued tasks           | a task, and admission (L4)   | submit, return, end of     |
+|             |                        |                              | a lease, take of next step |
+| take_batch  | completed groups       | B groups; stragglers, up to  | complete, end of a task,   |
+|             |                        | their deadline; all task_ids | deadline, seal             |
+| wait_tasks  | nothing                | the end of one of the tasks  | complete, any end          |
+
+Why none of these waits is for ever, even with nothing submitted: every call ends after max_wait
+with the reason it is waiting. Why a batch comes: completed groups leave the admission bound only
+through the batch, so while fewer than B are completed, (eta + 1) * B - running > 0 or groups are
+running; running groups end or lose their lease. A group thrown away as too stale leaves the
+bound and is at the front of the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from areal_buffer.memory import MemoryGauge
+from areal_buffer.records import FinishedGroup, StoredLease, Take
+from areal_buffer.wakes import Kind, Wakes
+
+MAX_WAIT_S = 30.0
+# Look again after this long even without a wake-up: one may be lost with its connection, and a
+# straggler deadline passes without a message.
+_FALLBACK_S = 1.0
+# Between two looks of one call, so that a stream of wake-ups does not become a stream of scripts.
+_COALESCE_S = 0.005
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What the waiting calls need of the store."""
+
+    async def lease(self, worker_id: str, max_tasks: int) -> tuple[list[StoredLease], str]:
+        """Leases what admission allows now; the reason when that is nothing."""
+
+    async def take(
+        self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
+    ) -> Take:
+        """One attempt at the batch of a step."""
+
+    async def ended(self, task_ids: Sequence[str]) -> list[str]:
+        """Those that have ended or are completed."""
+
+    async def complete(self, token: int, group: FinishedGroup, *, full: bool) -> bool:
+        """Records a group; False: it had been recorded before."""
+
+
+class Ledger:
+    """Waits on top of the store."""
+
+    def __init__(self, store: Store, wakes: Wakes, memory: MemoryGauge) -> None:
+        self._store = store
+        self._wakes = wakes
+        self._memory = memory
+        self._waiting_since: dict[object, tuple[str, float]] = {}
+
+    async def lease_tasks(
+        self, worker_id: str, max_tasks: int, max_wait_s: float
+    ) -> tuple[list[StoredLease], str]:
+        """Up to max_tasks leases; waits for the first. Empty: with the reason."""
+        return await self._until(
+            Kind.LEASE,
+            lambda: self._store.lease(worker_id, max_tasks),
+            lambda found: bool(found[0]),
+            max_wait_s,
+            f"tasks for worker {worker_id}",
+        )
+
+    async def take_batch(
+        self, incarnation: int, step: int, task_ids: Sequence[str], max_wait_s: float
+    ) -> Take:
+        """The batch of a step, or state `waiting` when max_wait passed first."""
+        return await self._until(
+            Kind.TAKE,
+            lambda: self._store.take(
+                incarnation, step, task_ids, near_limit=self._memory.near_limit
+            ),
+            lambda take: take.state != "waiting",
+            max_wait_s,
+            f"batch of step {step}",
+        )
+
+    async def wait_tasks(self, task_ids: Sequence[str], max_wait_s: float) -> list[str]:
+        """Those that have ended (train: completed counts); empty when max_wait passed first."""
+        return await self._until(
+            Kind.ENDED,
+            lambda: self._store.ended(task_ids),
+            bool,
+            max_wait_s,
+            f"end of one of {len(task_ids)} tasks",
+        )
+
+    async def complete_task(self, token: int, group: FinishedGroup) -> bool:
+        """Records a group; False: it had been recorded before."""
+        recorded = await self._store.complete(token, group, full=self._memory.full)
+        self._memory.add(len(group.payload))
+        return recorded
+
+    def oldest_wait(self) -> tuple[str, float]:
+        """What the longest-waiting call waits for, and for how many seconds."""
+        if not self._waiting_since:
+            return "", 0.0
+        what, since = min(self._waiting_since.values(), key=lambda each: each[1])
+        return what, asyncio.get_running_loop().time() - since
+
+    async def _until(
+        self,
+        kind: Kind,
+        look: Callable[[], Awaitable[T]],
+        found: Callable[[T], bool],
+        max_wait_s: float,
+        what: str,
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        deadline = start + min(max(max_wait_s, 0.0), MAX_WAIT_S)
+        ticket = object()
+        self._waiting_since[ticket] = (what, start)
+        try:
+            while True:
+                changed = self._wakes.next(kind)
+                result = await look()
+                left = deadline - loop.time()
+                if found(result) or left <= 0:
+                    return result
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), min(left, _FALLBACK_S))
+                await asyncio.sleep(min(left, _COALESCE_S))
+        finally:
+            del self._waiting_since[ticket]

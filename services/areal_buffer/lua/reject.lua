@@ -1,0 +1,7 @@
+-- ARGV: id, token, reason
+local task = task_or_fail(ARGV[1])
+if task.state == 'rejected' and tonumber(ARGV[2]) == task.token then return 0 end
+check_lease(task, ARGV[2])
+call('HSET', task.key, 'reason', ARGV[3])
+move(task, 'rejected')
+return 1

@@ -1,0 +1,15 @@
+-- ARGV: ids; none: up to 500 dead letters
+-- Returns how many were queued again.
+local ids = #ARGV > 0 and ARGV or call('ZRANGE', P .. 'dead', 0, 499)
+local retried = 0
+for _, id in ipairs(ids) do
+  local task = read_task(id)
+  if task and task.state == 'dead_lettered' then
+    call('HDEL', task.key, 'attempts', 'infra', 'regen', 'failed_servers', 'cause', 'traceback',
+      'reason', 'deadline', 'revoked')
+    task.deadline = 0
+    move(task, 'queued')
+    retried = retried + 1
+  end
+end
+return retried

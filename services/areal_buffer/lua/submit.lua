@@ -1,0 +1,41 @@
+-- ARGV: incarnation, seal (1: after these), near the memory limit (1), then per task
+--       id, purpose, body, epoch, index (both '' if none), time to live in ms ('' if none)
+-- Returns one 0/1 per task: accepted.
+if ARGV[1] ~= '0' then fence(ARGV[1]) end
+local limit = limits()
+local function refuse_if_full(purpose)
+  -- Enough to do: what is queued can fill every batch that staleness lets be generated ahead.
+  if purpose == 'serve' or count('train:queued') >= (limit.eta + 1) * limit.batch_size then
+    fail('CapacityExceeded', 'the ledger is near its memory limit and has ' ..
+      int(count('all:queued')) .. ' tasks queued: submit again later')
+  end
+end
+
+local accepted, train = {}, false
+for i = 4, #ARGV, 6 do
+  local id, purpose, epoch = ARGV[i], ARGV[i + 1], ARGV[i + 3]
+  local known = call('EXISTS', P .. 'task:' .. id) == 1
+  local seen = purpose == 'train' and epoch ~= '' and P .. 'seen:' .. epoch or nil
+  if not known and seen then known = call('GETBIT', seen, ARGV[i + 4]) == 1 end
+  if not known then
+    if ARGV[3] == '1' then refuse_if_full(purpose) end
+    if seen then call('SETBIT', seen, ARGV[i + 4], 1) end
+    local deadline = ARGV[i + 5] ~= '' and NOW + tonumber(ARGV[i + 5]) or 0
+    local task = {id = id, key = P .. 'task:' .. id, purpose = purpose, state = 'new', want = '',
+      seq = call('HINCRBY', META, 'seq', 1), deadline = deadline}
+    call('HSET', task.key, 'purpose', purpose, 'seq', task.seq, 'body', ARGV[i + 2],
+      'submitted', int(NOW))
+    if deadline > 0 then call('HSET', task.key, 'deadline', int(deadline)) end
+    move(task, 'queued')
+    train = train or purpose == 'train'
+  end
+  accepted[#accepted + 1] = known and 0 or 1
+end
+
+if ARGV[2] == '1' then
+  call('HSET', META, 'sealed', 1)
+  wake('take')
+elseif train then
+  call('HSET', META, 'sealed', 0)
+end
+return accepted

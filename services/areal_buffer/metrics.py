@@ -1,0 +1,79 @@
+"""Prometheus metrics of the ledger. Gauges show the whole run, whichever replica is asked."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from areal.staleness import staleness
+from areal_buffer.records import FinishedGroup, Stats, Swept, Take
+
+
+class BufferMetrics:
+    """All metrics of the service."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"areal_buffer_{name}", text, labels, registry=registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"areal_buffer_{name}", text, registry=registry)
+
+        self._tasks = gauge("tasks", "Tasks by state.", ("state",))
+        self._submitted = gauge("submitted_tasks", "Tasks ever submitted.")
+        self._version = gauge("policy_version", "Finished train steps, as confirmed.")
+        self._taken = gauge("last_taken_step", "Newest step whose batch was taken.")
+        self._committed = gauge("last_committed_step", "Newest step in a checkpoint.")
+        self._headroom = gauge("admission_headroom_groups", "Groups that may still start.")
+        self._regenerated = gauge("regenerated_groups", "Groups generated again: too stale.")
+        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses.")
+        self._queue_age = gauge("oldest_queued_seconds", "Age of the oldest queued task.")
+        self._wait_age = gauge("oldest_wait_seconds", "Age of the longest waiting call here.")
+        self._groups = counter("completed_groups", "Groups completed through this process.")
+        self._bytes = counter("completed_bytes", "Bytes of those groups.")
+        self._tokens = counter("generated_tokens", "Tokens sampled in those groups.")
+        self._reward = Histogram(
+            "areal_buffer_group_reward",
+            "Mean reward of a completed group.",
+            registry=registry,
+            buckets=(-1, -0.5, 0, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10),
+        )
+        self._staleness = Histogram(
+            "areal_buffer_staleness_versions",
+            "Staleness of taken groups.",
+            registry=registry,
+            buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
+        )
+        self._expired = counter("expired_leases", "Leases that this process found expired.")
+        self._extended = counter("extended_leases", "Leases extended after an outage.")
+
+    def group_completed(self, group: FinishedGroup) -> None:
+        """A group was recorded."""
+        self._groups.inc()
+        self._bytes.inc(len(group.payload))
+        self._tokens.inc(group.generated_tokens)
+        self._reward.observe(group.mean_reward)
+
+    def batch_taken(self, step: int, take: Take) -> None:
+        """A batch was taken for the first time."""
+        for group in take.groups:
+            self._staleness.observe(staleness(step, group.head_version))
+
+    def swept(self, swept: Swept) -> None:
+        """A sweep has run."""
+        self._expired.inc(swept.requeued)
+        self._extended.inc(swept.extended)
+
+    def sampled(self, stats: Stats, memory_bytes: int, now_ms: int, oldest_wait_s: float) -> None:
+        """The ledger's gauges, once a second."""
+        for state, tasks in stats.counts.items():
+            self._tasks.labels(state.value).set(tasks)
+        self._submitted.set(stats.submitted)
+        self._version.set(stats.policy_version)
+        self._taken.set(stats.last_taken_step)
+        self._committed.set(stats.last_committed_step)
+        self._headroom.set(stats.admission_headroom)
+        self._regenerated.set(stats.regenerated)
+        self._memory.set(memory_bytes)
+        age_ms = now_ms - stats.oldest_queued_ms if stats.oldest_queued_ms else 0
+        self._queue_age.set(max(0, age_ms) / 1000)
+        self._wait_age.set(oldest_wait_s)

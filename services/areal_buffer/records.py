@@ -1,0 +1,137 @@
+"""What the store gives and takes: plain records, no grpc and no redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal.types import Purpose, TaskState
+
+
+@dataclass(frozen=True)
+class NewTask:
+    """A validated task on its way in."""
+
+    task_id: str
+    purpose: Purpose
+    body: bytes
+    """The serialized Task."""
+    position: tuple[int, int] | None
+    time_to_live_ms: int | None
+
+
+@dataclass(frozen=True)
+class StoredLease:
+    """A lease as the store gave it."""
+
+    task_id: str
+    body: bytes
+    token: int
+    policy_version: int
+    partial: bytes
+    failed_servers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A validated group on its way in."""
+
+    task_id: str
+    payload: bytes
+    """The serialized TrajectoryGroup."""
+    head_version: int
+    """Smallest version that sampled a token; -1 if none was sampled."""
+    lengths: tuple[int, ...]
+    generated_tokens: int
+    mean_reward: float
+
+
+@dataclass(frozen=True)
+class TakenGroup:
+    """A group of a batch, without its payload."""
+
+    task_id: str
+    head_version: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Take:
+    """The answer to one attempt at a batch."""
+
+    state: str
+    """taken, waiting, checkpoint_first or exhausted."""
+    waiting_for: str
+    replay: bool
+    queued: int
+    running: int
+    completed: int
+    groups: tuple[TakenGroup, ...]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A registered trainer."""
+
+    incarnation: int
+    last_taken_step: int
+    last_committed_step: int
+
+
+@dataclass(frozen=True)
+class StoredTask:
+    """What is kept of a task. Times in milliseconds since the epoch."""
+
+    task_id: str
+    purpose: Purpose
+    state: TaskState
+    body: bytes
+    """Empty once it has been let go."""
+    reason: str
+    cause: str
+    traceback: str
+    attempts: int
+    infrastructure_attempts: int
+    submitted_ms: int
+    ended_ms: int
+    """0 while the task lives."""
+    step: int
+    payload: bytes | None
+    """The group, when asked for and still there."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep did."""
+
+    extended: int
+    """Leases extended because of an outage."""
+    requeued: int
+    """Leases that had expired."""
+    expired: int
+    """Tasks past their time to live."""
+    gap_ms: int
+    """Since the sweep before."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters and gauges of the ledger."""
+
+    submitted: int
+    counts: dict[TaskState, int]
+    train_counts: dict[TaskState, int]
+    policy_version: int
+    incarnation: int
+    last_taken_step: int
+    last_committed_step: int
+    batch_size: int
+    max_head_offpolicyness: int
+    max_concurrent_rollouts: int
+    admission_headroom: int
+    staleness_mean: float
+    staleness_max: int
+    regenerated: int
+    oldest_queued_ms: int
+    """Submission time of the oldest queued task; 0: none is queued."""
+    trajectories: int
+    generated_tokens: int

@@ -1,0 +1,381 @@
+"""The ledger's transitions, each one atomic Lua script in Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, cast
+
+import redis.asyncio as redis
+from redis.exceptions import (
+    BusyLoadingError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from areal import errors
+from areal.clients.stores import redis_prefix
+from areal.types import Purpose, TaskState
+from areal_buffer.config import LedgerConfig
+from areal_buffer.records import (
+    FinishedGroup,
+    NewTask,
+    Stats,
+    StoredLease,
+    StoredTask,
+    Swept,
+    Take,
+    TakenGroup,
+    Trainer,
+)
+from areal_buffer.scripts import load_scripts
+
+# Work of one script call: bounds how long Redis is busy with it.
+_CHUNK_TASKS = 500
+_CHUNK_BYTES = 8 * 1024 * 1024
+_CHUNK_READ_GROUPS = 16
+_FETCH_BYTES = 4 * 1024 * 1024
+_RECORD_FIELDS = (
+    "state",
+    "purpose",
+    "body",
+    "reason",
+    "cause",
+    "traceback",
+    "attempts",
+    "infra",
+    "submitted",
+    "ended",
+    "step",
+)
+
+
+def _chunks(tasks: Sequence[NewTask]) -> Iterable[Sequence[NewTask]]:
+    """At least one chunk, each bounded in tasks and bytes."""
+    start, size = 0, 0
+    for at, task in enumerate(tasks):
+        size += len(task.body)
+        if at > start and (at - start >= _CHUNK_TASKS or size > _CHUNK_BYTES):
+            yield tasks[start:at]
+            start, size = at, len(task.body)
+    yield tasks[start:]
+
+
+def _text(value: Any) -> str:
+    """Replies are bytes or nil; the client's own types allow more."""
+    return value.decode(errors="replace") if value else ""
+
+
+def _taken_group(entry: bytes) -> TakenGroup:
+    task_id, head, lengths = entry.decode().split("\n")
+    return TakenGroup(task_id, int(head), tuple(int(n) for n in lengths.split(",") if n))
+
+
+class RedisStore:
+    """Every method is atomic (submit: per 500 tasks) and raises what the script refused with.
+
+    Raises, all methods: Unavailable while Redis is away, CapacityExceeded when it is out of memory.
+    """
+
+    def __init__(self, client: redis.Redis, config: LedgerConfig) -> None:
+        self._redis = client
+        self._config = config
+        self._prefix = redis_prefix(config.namespace)
+        self._scripts = load_scripts(config)
+        self.wake_channel = self._prefix + "wake"
+
+    async def _run(self, name: str, *args: str | int | bytes) -> Any:
+        script = self._scripts[name]
+        try:
+            try:
+                return await self._redis.evalsha(script.sha, 1, self._prefix, *args)
+            except NoScriptError:
+                return await self._redis.eval(script.text, 1, self._prefix, *args)
+        except RedisError as error:
+            raise self._translate(error) from None
+
+    def _translate(self, error: RedisError) -> errors.ArealError:
+        text = str(error)
+        if isinstance(error, ResponseError) and text.startswith("AREAL "):
+            _, kind, message = text.split(" ", 2)
+            message = message.split(" script: ", 1)[0]
+            found: type[errors.ArealError] = getattr(errors, kind, errors.ArealError)
+            return found(message)
+        if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
+            return errors.CapacityExceeded(f"Redis is out of memory: {text}")
+        away = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError)
+        if isinstance(error, away):
+            return errors.Unavailable(f"Redis is away: {text}")
+        return errors.ArealError(f"Redis: {text}")
+
+    # -- tasks --------------------------------------------------------------------------------
+
+    async def submit(
+        self, tasks: Sequence[NewTask], *, incarnation: int, seal: bool, full: bool
+    ) -> list[bool]:
+        """Queues tasks; one flag each, False: known before."""
+        accepted: list[bool] = []
+        for chunk in _chunks(tasks):
+            args: list[str | int | bytes] = []
+            for task in chunk:
+                epoch, index = task.position or ("", "")
+                ttl = "" if task.time_to_live_ms is None else task.time_to_live_ms
+                args += [task.task_id, task.purpose.value, task.body, epoch, index, ttl]
+            last = len(accepted) + len(chunk) == len(tasks)
+            flags = await self._run("submit", incarnation, int(seal and last), int(full), *args)
+            accepted += [flag == 1 for flag in flags]
+        return accepted
+
+    async def cancel(
+        self, task_ids: Sequence[str], purpose: Purpose | None, *, reason: str, incarnation: int
+    ) -> int:
+        """Cancels named tasks, or all of a purpose; returns how many."""
+        if purpose is not None:
+            total = 0
+            while done := await self._run("cancel", incarnation, reason, purpose.value):
+                total += int(done)
+            return total
+        total = 0
+        for start in range(0, len(task_ids), _CHUNK_TASKS):
+            chunk = task_ids[start : start + _CHUNK_TASKS]
+            total += int(await self._run("cancel", incarnation, reason, "", *chunk))
+        return total
+
+    async def read(self, task_ids: Sequence[str], *, groups: bool) -> AsyncIterator[StoredTask]:
+        """Records in the order asked; unknown ids are left out."""
+        size = _CHUNK_READ_GROUPS if groups else _CHUNK_TASKS
+        for start in range(0, len(task_ids), size):
+            chunk = task_ids[start : start + size]
+            try:
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for task_id in chunk:
+                        pipe.hmget(f"{self._prefix}task:{task_id}", list(_RECORD_FIELDS))
+                    if groups:
+                        pipe.mget([f"{self._prefix}group:{task_id}" for task_id in chunk])
+                    rows = await pipe.execute()
+            except RedisError as error:
+                raise self._translate(error) from None
+            payloads = rows[-1] if groups else [None] * len(chunk)
+            for task_id, row, payload in zip(chunk, rows, payloads, strict=False):
+                values = dict(zip(_RECORD_FIELDS, row, strict=True))
+                if values["state"] is not None:
+                    yield _stored_task(task_id, values, payload)
+
+    async def ended(self, task_ids: Sequence[str]) -> list[str]:
+        """Those that have ended or are completed; an empty answer flags the wait."""
+        return [_text(task_id) for task_id in await self._run("ended", *task_ids)]
+
+    # -- leases -------------------------------------------------------------------------------
+
+    async def lease(self, worker_id: str, max_tasks: int) -> tuple[list[StoredLease], str]:
+        """Leases what admission allows now; the reason when that is nothing."""
+        reason, rows = await self._run("lease", worker_id, max_tasks)
+        leases = [
+            StoredLease(
+                _text(task_id),
+                body,
+                int(token),
+                int(version),
+                partial,
+                tuple(_text(failed).split("\n")) if failed else (),
+            )
+            for task_id, body, token, version, partial, failed in rows
+        ]
+        return leases, _text(reason)
+
+    async def renew(self, worker_id: str, leases: Sequence[tuple[str, int]]) -> list[str]:
+        """Extends leases; returns the ids that are lost."""
+        lost: list[str] = []
+        for start in range(0, len(leases), _CHUNK_TASKS):
+            pairs = [part for lease in leases[start : start + _CHUNK_TASKS] for part in lease]
+            lost += [_text(task_id) for task_id in await self._run("renew", worker_id, *pairs)]
+        return lost
+
+    async def complete(self, token: int, group: FinishedGroup, *, full: bool) -> bool:
+        """Records a group; False: it had been recorded before."""
+        recorded = await self._run(
+            "complete",
+            group.task_id,
+            token,
+            group.payload,
+            group.head_version,
+            ",".join(map(str, group.lengths)),
+            len(group.lengths),
+            group.generated_tokens,
+            int(full),
+        )
+        return bool(recorded == 1)
+
+    async def reject(self, task_id: str, token: int, reason: str) -> None:
+        """Ends a task by its workflow's choice."""
+        await self._run("reject", task_id, token, reason)
+
+    async def return_task(
+        self,
+        task_id: str,
+        token: int,
+        cause: str,
+        *,
+        detail: str,
+        traceback: str,
+        partial: bytes,
+        failed_server: str,
+    ) -> TaskState:
+        """Gives a lease back; cause '' counts against nothing."""
+        state = await self._run(
+            "return_task", task_id, token, cause, detail, traceback, partial, failed_server
+        )
+        return TaskState(_text(state))
+
+    async def sweep(self) -> Swept:
+        """One bounded sweep of leases and deadlines."""
+        return Swept(*(int(value) for value in await self._run("sweep")))
+
+    # -- training -----------------------------------------------------------------------------
+
+    async def register_trainer(
+        self, resume_step: int, batch_size: int, eta: int, max_concurrent: int
+    ) -> Trainer:
+        """A new incarnation."""
+        args = (resume_step, batch_size, eta, max_concurrent)
+        return Trainer(*(int(value) for value in await self._run("register", *args)))
+
+    async def take(
+        self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
+    ) -> Take:
+        """One attempt at the batch of a step; `waiting` flags the wait."""
+        state, why, replay, queued, running, completed, entries = await self._run(
+            "take", incarnation, step, int(near_limit), *task_ids
+        )
+        return Take(
+            state=_text(state),
+            waiting_for=_text(why),
+            replay=replay == 1,
+            queued=int(queued),
+            running=int(running),
+            completed=int(completed),
+            groups=tuple(_taken_group(entry) for entry in entries),
+        )
+
+    async def fetch(
+        self, incarnation: int, step: int, task_ids: Sequence[str]
+    ) -> AsyncIterator[bytes]:
+        """Payloads of a step's groups, in the order asked."""
+        at = 0
+        while at < len(task_ids):
+            ids = task_ids[at : at + _CHUNK_TASKS]
+            payloads = await self._run("fetch", incarnation, step, _FETCH_BYTES, *ids)
+            for payload in payloads:
+                yield payload
+            at += len(payloads)
+
+    async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
+        """Ends steps as trained, lets go of payloads; returns the last committed step."""
+        return int(await self._run("commit", incarnation, step, oldest_retained_step))
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def dead_letters(self, limit: int) -> AsyncIterator[StoredTask]:
+        """Newest first."""
+        try:
+            ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
+        except RedisError as error:
+            raise self._translate(error) from None
+        async for task in self.read([_text(task_id) for task_id in ids], groups=False):
+            yield task
+
+    async def retry_dead_letters(self, task_ids: Sequence[str]) -> int:
+        """Queues dead letters (empty: all) again; returns how many."""
+        total = 0
+        if task_ids:
+            for start in range(0, len(task_ids), _CHUNK_TASKS):
+                total += int(await self._run("retry", *task_ids[start : start + _CHUNK_TASKS]))
+            return total
+        while done := int(await self._run("retry")):
+            total += done
+        return total
+
+    async def stats(self) -> Stats:
+        """Counters and gauges."""
+        meta, counts, headroom, oldest, batch_size, eta, concurrent = await self._run("stats")
+        numbers: dict[str, int] = {}
+        for key, value in zip(meta[::2], meta[1::2], strict=True):
+            if value.lstrip(b"-").isdigit():
+                numbers[key.decode()] = int(value)
+        tallies = {
+            key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)
+        }
+        taken = numbers.get("staleness_count", 0)
+        return Stats(
+            submitted=numbers.get("submitted", 0),
+            counts={state: tallies.get(f"all:{state}", 0) for state in TaskState},
+            train_counts={state: tallies.get(f"train:{state}", 0) for state in TaskState},
+            policy_version=numbers.get("policy_version", 0),
+            incarnation=numbers.get("incarnation", 0),
+            last_taken_step=numbers.get("last_taken", 0),
+            last_committed_step=numbers.get("last_committed", 0),
+            batch_size=int(batch_size),
+            max_head_offpolicyness=int(eta),
+            max_concurrent_rollouts=int(concurrent),
+            admission_headroom=int(headroom),
+            staleness_mean=numbers.get("staleness_sum", 0) / taken if taken else 0.0,
+            staleness_max=numbers.get("staleness_max", 0),
+            regenerated=numbers.get("regenerated", 0),
+            oldest_queued_ms=int(oldest),
+            trajectories=numbers.get("trajectories", 0),
+            generated_tokens=numbers.get("generated_tokens", 0),
+        )
+
+    async def used_memory(self) -> int:
+        """Bytes that Redis uses, all its runs together."""
+        try:
+            info = await self._redis.info("memory")
+        except RedisError as error:
+            raise self._translate(error) from None
+        return int(info["used_memory"])
+
+    # -- recipes ------------------------------------------------------------------------------
+
+    async def put_recipe(self, digest: str, file_name: str, source: bytes) -> None:
+        """Stores a recipe's source."""
+        try:
+            await self._redis.hset(
+                f"{self._prefix}recipe:{digest}",
+                mapping={"file_name": file_name, "source": source},
+            )
+        except RedisError as error:
+            raise self._translate(error) from None
+
+    async def get_recipe(self, digest: str) -> tuple[str, bytes] | None:
+        """(file name, source), or None."""
+        try:
+            name, source = await self._redis.hmget(
+                f"{self._prefix}recipe:{digest}", ["file_name", "source"]
+            )
+        except RedisError as error:
+            raise self._translate(error) from None
+        return None if source is None else (_text(name), cast("bytes", source))
+
+
+def _stored_task(
+    task_id: str, values: dict[str, bytes | None], payload: bytes | None
+) -> StoredTask:
+    return StoredTask(
+        task_id=task_id,
+        purpose=Purpose(_text(values["purpose"])),
+        state=TaskState(_text(values["state"])),
+        body=values["body"] or b"",
+        reason=_text(values["reason"]),
+        cause=_text(values["cause"]),
+        traceback=_text(values["traceback"]),
+        attempts=int(values["attempts"] or 0),
+        infrastructure_attempts=int(values["infra"] or 0),
+        submitted_ms=int(values["submitted"] or 0),
+        ended_ms=int(values["ended"] or 0),
+        step=int(values["step"] or 0),
+        payload=payload,
+    )

@@ -1,0 +1,374 @@
+"""BufferService over gRPC: convert, call the core, convert."""
+
+# ruff: noqa: N802 - the methods are named as in the contract
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from areal.errors import CapacityExceeded, InvalidInput, NotFound
+from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import trajectory_pb2
+from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
+from areal.wire import PURPOSE_FROM_PB, PURPOSE_TO_PB, STATE_TO_PB
+from areal_buffer import validation as check
+from areal_buffer.config import LedgerConfig
+from areal_buffer.ledger import Ledger
+from areal_buffer.memory import MemoryGauge
+from areal_buffer.metrics import BufferMetrics
+from areal_buffer.records import StoredTask
+from areal_buffer.redis_store import RedisStore
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# Which limit an attempt's end counts against, in the words of the scripts.
+_CAUSES = {
+    pb.RETURN_CAUSE_DRAIN: "",
+    pb.RETURN_CAUSE_WORKFLOW_ERROR: "workflow_error",
+    pb.RETURN_CAUSE_INFRASTRUCTURE: "suspected_poison",
+}
+_MAX_RESPONSE_BYTES = 96 * 1024 * 1024
+
+
+def _timestamp(milliseconds: int) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromMilliseconds(milliseconds)
+    return stamp
+
+
+def _record(task: StoredTask) -> trajectory_pb2.TaskRecord:
+    message = trajectory_pb2.TaskRecord(
+        state=STATE_TO_PB[task.state],
+        reason=task.reason,
+        attempts=task.attempts,
+        infrastructure_attempts=task.infrastructure_attempts,
+        submit_time=_timestamp(task.submitted_ms),
+        step=task.step,
+    )
+    if task.body:
+        message.task.ParseFromString(task.body)
+    else:
+        message.task.task_id = task.task_id
+        message.task.purpose = PURPOSE_TO_PB[task.purpose]
+    if task.ended_ms:
+        message.end_time.CopyFrom(_timestamp(task.ended_ms))
+    if task.payload is not None:
+        message.group.ParseFromString(task.payload)
+    return message
+
+
+class BufferServicer(BufferServiceServicer):
+    """One method per RPC."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: RedisStore,
+        memory: MemoryGauge,
+        metrics: BufferMetrics,
+        config: LedgerConfig,
+    ) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._memory = memory
+        self._metrics = metrics
+        self._config = config
+
+    async def SubmitTasks(
+        self, request: pb.BufferServiceSubmitTasksRequest, context: Context
+    ) -> pb.BufferServiceSubmitTasksResponse:
+        """Validates all, then queues them in order."""
+        if len(request.tasks) > check.MAX_TASKS_PER_CALL:
+            raise InvalidInput(
+                f"tasks: got {len(request.tasks)}, at most {check.MAX_TASKS_PER_CALL} a call"
+            )
+        check.check_number(request.incarnation, "incarnation", 0)
+        tasks = [check.check_task(task) for task in request.tasks]
+        accepted = await self._store.submit(
+            tasks, incarnation=request.incarnation, seal=request.seal, full=self._memory.full
+        )
+        return pb.BufferServiceSubmitTasksResponse(
+            results=[
+                trajectory_pb2.SubmitResult(task_id=task.task_id, accepted=flag)
+                for task, flag in zip(tasks, accepted, strict=True)
+            ]
+        )
+
+    async def LeaseTasks(
+        self, request: pb.LeaseTasksRequest, context: Context
+    ) -> pb.LeaseTasksResponse:
+        """Long poll."""
+        worker = check.check_worker_id(request.worker_id)
+        if not 1 <= request.max_tasks <= check.MAX_LEASES_PER_CALL:
+            raise InvalidInput(
+                f"max_tasks {request.max_tasks}: expected 1 to {check.MAX_LEASES_PER_CALL}"
+            )
+        leases, reason = await self._ledger.lease_tasks(
+            worker, request.max_tasks, request.max_wait.ToMilliseconds() / 1000
+        )
+        response = pb.LeaseTasksResponse(reason=reason)
+        for lease in leases:
+            message = response.leases.add(
+                token=lease.token,
+                policy_version=lease.policy_version,
+                partial=lease.partial,
+                failed_servers=lease.failed_servers,
+            )
+            message.task.ParseFromString(lease.body)
+            message.time_to_live.FromMilliseconds(self._config.lease_ttl_ms)
+        return response
+
+    async def RenewLeases(
+        self, request: pb.RenewLeasesRequest, context: Context
+    ) -> pb.RenewLeasesResponse:
+        """Extends leases."""
+        worker = check.check_worker_id(request.worker_id)
+        leases = [
+            (check.check_task_id(each.task_id), check.check_number(each.token, "token", 0))
+            for each in request.leases
+        ]
+        return pb.RenewLeasesResponse(lost_task_ids=await self._store.renew(worker, leases))
+
+    async def CompleteTask(
+        self, request: pb.CompleteTaskRequest, context: Context
+    ) -> pb.CompleteTaskResponse:
+        """Validates and records a group."""
+        group = check.check_group(request, self._config.max_group_bytes)
+        recorded = await self._ledger.complete_task(request.lease.token, group)
+        if recorded:
+            self._metrics.group_completed(group)
+        return pb.CompleteTaskResponse(recorded=recorded)
+
+    async def RejectTask(
+        self, request: pb.RejectTaskRequest, context: Context
+    ) -> pb.RejectTaskResponse:
+        """Ends a task by its workflow's choice."""
+        await self._store.reject(*self._lease(request.lease), check.line(request.reason))
+        return pb.RejectTaskResponse()
+
+    async def ReturnTask(
+        self, request: pb.ReturnTaskRequest, context: Context
+    ) -> pb.ReturnTaskResponse:
+        """Gives a lease back."""
+        task_id, token = self._lease(request.lease)
+        if request.cause not in _CAUSES:
+            raise InvalidInput(
+                f"cause {request.cause}: expected DRAIN, WORKFLOW_ERROR or INFRASTRUCTURE"
+            )
+        if len(request.partial) > self._config.max_group_bytes:
+            raise InvalidInput(
+                f"task {task_id!r} partial has {len(request.partial)} bytes: at most "
+                f"{self._config.max_group_bytes} (rollout.max_group_bytes)"
+            )
+        if len(request.failed_server) > 300 or "\n" in request.failed_server:
+            raise InvalidInput(f"failed_server {request.failed_server[:80]!r}: expected an address")
+        state = await self._store.return_task(
+            task_id,
+            token,
+            _CAUSES[request.cause],
+            detail=check.line(request.detail),
+            traceback=check.traceback_text(request.traceback),
+            partial=b"" if self._memory.full else request.partial,
+            failed_server=request.failed_server,
+        )
+        return pb.ReturnTaskResponse(state=STATE_TO_PB[state])
+
+    async def CancelTasks(
+        self, request: pb.BufferServiceCancelTasksRequest, context: Context
+    ) -> pb.BufferServiceCancelTasksResponse:
+        """Cancels by name or by purpose."""
+        purpose = None
+        if request.all_of_purpose:
+            if request.task_ids:
+                raise InvalidInput("task_ids and all_of_purpose: expected only one of them")
+            purpose = PURPOSE_FROM_PB.get(request.all_of_purpose)
+            if purpose is None:
+                raise InvalidInput(
+                    f"all_of_purpose {request.all_of_purpose}: expected TRAIN or SERVE"
+                )
+        cancelled = await self._store.cancel(
+            check.check_task_ids(request.task_ids),
+            purpose,
+            reason=check.line(request.reason),
+            incarnation=check.check_number(request.incarnation, "incarnation", 0),
+        )
+        return pb.BufferServiceCancelTasksResponse(cancelled=cancelled)
+
+    async def GetTasks(
+        self, request: pb.BufferServiceGetTasksRequest, context: Context
+    ) -> pb.BufferServiceGetTasksResponse:
+        """Reads records."""
+        ids = check.check_task_ids(request.task_ids)
+        response = pb.BufferServiceGetTasksResponse()
+        size = 0
+        async for task in self._store.read(ids, groups=request.include_groups):
+            size += len(task.body) + len(task.payload or b"")
+            if size > _MAX_RESPONSE_BYTES:
+                raise CapacityExceeded(
+                    f"task_ids: the first {len(response.records)} of {len(ids)} fill a message; "
+                    f"ask for fewer at once"
+                )
+            response.records.append(_record(task))
+        return response
+
+    async def WaitTasks(
+        self, request: pb.WaitTasksRequest, context: Context
+    ) -> pb.WaitTasksResponse:
+        """Long poll."""
+        ids = check.check_task_ids(request.task_ids, at_least=1)
+        ended = await self._ledger.wait_tasks(ids, request.max_wait.ToMilliseconds() / 1000)
+        return pb.WaitTasksResponse(task_ids=ended)
+
+    async def RegisterTrainer(
+        self, request: pb.RegisterTrainerRequest, context: Context
+    ) -> pb.RegisterTrainerResponse:
+        """Hands out an incarnation."""
+        trainer = await self._store.register_trainer(
+            check.check_number(request.resume_step, "resume_step", 0),
+            check.check_number(request.batch_size, "batch_size", 1),
+            check.check_number(request.max_head_offpolicyness, "max_head_offpolicyness", 0),
+            check.check_number(request.max_concurrent_rollouts, "max_concurrent_rollouts", 1),
+        )
+        return pb.RegisterTrainerResponse(
+            incarnation=trainer.incarnation,
+            last_taken_step=trainer.last_taken_step,
+            last_committed_step=trainer.last_committed_step,
+        )
+
+    async def TakeBatch(
+        self, request: pb.TakeBatchRequest, context: Context
+    ) -> pb.TakeBatchResponse:
+        """Long poll."""
+        take = await self._ledger.take_batch(
+            check.check_number(request.incarnation, "incarnation", 1),
+            check.check_number(request.step, "step", 1),
+            check.check_task_ids(request.task_ids),
+            request.max_wait.ToMilliseconds() / 1000,
+        )
+        if take.state == "taken" and not take.replay:
+            self._metrics.batch_taken(request.step, take)
+        return pb.TakeBatchResponse(
+            state=pb.TakeState.Value(f"TAKE_STATE_{take.state.upper()}"),
+            groups=[
+                pb.GroupManifest(
+                    task_id=group.task_id, lengths=group.lengths, head_version=group.head_version
+                )
+                for group in take.groups
+            ],
+            waiting_for=take.waiting_for,
+            replay=take.replay,
+            queued=take.queued,
+            running=take.running,
+            completed=take.completed,
+        )
+
+    async def FetchGroups(
+        self, request: pb.FetchGroupsRequest, context: Context
+    ) -> AsyncIterator[pb.FetchGroupsResponse]:
+        """Streams payloads as they are stored."""
+        incarnation = check.check_number(request.incarnation, "incarnation", 1)
+        step = check.check_number(request.step, "step", 1)
+        ids = check.check_task_ids(request.task_ids)
+        async for payload in self._store.fetch(incarnation, step, ids):
+            response = pb.FetchGroupsResponse()
+            response.group.ParseFromString(payload)
+            yield response
+
+    async def CommitStep(
+        self, request: pb.CommitStepRequest, context: Context
+    ) -> pb.CommitStepResponse:
+        """Ends steps as trained."""
+        step = check.check_number(request.step, "step", 0)
+        retained = check.check_number(request.oldest_retained_step, "oldest_retained_step", 0)
+        if retained > step:
+            raise InvalidInput(
+                f"oldest_retained_step {retained}: expected at most the committed step {step}"
+            )
+        incarnation = check.check_number(request.incarnation, "incarnation", 1)
+        committed = await self._store.commit(incarnation, step, retained)
+        return pb.CommitStepResponse(last_committed_step=committed)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """Counters and gauges, now."""
+        stats = await self._store.stats()
+        response = pb.GetStatsResponse(
+            submitted=stats.submitted,
+            counts=[
+                pb.StateCount(state=STATE_TO_PB[state], tasks=tasks)
+                for state, tasks in stats.counts.items()
+            ],
+            train_counts=[
+                pb.StateCount(state=STATE_TO_PB[state], tasks=tasks)
+                for state, tasks in stats.train_counts.items()
+            ],
+            policy_version=stats.policy_version,
+            incarnation=stats.incarnation,
+            last_taken_step=stats.last_taken_step,
+            last_committed_step=stats.last_committed_step,
+            batch_size=stats.batch_size,
+            max_head_offpolicyness=stats.max_head_offpolicyness,
+            max_concurrent_rollouts=stats.max_concurrent_rollouts,
+            admission_headroom=stats.admission_headroom,
+            staleness_mean=stats.staleness_mean,
+            staleness_max=stats.staleness_max,
+            regenerated=stats.regenerated,
+            redis_memory_bytes=self._memory.used_bytes,
+            trajectories=stats.trajectories,
+            generated_tokens=stats.generated_tokens,
+        )
+        if stats.oldest_queued_ms:
+            response.oldest_queued_time.CopyFrom(_timestamp(stats.oldest_queued_ms))
+        return response
+
+    async def PutRecipe(
+        self, request: pb.PutRecipeRequest, context: Context
+    ) -> pb.PutRecipeResponse:
+        """Stores a recipe under its digest."""
+        if len(request.source) > check.MAX_RECIPE_BYTES:
+            raise InvalidInput(
+                f"recipe {request.file_name[:80]!r} has {len(request.source)} bytes: at most "
+                f"{check.MAX_RECIPE_BYTES}"
+            )
+        digest = hashlib.sha256(request.source).hexdigest()
+        await self._store.put_recipe(digest, request.file_name[:200], request.source)
+        return pb.PutRecipeResponse(digest=digest)
+
+    async def GetRecipe(
+        self, request: pb.GetRecipeRequest, context: Context
+    ) -> pb.GetRecipeResponse:
+        """A recipe by digest."""
+        recipe = await self._store.get_recipe(check.check_task_id(request.digest, "digest"))
+        if recipe is None:
+            raise NotFound(f"recipe {request.digest}: unknown")
+        return pb.GetRecipeResponse(file_name=recipe[0], source=recipe[1])
+
+    async def ListDeadLetters(
+        self, request: pb.ListDeadLettersRequest, context: Context
+    ) -> pb.ListDeadLettersResponse:
+        """Newest first."""
+        letters = self._store.dead_letters(min(request.limit or 100, 1000))
+        return pb.ListDeadLettersResponse(
+            dead_letters=[
+                pb.DeadLetter(record=_record(task), cause=task.cause, traceback=task.traceback)
+                async for task in letters
+            ]
+        )
+
+    async def RetryDeadLetters(
+        self, request: pb.RetryDeadLettersRequest, context: Context
+    ) -> pb.RetryDeadLettersResponse:
+        """Queues dead letters again."""
+        ids = check.check_task_ids(request.task_ids)
+        return pb.RetryDeadLettersResponse(retried=await self._store.retry_dead_letters(ids))
+
+    @staticmethod
+    def _lease(lease: pb.LeaseRef) -> tuple[str, int]:
+        return (
+            check.check_task_id(lease.task_id, "lease.task_id"),
+            check.check_number(lease.token, "lease.token", 1),
+        )

@@ -1,0 +1,106 @@
+"""What every buffer process does beside answering calls: sweep, sample, listen for wake-ups.
+
+| loop   | consumes                     | waits for            | when Redis is away            |
+|--------|------------------------------|----------------------|-------------------------------|
+| sweep  | expired leases and deadlines | the sweep interval   | goes on; the first sweep after|
+|        |                              |                      | an outage extends all leases  |
+| sample | INFO memory, the counters    | one second           | keeps the last figures        |
+| listen | published wake-ups           | the next message     | subscribes again, wakes all   |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+from areal.errors import ArealError
+from areal.observability.logging import get_logger
+from areal_buffer.ledger import Ledger
+from areal_buffer.memory import MemoryGauge
+from areal_buffer.metrics import BufferMetrics
+from areal_buffer.redis_store import RedisStore
+from areal_buffer.wakes import Kind, Wakes
+
+_SAMPLE_S = 1.0
+_RECONNECT_S = 0.5
+# A script ends after so many; full rounds are repeated at once.
+_SWEEP_LIMIT = 500
+
+
+class Sweeper:
+    """The three loops; each runs until cancelled."""
+
+    def __init__(
+        self,
+        store: RedisStore,
+        ledger: Ledger,
+        wakes: Wakes,
+        memory: MemoryGauge,
+        metrics: BufferMetrics,
+        interval_s: float,
+    ) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._wakes = wakes
+        self._memory = memory
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._log = get_logger("areal_buffer.sweeper")
+
+    async def sweep_forever(self) -> None:
+        """Sweeps every interval."""
+        while True:
+            try:
+                await self._sweep_once()
+            except ArealError as error:
+                self._log.warning("sweep_failed", error=str(error))
+            await asyncio.sleep(self._interval_s)
+
+    async def _sweep_once(self) -> None:
+        while True:
+            swept = await self._store.sweep()
+            self._metrics.swept(swept)
+            if swept.extended:
+                self._log.warning(
+                    "leases_extended", leases=swept.extended, outage_s=swept.gap_ms / 1000
+                )
+            if swept.requeued or swept.expired:
+                self._log.info("swept", leases=swept.requeued, tasks=swept.expired)
+            if max(swept.requeued, swept.expired) < _SWEEP_LIMIT:
+                return
+
+    async def sample_forever(self) -> None:
+        """Samples memory and counters every second."""
+        while True:
+            try:
+                await self.sample()
+            except ArealError as error:
+                self._log.warning("sample_failed", error=str(error))
+            await asyncio.sleep(_SAMPLE_S)
+
+    async def sample(self) -> None:
+        """Reads memory and counters once; raises Unavailable."""
+        self._memory.sample(await self._store.used_memory())
+        stats = await self._store.stats()
+        _, oldest_wait_s = self._ledger.oldest_wait()
+        now_ms = int(time.time() * 1000)
+        self._metrics.sampled(stats, self._memory.used_bytes, now_ms, oldest_wait_s)
+
+    async def listen_forever(self, client: redis.Redis) -> None:
+        """Turns published wake-ups into events."""
+        while True:
+            try:
+                async with client.pubsub(ignore_subscribe_messages=True) as channel:
+                    await channel.subscribe(self._store.wake_channel)
+                    # Something may have happened while nobody listened.
+                    self._wakes.notify_all()
+                    while True:
+                        message = await channel.get_message(timeout=5.0)
+                        if message is not None:
+                            self._wakes.notify(Kind(message["data"].decode()))
+            except (RedisError, OSError) as error:
+                self._log.warning("wake_channel_lost", error=str(error))
+            await asyncio.sleep(_RECONNECT_S)

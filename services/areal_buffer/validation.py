@@ -1,0 +1,162 @@
+"""Checks of everything that comes in, before any of it is stored. One line names what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal.errors import InvalidInput
+from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import trajectory_pb2
+from areal.wire import group_from_pb, parse_json_object, task_from_pb
+from areal_buffer.records import FinishedGroup, NewTask
+
+MAX_TASKS_PER_CALL = 10_000
+MAX_LEASES_PER_CALL = 1_000
+MAX_DATA_BYTES = 1024 * 1024
+MAX_RECIPE_BYTES = 1024 * 1024
+_MAX_KWARGS_BYTES = 64 * 1024
+_MAX_TRACEBACK_CHARS = 16_000
+_MAX_LINE_CHARS = 2_000
+# A bitmap of 2^27 positions is 16 MiB.
+_MAX_POSITION_INDEX = 2**27
+_MAX_EPOCH = 2**31
+# Scores order groups by version and submission in one double: 21 bits are left for the version.
+_MAX_VERSION = 2**21
+# Lua's numbers are doubles.
+_MAX_NUMBER = 2**53
+_TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_task_id(task_id: str, field: str = "task_id") -> str:
+    """Raises InvalidInput unless it is an id."""
+    if not _TASK_ID.fullmatch(task_id):
+        raise InvalidInput(f"{field} {task_id[:80]!r}: expected 1 to 200 of [A-Za-z0-9._:-]")
+    return task_id
+
+
+def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
+    """Valid, distinct and not too many; raises InvalidInput."""
+    if not at_least <= len(task_ids) <= MAX_TASKS_PER_CALL:
+        raise InvalidInput(
+            f"task_ids: got {len(task_ids)}, expected {at_least} to {MAX_TASKS_PER_CALL}"
+        )
+    for task_id in task_ids:
+        check_task_id(task_id, "task_ids")
+    if len(set(task_ids)) != len(task_ids):
+        seen: set[str] = set()
+        twice = next(each for each in task_ids if each in seen or seen.add(each))  # type: ignore[func-returns-value]
+        raise InvalidInput(f"task_ids: {twice!r} is there twice")
+    return list(task_ids)
+
+
+def check_number(value: int, field: str, at_least: int) -> int:
+    """Within at_least .. 2^53; raises InvalidInput."""
+    if not at_least <= value < _MAX_NUMBER:
+        raise InvalidInput(f"{field} {value}: expected {at_least} or more, below 2^53")
+    return value
+
+
+def check_worker_id(worker_id: str) -> str:
+    """Non-empty, one line; raises InvalidInput."""
+    if not worker_id or len(worker_id) > 200 or not worker_id.isprintable():
+        raise InvalidInput(f"worker_id {worker_id[:80]!r}: expected 1 to 200 printable characters")
+    return worker_id
+
+
+def check_task(message: trajectory_pb2.Task) -> NewTask:
+    """One task of a submission; raises InvalidInput naming task and field."""
+    check_task_id(message.task_id)
+    who = f"task {message.task_id!r}"
+    if len(message.data_json) > MAX_DATA_BYTES:
+        raise InvalidInput(
+            f"{who} data_json has {len(message.data_json)} characters: at most {MAX_DATA_BYTES}"
+        )
+    task = task_from_pb(message)
+    spec = message.workflow
+    if not spec.name or len(spec.name) > 200:
+        raise InvalidInput(f"{who} workflow.name {spec.name[:80]!r}: expected 1 to 200 characters")
+    if spec.recipe_digest and not _DIGEST.fullmatch(spec.recipe_digest):
+        raise InvalidInput(
+            f"{who} workflow.recipe_digest {spec.recipe_digest[:80]!r}: expected sha256 in hex"
+        )
+    if len(spec.kwargs_json) > _MAX_KWARGS_BYTES:
+        raise InvalidInput(
+            f"{who} workflow.kwargs_json has {len(spec.kwargs_json)} characters: "
+            f"at most {_MAX_KWARGS_BYTES}"
+        )
+    parse_json_object(spec.kwargs_json, f"{who} workflow.kwargs_json")
+    if len(message.traceparent) > 200:
+        raise InvalidInput(f"{who} traceparent: more than 200 characters")
+    if task.position is not None:
+        epoch, index = task.position
+        if not (0 <= epoch < _MAX_EPOCH and 0 <= index < _MAX_POSITION_INDEX):
+            raise InvalidInput(
+                f"{who} position ({epoch}, {index}): expected epoch < 2^31 and index < 2^27"
+            )
+    time_to_live_ms = None
+    if task.time_to_live_s is not None:
+        time_to_live_ms = int(task.time_to_live_s * 1000)
+        if not 0 < time_to_live_ms < 2**40:
+            raise InvalidInput(f"{who} time_to_live {task.time_to_live_s} s: expected more than 0")
+    return NewTask(
+        task_id=message.task_id,
+        purpose=task.purpose,
+        body=message.SerializeToString(),
+        position=task.position,
+        time_to_live_ms=time_to_live_ms,
+    )
+
+
+def check_group(request: pb.CompleteTaskRequest, max_group_bytes: int) -> FinishedGroup:
+    """A finished group; raises InvalidInput naming group, trajectory and tensor."""
+    task_id = check_task_id(request.lease.task_id, "lease.task_id")
+    check_number(request.lease.token, "lease.token", 1)
+    message = request.group
+    if message.group_id != task_id:
+        raise InvalidInput(
+            f"group_id {message.group_id[:80]!r}: expected the task's id {task_id!r}"
+        )
+    payload = message.SerializeToString()
+    if len(payload) > max_group_bytes:
+        raise InvalidInput(
+            f"group {task_id!r} has {len(payload)} bytes: at most {max_group_bytes} "
+            f"(rollout.max_group_bytes)"
+        )
+    group = group_from_pb(message)
+    ids = {trajectory.trajectory_id for trajectory in group.trajectories}
+    if "" in ids or len(ids) != len(group.trajectories):
+        raise InvalidInput(f"group {task_id!r}: trajectory_id must be set and distinct")
+    head_version, generated, reward = _MAX_VERSION, 0, 0.0
+    for trajectory in group.trajectories:
+        sampled = trajectory.token_versions[trajectory.token_versions >= 0]
+        if sampled.size:
+            generated += int(sampled.size)
+            head_version = min(head_version, int(sampled.min()))
+            if int(sampled.max()) >= _MAX_VERSION:
+                raise InvalidInput(
+                    f"trajectory {trajectory.trajectory_id!r} token_versions: "
+                    f"{int(np.max(sampled))} is no policy version"
+                )
+        reward += trajectory.reward
+    return FinishedGroup(
+        task_id=task_id,
+        payload=payload,
+        head_version=head_version if generated else -1,
+        lengths=tuple(len(trajectory.input_ids) for trajectory in group.trajectories),
+        generated_tokens=generated,
+        mean_reward=reward / len(group.trajectories),
+    )
+
+
+def line(text: str) -> str:
+    """Text for people, bounded."""
+    return text[:_MAX_LINE_CHARS]
+
+
+def traceback_text(text: str) -> str:
+    """A stack trace, bounded; its end says most."""
+    return text[-_MAX_TRACEBACK_CHARS:]

@@ -1,0 +1,176 @@
+"""Builders for tests of the ledger: small tasks, groups, and a store on a real Redis."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from areal.clients.stores import connect_redis
+from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
+from areal.wire import group_to_pb, task_to_pb
+from areal_buffer.config import LedgerConfig
+from areal_buffer.records import FinishedGroup, NewTask
+from areal_buffer.redis_store import RedisStore
+
+
+def make_task(
+    task_id: str,
+    purpose: Purpose = Purpose.TRAIN,
+    position: tuple[int, int] | None = None,
+    time_to_live_s: float | None = None,
+) -> Task:
+    return Task(
+        task_id=task_id,
+        purpose=purpose,
+        workflow=WorkflowSpec(name="rlvr"),
+        data={"question": "1+1", "answer": "2"},
+        position=position,
+        time_to_live_s=time_to_live_s,
+    )
+
+
+def new_task(task_id: str, purpose: Purpose = Purpose.TRAIN, **more: object) -> NewTask:
+    ttl = more.get("time_to_live_ms")
+    return NewTask(
+        task_id=task_id,
+        purpose=purpose,
+        body=task_to_pb(make_task(task_id, purpose)).SerializeToString(),
+        position=more.get("position"),  # type: ignore[arg-type]
+        time_to_live_ms=ttl,  # type: ignore[arg-type]
+    )
+
+
+def make_group(
+    task_id: str, version: int = 0, samples: int = 2, length: int = 6
+) -> TrajectoryGroup:
+    """Two prompt tokens, the rest sampled at `version`."""
+    prompt = np.arange(length) < 2
+    return TrajectoryGroup(
+        group_id=task_id,
+        trajectories=[
+            Trajectory(
+                trajectory_id=f"{task_id}.{sample}",
+                input_ids=np.arange(length, dtype=np.int32) + sample,
+                loss_mask=~prompt,
+                behavior_logprobs=np.where(prompt, 0.0, -0.5).astype(np.float32),
+                token_versions=np.where(prompt, -1, version).astype(np.int32),
+                rewards=np.where(np.arange(length) == length - 1, 1.0, 0.0).astype(np.float32),
+            )
+            for sample in range(samples)
+        ],
+    )
+
+
+def finished(task_id: str, version: int = 0) -> FinishedGroup:
+    group = make_group(task_id, version)
+    return FinishedGroup(
+        task_id=task_id,
+        payload=group_to_pb(group).SerializeToString(),
+        head_version=version,
+        lengths=tuple(len(each.input_ids) for each in group.trajectories),
+        generated_tokens=8,
+        mean_reward=1.0,
+    )
+
+
+def ledger_config(url: str, **changes: object) -> LedgerConfig:
+    values: dict[str, object] = {
+        "namespace": f"test/{uuid.uuid4().hex[:12]}",
+        "redis_url": url,
+        "batch_size": 2,
+        "max_head_offpolicyness": 1,
+        "max_concurrent_rollouts": 100,
+        "lease_ttl_ms": 60_000,
+        "sweep_interval_ms": 5_000,
+        "straggler_deadline_ms": 60_000,
+        "max_attempts": 2,
+        "max_infrastructure_attempts": 3,
+        "serve_result_ttl_ms": 60_000,
+        "max_group_bytes": 1_000_000,
+        "max_memory_bytes": 2**40,
+    }
+    return LedgerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Book:
+    """A store with the shortest ways to say what a test does."""
+
+    def __init__(self, store: RedisStore, client: object, prefix: str) -> None:
+        self.store = store
+        self.redis = client
+        self.prefix = prefix
+        self.incarnation = 0
+
+    async def submit(
+        self, *ids: str, purpose: Purpose = Purpose.TRAIN, **more: object
+    ) -> list[bool]:
+        options = {"incarnation": 0, "seal": False, "full": False}
+        options.update({key: more.pop(key) for key in list(more) if key in options})  # type: ignore[arg-type]
+        tasks = [new_task(task_id, purpose, **more) for task_id in ids]
+        return await self.store.submit(tasks, **options)  # type: ignore[arg-type]
+
+    async def lease(self, n: int = 1) -> dict[str, int]:
+        """id -> token."""
+        leases, _ = await self.store.lease("w", n)
+        return {lease.task_id: lease.token for lease in leases}
+
+    async def complete(
+        self, task_id: str, token: int, version: int = 0, full: bool = False
+    ) -> bool:
+        return await self.store.complete(token, finished(task_id, version), full=full)
+
+    async def run(self, *ids: str, version: int = 0) -> None:
+        """Submits, leases and completes exactly these."""
+        await self.submit(*ids)
+        leases = await self.lease(len(ids))
+        assert set(leases) == set(ids), leases
+        for task_id in ids:
+            await self.complete(task_id, leases[task_id], version)
+
+    async def register(
+        self, resume: int = 0, size: int = 2, eta: int = 1, concurrent: int = 100
+    ) -> int:
+        self.incarnation = (
+            await self.store.register_trainer(resume, size, eta, concurrent)
+        ).incarnation
+        return self.incarnation
+
+    async def take(self, step: int, *ids: str, near_limit: bool = False) -> tuple[str, list[str]]:
+        """(state, ids of the batch)."""
+        taken = await self.store.take(self.incarnation, step, ids, near_limit=near_limit)
+        return taken.state, [group.task_id for group in taken.groups]
+
+    async def state(self, task_id: str) -> str:
+        async for record in self.store.read([task_id], groups=False):
+            return record.state.value
+        return ""
+
+    async def expire_lease(self, task_id: str) -> None:
+        """As if its holder had been silent for a lease's lifetime, then a sweep."""
+        for purpose in Purpose:
+            await self.redis.zadd(f"{self.prefix}running:{purpose}", {task_id: 1}, xx=True)  # type: ignore[attr-defined]
+        await self.store.sweep()
+
+    async def pass_straggler_deadline(self) -> None:
+        await self.redis.hset(f"{self.prefix}meta", "take_since", 1)  # type: ignore[attr-defined]
+
+    async def counts(self) -> dict[str, int]:
+        """States that have tasks; checks that all add up."""
+        stats = await self.store.stats()
+        assert sum(stats.counts.values()) == stats.submitted, stats
+        assert min(stats.counts.values()) >= 0, stats
+        return {state.value: tasks for state, tasks in stats.counts.items() if tasks}
+
+
+@asynccontextmanager
+async def open_book(url: str, **changes: object) -> AsyncIterator[Book]:
+    config = ledger_config(url, **changes)
+    client = connect_redis(url)
+    try:
+        store = RedisStore(client, config)
+        yield Book(store, client, store.wake_channel.removesuffix("wake"))
+    finally:
+        await client.aclose()
