@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MUTED = "bright_black"
+HOST = "127.0.0.1"
 _STATE_STYLE = {
     "up": "green",
     "finished": "green",
@@ -200,34 +201,39 @@ class LiveView:
         return text
 
     def _tables(self) -> RenderableType:
-        grid = Table.grid(expand=True, padding=(0, 4))
-        grid.add_column(ratio=1)
-        grid.add_column(ratio=1)
-        grid.add_row(self._server_table(), self._process_table())
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True)
+        names = list(self._stack.supervisor.processes)
+        half = (len(names) + 1) // 2
+        columns = [self._process_table(names[:half]), self._process_table(names[half:])]
+        grid.add_row(self._server_table(), *columns)
         return grid
 
     def _server_table(self) -> RenderableType:
         table = _table("server", "version", "state")
         for server in sorted(self.snapshot.servers, key=lambda s: s.server_id):
             state = Text(server.state.value, _SERVER_STYLE.get(server.state, ""))
-            if server.cause and server.state is not ServerState.SERVING:
-                state.append(f" {server.cause}", _MUTED)
-            table.add_row(server.server_id, str(server.version), state)
+            table.add_row(server.server_id.removeprefix(HOST), str(server.version), state)
         sync = self.snapshot.sync
-        if sync is not None:
-            note = f"version {sync.current_version} on {sync.confirmed_servers} of {sync.servers}"
-            if sync.updates:
-                note += f"; {sync.updates} updates, {sync.update_seconds_mean * 1000:.0f} ms pause"
-            return Group(table, Text(note, _MUTED))
-        return table
+        if sync is None:
+            return table
+        note = f"version {sync.current_version} on {sync.confirmed_servers} of {sync.servers}"
+        if sync.updates:
+            note += f"\n{sync.updates} updates, {sync.update_seconds_mean * 1000:.0f} ms pause"
+        return Group(table, Text(note, _MUTED))
 
-    def _process_table(self) -> RenderableType:
-        table = _table("process", "state", "restarts", "MiB")
-        for name, process in self._stack.supervisor.processes.items():
+    def _process_table(self, names: list[str]) -> RenderableType:
+        table = _table("process", "state", "MiB")
+        for name in names:
+            process = self._stack.supervisor.processes[name]
+            state = Text(process.state.value, _STATE_STYLE.get(process.state.value, ""))
+            if process.restarts:
+                state.append(f" {process.restarts} restart{'s'[: process.restarts > 1]}", "yellow")
             table.add_row(
                 name,
-                Text(process.state.value, _STATE_STYLE.get(process.state.value, "")),
-                Text(str(process.restarts), "bold yellow" if process.restarts else _MUTED),
+                state,
                 f"{self._usage.now_mb.get(name, 0):,.0f}",
             )
         return table
@@ -246,13 +252,18 @@ class LiveView:
             )
             for event in events
         ]
+        lines += [
+            Text(f"server {s.server_id}: {s.cause}", "yellow", overflow="ellipsis", no_wrap=True)
+            for s in self.snapshot.servers
+            if s.cause and s.state is not ServerState.SERVING
+        ]
         return [Text(), *lines] if lines else []
 
 
 def _table(*headers: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=_MUTED)
     for header in headers:
-        numeric = header in ("version", "restarts", "MiB")
+        numeric = header in ("version", "MiB")
         table.add_column(header, justify="right" if numeric else "left", no_wrap=True)
     return table
 

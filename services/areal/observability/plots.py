@@ -49,15 +49,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     top.plot(steps, rewards, color=_POLICY, alpha=0.28, linewidth=1.2, label="each step")
     smooth = moving_mean(rewards, REWARD_WINDOW)
     top.plot(steps, smooth, color=_POLICY, linewidth=2.4, label=f"mean of {REWARD_WINDOW} steps")
-    top.annotate(
-        f"{smooth[-1]:.2f}",
-        (steps[-1], smooth[-1]),
-        xytext=(6, 0),
-        textcoords="offset points",
-        color=_POLICY,
-        fontweight="bold",
-        va="center",
-    )
+    _label(top, (steps[-1], smooth[-1]), f"{smooth[-1]:.2f}", _POLICY)
     _heldout(top, results, steps)
     top.set_ylabel("reward", color=_INK)
     top.set_title(
@@ -67,16 +59,17 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
         fontweight="bold",
         fontsize=12,
     )
-    top.legend(frameon=False, loc="lower right", labelcolor=_INK, fontsize=9)
+    top.legend(frameon=False, loc="best", labelcolor=_INK, fontsize=9)
     staleness = [
         (r["step"], r["staleness_mean"], r["staleness_max"]) for r in rows if "staleness_mean" in r
     ]
     if staleness:
         at, average, worst = zip(*staleness, strict=True)
-        bottom.step(at, worst, where="mid", color=_MUTED, linewidth=1.0, label="max")
-        bottom.plot(at, average, color=_INK, linewidth=1.4, label="mean")
-        bottom.set_ylim(bottom=-0.2)
-        bottom.legend(frameon=False, loc="upper right", ncols=2, labelcolor=_INK, fontsize=8)
+        bottom.step(at, worst, where="mid", color=_MUTED, linewidth=1.0)
+        bottom.plot(at, average, color=_INK, linewidth=1.4)
+        bottom.set_ylim(-0.2, max(worst) + 0.4)
+        for value, name, color in ((worst[-1], "max", _MUTED), (average[-1], "mean", _INK)):
+            _label(bottom, (at[-1], value), name, color)
     bottom.set_ylabel("staleness", color=_INK)
     bottom.set_xlabel("train step", color=_INK)
     figure.tight_layout()
@@ -119,6 +112,20 @@ def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
             fontweight="bold",
             fontsize=9,
         )
+
+
+def _label(axes: Any, point: tuple[float, float], text: str, color: str) -> None:
+    """Names a line at its right end."""
+    axes.annotate(
+        text,
+        point,
+        xytext=(8, 0),
+        textcoords="offset points",
+        color=color,
+        fontweight="bold",
+        va="center",
+        fontsize=9,
+    )
 
 
 def _style(axes: Any) -> None:

@@ -1,0 +1,276 @@
+"""`areal submit` and `areal dead-letters`: tasks in, results out, through the services' APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal.clients.buffer import BufferClient, DeadLetter
+from areal.clients.rollout import RolloutClient
+from areal.config import GRPOConfig, load_service_config
+from areal.errors import InvalidInput, NotFound, WaitTimeout
+from areal.launchers.run_folder import find_run
+from areal.recipe import Recipe
+from areal.types import Purpose, Task, TaskState, WorkflowSpec
+
+# The keys that may stand beside "data"; without "data" the whole line is the row.
+_TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
+_TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+# Tasks per call: far below the largest message that a service accepts.
+_CHUNK = 500
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """What the command line says for all lines."""
+
+    workflow: str = "rlvr"
+    reward: str = "math"
+    recipe: Path | None = None
+    wait: bool = False
+    timeout_s: float = 3600.0
+    as_json: bool = False
+
+
+def parse_tasks(
+    lines: Iterable[str], source: str, default: WorkflowSpec, prefix: str
+) -> list[Task]:
+    """Reads JSON Lines; blank lines are skipped.
+
+    Args:
+        lines: One JSON object each.
+        source: The file's name, for errors.
+        default: The workflow of rows that name none.
+        prefix: Of the ids of rows that have none: `prefix-LINE`.
+
+    Raises:
+        InvalidInput: `source:LINE:` and what is wrong there.
+    """
+    tasks = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{source}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InvalidInput(f"{where}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise InvalidInput(f"{where}: expected a JSON object, got {type(row).__name__}")
+        tasks.append(_parse_task(row, where, default, f"{prefix}-{number}"))
+    if not tasks:
+        raise InvalidInput(f"{source}: no tasks in it")
+    return tasks
+
+
+def _parse_task(row: dict[str, Any], where: str, default: WorkflowSpec, name: str) -> Task:
+    if "data" not in row:
+        task_id = row.pop("task_id", name)
+        row = {"task_id": task_id, "data": row}
+    if unknown := sorted(set(row) - _TASK_KEYS):
+        raise InvalidInput(
+            f"{where}: unknown key {unknown[0]!r} beside 'data'; "
+            f"expected {', '.join(sorted(_TASK_KEYS))}"
+        )
+    task_id = row.get("task_id", name)
+    if not isinstance(task_id, str) or not _TASK_ID.fullmatch(task_id):
+        raise InvalidInput(
+            f"{where}: task_id {task_id!r}: expected 1 to 200 of letters, digits and ._:-"
+        )
+    if not isinstance(row["data"], dict):
+        raise InvalidInput(f"{where}: data: expected a JSON object")
+    purpose = row.get("purpose", Purpose.SERVE.value)
+    if purpose not in list(Purpose):
+        raise InvalidInput(f"{where}: purpose {purpose!r}: expected {' or '.join(Purpose)}")
+    lifetime = row.get("time_to_live_s")
+    if lifetime is not None and (not isinstance(lifetime, int | float) or lifetime <= 0):
+        raise InvalidInput(f"{where}: time_to_live_s {lifetime!r}: expected a number above 0")
+    return Task(
+        task_id=task_id,
+        purpose=Purpose(purpose),
+        workflow=_parse_workflow(row, where, default),
+        data=row["data"],
+        time_to_live_s=lifetime,
+    )
+
+
+def _parse_workflow(row: dict[str, Any], where: str, default: WorkflowSpec) -> WorkflowSpec:
+    name, kwargs = row.get("workflow", default.name), row.get("kwargs")
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(f"{where}: workflow {name!r}: expected a name")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise InvalidInput(f"{where}: kwargs: expected a JSON object")
+    if kwargs is None:
+        text = default.kwargs_json if name == default.name else "{}"
+    else:
+        text = json.dumps(kwargs)
+    return WorkflowSpec(name=name, recipe_digest=default.recipe_digest, kwargs_json=text)
+
+
+def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
+    """Submits a file's tasks; exit code 1 when some that were waited for were not delivered."""
+    folder = find_run(run)
+    if not folder.held():
+        raise NotFound(f"{folder.path}: not running")
+    config = load_service_config(folder.config_file)
+    if str(file) == "-":
+        text = sys.stdin.read()
+    else:
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"{file}: {error}") from None
+    recipe = Recipe.read(options.recipe) if options.recipe is not None else None
+    default = WorkflowSpec(
+        name=options.workflow,
+        recipe_digest=recipe.digest if recipe is not None else "",
+        kwargs_json=_default_kwargs(config, options),
+    )
+    prefix = f"submit-{uuid.uuid4().hex[:8]}"
+    tasks = parse_tasks(text.splitlines(), str(file), default, prefix)
+    return asyncio.run(_submit(config, tasks, recipe, options))
+
+
+def _default_kwargs(config: GRPOConfig, options: SubmitOptions) -> str:
+    if options.workflow != "rlvr":
+        return "{}"
+    gconfig = asdict(config.gconfig)
+    return json.dumps({"reward_fn": options.reward, "gconfig": gconfig})
+
+
+async def _submit(
+    config: GRPOConfig, tasks: list[Task], recipe: Recipe | None, options: SubmitOptions
+) -> int:
+    if recipe is not None:
+        buffer = BufferClient(config.endpoints.buffer)
+        try:
+            await buffer.put_recipe(recipe.file_name, recipe.source)
+        finally:
+            await buffer.close()
+    client = RolloutClient(config.endpoints.rollout)
+    try:
+        accepted: list[bool] = []
+        for start in range(0, len(tasks), _CHUNK):
+            accepted += await client.submit_tasks(tasks[start : start + _CHUNK])
+        known = accepted.count(False)
+        if options.as_json:
+            _print({"event": "submitted", "tasks": len(tasks), "known_already": known})
+        else:
+            note = f", {known} known already" if known else ""
+            _say(f"submitted {accepted.count(True)} tasks{note}")
+        if not options.wait:
+            return 0
+        return await _wait(client, [task.task_id for task in tasks], options)
+    finally:
+        await client.close()
+
+
+async def _wait(client: RolloutClient, task_ids: list[str], options: SubmitOptions) -> int:
+    """Prints each task as it ends; returns the exit code."""
+    states: dict[TaskState, int] = {}
+    rewards: list[float] = []
+    remaining = set(task_ids)
+    try:
+        async with asyncio.timeout(options.timeout_s):
+            async for record in client.watch_tasks(sorted(remaining), include_trajectories=True):
+                remaining.discard(record.task.task_id)
+                states[record.state] = states.get(record.state, 0) + 1
+                samples = record.group.trajectories if record.group is not None else []
+                rewards += [t.reward for t in samples]
+                if options.as_json:
+                    _print(
+                        {
+                            "event": "task",
+                            "task_id": record.task.task_id,
+                            "state": record.state.value,
+                            "reason": record.reason,
+                            "samples": [
+                                {"reward": t.reward, "completion": t.completion_text}
+                                for t in samples
+                            ],
+                        }
+                    )
+                elif record.state is not TaskState.DELIVERED:
+                    _say(f"{record.task.task_id}: {record.state.value} {record.reason}")
+    except TimeoutError:
+        raise WaitTimeout(
+            f"{len(remaining)} of {len(task_ids)} tasks, e.g. {min(remaining)}",
+            on=f"rollout {client.address}",
+            hint=f"--timeout {options.timeout_s:.0f}; see `areal status`",
+        ) from None
+    counts = {state.value: count for state, count in states.items()}
+    mean = sum(rewards) / len(rewards) if rewards else None
+    if options.as_json:
+        _print({"event": "summary", "counts": counts, "samples": len(rewards), "reward_mean": mean})
+    else:
+        ended = ", ".join(f"{count} {name}" for name, count in counts.items())
+        score = f"; mean reward {mean:.3f} of {len(rewards)} samples" if mean is not None else ""
+        _say(ended + score)
+    return 0 if set(states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
+
+
+def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
+    """Prints what was given up, newest first."""
+    config = load_service_config(find_run(run).config_file)
+
+    async def ask() -> list[DeadLetter]:
+        client = BufferClient(config.endpoints.buffer)
+        try:
+            return await client.list_dead_letters(limit)
+        finally:
+            await client.close()
+
+    letters = asyncio.run(ask())
+    if as_json:
+        for letter in letters:
+            _print(
+                {
+                    "task_id": letter.record.task.task_id,
+                    "cause": letter.cause,
+                    "attempts": letter.record.attempts,
+                    "infrastructure_attempts": letter.record.infrastructure_attempts,
+                    "traceback": letter.traceback,
+                }
+            )
+        return 0
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for header in ("task", "attempts", "cause"):
+        table.add_column(header)
+    for letter in letters:
+        attempts = letter.record.attempts + letter.record.infrastructure_attempts
+        table.add_row(letter.record.task.task_id, str(attempts), letter.cause)
+    Console().print(table if letters else "no dead letters")
+    return 0
+
+
+def retry_dead_letters(run: Path | None, task_ids: list[str]) -> int:
+    """Queues dead letters again."""
+    config = load_service_config(find_run(run).config_file)
+
+    async def ask() -> int:
+        client = BufferClient(config.endpoints.buffer)
+        try:
+            return await client.retry_dead_letters(task_ids)
+        finally:
+            await client.close()
+
+    _say(f"{asyncio.run(ask())} tasks queued again")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - output for people
+
+
+def _print(content: dict[str, Any]) -> None:
+    print(json.dumps(content, separators=(",", ":")), flush=True)  # noqa: T201 - the output
