@@ -1,7 +1,8 @@
 """Whether a server's weights are those of the version: compared with what the other servers hold.
 
 Engines with checksums vote: of the digests seen for a version in one layout, the one held by most
-servers is right (in a tie, the one seen first). So one server that lies or holds a torn load is
+servers is right. In a tie it is not the one that belongs to another version (a load that did not
+happen), else the one seen first. So one server that lies or holds a torn load is
 found whether it comes first, last or between, and a first liar is outvoted by the second honest
 server's vote after the first's. Engines without checksums compare the logprobs of a fixed prompt.
 """
@@ -44,7 +45,13 @@ class Confirmation:
         """
         ballot = _slot(self._ballots, version, _Ballot)
         ballot.put(server_id, fingerprint)
-        right, most = ballot.winner(fingerprint.layout)
+        known = {
+            digest
+            for other, earlier in self._ballots.items()
+            if other != version
+            for digest in earlier.digests()
+        }
+        right, most = ballot.winner(fingerprint.layout, known)
         if fingerprint.digest != right:
             raise EngineError(
                 Fault.WRONG_WEIGHTS,
@@ -105,10 +112,14 @@ class _Ballot:
             if not self._counts[before]:
                 del self._counts[before]
 
-    def winner(self, layout: str) -> tuple[str, int]:
-        """Digest and count; of equals the one first seen."""
+    def digests(self) -> list[str]:
+        """Distinct ones: few."""
+        return [fingerprint.digest for fingerprint in self._counts]
+
+    def winner(self, layout: str, known: set[str]) -> tuple[str, int]:
+        """Digest and count; of equals the one not `known` from other versions, then the first."""
         same = {f: count for f, count in self._counts.items() if f.layout == layout}
-        best = max(same, key=lambda fingerprint: same[fingerprint])
+        best = max(same, key=lambda f: (same[f], f.digest not in known))
         return best.digest, same[best]
 
     def outvoted(self, right: Fingerprint) -> list[str]:

@@ -171,7 +171,9 @@ class HttpEngine:
     def _parse(self, path: str, status: int, text: bytes) -> dict[str, Any]:
         if status != 200:
             words = " ".join(text[:300].decode(errors="replace").split())
-            raise EngineError(Fault.HTTP_STATUS, f"{path}: HTTP {status}: {words}")
+            # 503 is how a server says that it is still loading its model.
+            fault = Fault.UNREACHABLE if status == 503 else Fault.HTTP_STATUS
+            raise EngineError(fault, f"{path}: HTTP {status}: {words}")
         try:
             parsed = json.loads(text)
         except ValueError:

@@ -266,6 +266,23 @@ async def test_liar_about_weights_when_first_to_answer_then_is_outvoted(tmp_path
         await rig.at("a", SERVING, 0)
 
 
+async def test_stale_server_when_first_of_two_then_loses_the_tie(tmp_path):
+    async with rig_of(tmp_path) as rig:
+        rig.register("a", "b")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        await rig.at("b", SERVING, 0)
+        rig.engine("a").holds = "w0"  # says it has loaded version 1, and has not
+        rig.engine("b").load_gate.clear()
+        await rig.publish(1)
+        await rig.at("a", SERVING, 1)
+        rig.engine("b").load_gate.set()
+        await rig.at("b", SERVING, 1)
+        await rig.at("a", QUARANTINED)
+        rig.engine("a").holds = None
+        await rig.at("a", SERVING, 1)
+
+
 async def test_engine_without_checksums_when_updated_then_logprobs_are_compared(tmp_path):
     async with rig_of(tmp_path) as rig:
         for name in "abc":
