@@ -79,9 +79,9 @@ async def until(condition, timeout=5.0):
 
 async def test_generate_when_all_is_well_then_sends_and_reads_the_protocol():
     server = FakeSGLang(version="4")
+    asked = request(6, min_new_tokens=2, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=[5])
     async with serving(server) as client:
-        gconfig = dict(min_new_tokens=2, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=[5])
-        response = await client.generate(request(6, **gconfig), empty(), min_version=4)
+        response = await client.generate(asked, empty(), min_version=4)
     check(response, 6)
     assert response.output_versions == [4] * 6
     assert response.stop_reason is StopReason.LENGTH
@@ -195,8 +195,10 @@ async def test_generate_when_server_is_dead_then_another_answers():
 
 
 async def test_generate_when_every_try_fails_then_all_causes_are_kept():
-    servers = [FakeSGLang(behave=lambda _: web.Response(status=500, text=f"no {n}")) for n in "ab"]
-    servers[0].behave = lambda _: web.Response(status=500, text="no a")
+    servers = [
+        FakeSGLang(behave=lambda _: web.Response(status=500, text="no a")),
+        FakeSGLang(behave=lambda _: web.Response(status=500, text="no b")),
+    ]
     async with serving(*servers, request_timeout_s=30.0, setup_timeout_s=20.0) as client:
         client.table._servers[servers[0].url].failures = -10  # short blocks: the test is quick
         client.table._servers[servers[1].url].failures = -10

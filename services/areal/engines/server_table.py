@@ -7,11 +7,12 @@
                           its running requests         │
                           are given up (abandon) <── failed(server)
 
-| who            | consumes          | waits for                       | unblocked by              |
-|----------------|-------------------|---------------------------------|---------------------------|
-| update, failed | listings, failures | nothing                        |                           |
-| choose         | the records       | nothing                         |                           |
-| changed        |                   | a change, or the end of a block | update, wake, its deadline |
+| who     | consumes      | waits for                       | unblocked by               |
+|---------|---------------|---------------------------------|----------------------------|
+| update  | whole listing | nothing                         |                            |
+| failed  | one failure   | nothing                         |                            |
+| choose  | the records   | nothing                         |                            |
+| changed |               | a change, or the end of a block | update, wake, its deadline |
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Generation on SGLang-protocol servers, through interruptions of every kind.
 
-    generate ──> choose a server ──> POST /generate ──┬─ stop, length ──────────> done
-        ^              │ none                         ├─ abort (update, drain) ──> keep tokens, again
-        │              v                              ├─ failure, server lost ───> report, again
-        └──────── table.changed                       └─ 400 ────────────────────> InvalidInput
+    generate ──> choose a server ──> POST /generate ──┬─ stop, length ─────────> done
+        ^              │ none                         ├─ abort (update, drain) ─> again
+        │              v                              ├─ failure, server lost ──> report, again
+        └──────── table.changed                       └─ 400 ───────────────────> InvalidInput
 
-| step      | consumes           | waits for                          | unblocked by                     |
-|-----------|--------------------|------------------------------------|----------------------------------|
-| choosing  | the server table   | a server at min_version            | table update, setup_timeout_s    |
-| posting   | one HTTP response  | the server                         | answer, quarantine, request_timeout_s |
-| interrupt | running requests   | their partial answers              | /abort_request, its deadline     |
+| step      | consumes          | waits for                | unblocked by                          |
+|-----------|-------------------|--------------------------|---------------------------------------|
+| choosing  | the server table  | a server at min_version  | table update, setup_timeout_s         |
+| posting   | one HTTP response | the server               | answer, quarantine, request_timeout_s |
+| interrupt | running requests  | their partial answers    | /abort_request, its deadline          |
 
 Every token keeps the version that sampled it (`meta_info.weight_versions`), whatever happened in
 between: a continued request sends prompt + tokens so far and asks for the rest.

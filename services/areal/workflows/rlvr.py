@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from areal.errors import InvalidInput
+from areal.rewards import BUILTIN, builtin_reward
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
 
@@ -45,7 +46,9 @@ class RLVRWorkflow(RolloutWorkflow):
         self.gconfig = gconfig or GenerationHyperparameters()
         self.system_prompt = system_prompt
         self.reward_kwargs = reward_kwargs or {}
-        if not (isinstance(reward_fn, str) and reward_fn) and not callable(reward_fn):
+        if isinstance(reward_fn, str) and reward_fn not in BUILTIN:
+            builtin_reward(reward_fn)  # raises, and names the nearest one
+        if not isinstance(reward_fn, str) and not callable(reward_fn):
             raise InvalidInput(f"reward_fn {reward_fn!r}: expected a name or a function")
         if self.gconfig.n_samples < 1:
             raise InvalidInput(f"gconfig.n_samples {self.gconfig.n_samples}: expected 1 or more")

@@ -1,0 +1,160 @@
+"""What one episode is given: generation, scoring, the tokenizer, and a journal of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from areal.errors import Unavailable, WorkflowError
+from areal.recipe import function_reference
+from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
+from areal.tokenizer import Tokenizer
+from areal.types import LLMRequest, LLMResponse, StopReason
+from areal.workflows.base import RewardFn
+from areal_rollout import journal
+from areal_rollout.ports import Generation, Scorer
+
+
+class EpisodeEngine:
+    """The `InferenceEngine` of one episode."""
+
+    __slots__ = (
+        "_avoid",
+        "_calls",
+        "_generation",
+        "_group",
+        "_min_version",
+        "_replay",
+        "_running",
+        "_scorer",
+        "_seen",
+        "_tokenizer",
+    )
+
+    def __init__(
+        self,
+        generation: Generation,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        *,
+        group: str,
+        min_version: int,
+        avoid: Collection[str] = (),
+        replay: dict[journal.CallKey, LLMResponse] | None = None,
+    ) -> None:
+        """Holds nothing but references until it is used.
+
+        Args:
+            generation: Of the process.
+            scorer: Of the process.
+            tokenizer: Of the process.
+            group: Requests without an affinity key of their own share this one.
+            min_version: The lease's: no request starts on a server below it.
+            avoid: Servers on which earlier attempts failed.
+            replay: Calls of an earlier attempt.
+        """
+        self._generation = generation
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._group = group
+        self._min_version = min_version
+        self._avoid = avoid
+        self._replay = replay
+        self._seen: Counter[str] = Counter()
+        self._calls: list[tuple[LLMRequest, LLMResponse]] = []
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model being trained."""
+        return self._tokenizer
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """See `areal.workflows.base.InferenceEngine`."""
+        response = self._recall(request)
+        self._calls.append((request, response))
+        if response.stop_reason is not StopReason.ABORT:
+            return response
+        if not request.affinity_key:
+            request = LLMRequest(request.input_ids, request.gconfig, request.rid, self._group)
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in a task
+        self._running.add(task)
+        try:
+            return await self._generation.generate(
+                request, response, min_version=self._min_version, avoid=self._avoid
+            )
+        finally:
+            self._running.discard(task)
+
+    async def score(
+        self,
+        reward_fn: RewardFn,
+        *,
+        completions: Sequence[str],
+        data: dict[str, Any],
+        prompt: str = "",
+        prompt_ids: Sequence[int] = (),
+        completion_ids: Sequence[Sequence[int]] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[float]:
+        """See `areal.workflows.base.InferenceEngine`."""
+        if isinstance(reward_fn, str):
+            digest, name = "", reward_fn
+        else:
+            digest, name = function_reference(reward_fn)
+        items = [
+            ScoreItem(
+                prompt=prompt,
+                completion=completion,
+                prompt_ids=prompt_ids,
+                completion_ids=completion_ids[index] if completion_ids else (),
+                data=data,
+            )
+            for index, completion in enumerate(completions)
+        ]
+        outcomes = await self._scorer.score(name, digest, kwargs or {}, items)
+        rewards: list[float] = []
+        for outcome in outcomes:
+            if isinstance(outcome, ScoreFailure):
+                message = f"reward {name!r} ({outcome.error}): {outcome.message}"
+                if outcome.error is ScoreError.CRASH:
+                    raise Unavailable(message)
+                raise WorkflowError(message, outcome.traceback)
+            rewards.append(outcome)
+        return rewards
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether some call was begun and not finished."""
+        return any(response.stop_reason is StopReason.ABORT for _, response in self._calls)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all calls so far."""
+        return sum(len(response.output_tokens) for _, response in self._calls)
+
+    def journal(self, max_bytes: int) -> bytes:
+        """The calls so far, for the next attempt."""
+        return journal.encode(self._calls, max_bytes)
+
+    def close(self) -> None:
+        """Cancels calls that the workflow left behind (`gather` does when one of them fails)."""
+        current = asyncio.current_task()
+        for task in self._running:
+            if task is not current:
+                task.cancel()
+
+    def _recall(self, request: LLMRequest) -> LLMResponse:
+        """What an earlier attempt has of this call; else an empty response."""
+        if self._replay:
+            digest = journal.request_digest(request)
+            key = (digest, self._seen[digest])
+            self._seen[digest] += 1
+            kept = self._replay.pop(key, None)
+            if kept is not None:
+                kept.input_tokens = list(request.input_ids)
+                return kept
+        return LLMResponse(list(request.input_ids), [], [], [], StopReason.ABORT)

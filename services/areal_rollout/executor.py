@@ -1,0 +1,338 @@
+"""Runs episodes: as many as there is room for, each to exactly one ending.
+
+                 room          lease                arun_episode                 hand in
+    lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> HANDING_IN ─ CompleteTask
+        ^                                        ├─ None ───────────────────────── RejectTask
+        │                                        ├─ raised ─────────────────────── ReturnTask
+        │                                        └─ stopped: lost lease ─────────> dropped
+        └────────────── room again <─────────────────────── overdue, drain ─────── ReturnTask
+
+| who         | consumes       | waits for                    | unblocked by                       |
+|-------------|----------------|------------------------------|------------------------------------|
+| lease loop  | leases         | room, a server, a task       | an ending; the table; lease_wait_s |
+| episode     | its lease      | agenerate, score             | their deadlines; episode_timeout_s |
+| hand in     | the ending     | the ledger                   | its answer; hand_in_timeout_s      |
+| keep_leases | running leases | a third of lease_ttl_s       | the timer                          |
+| drain       | all of them    | partial tokens, then endings | its deadline                       |
+
+One task per episode and nothing per episode beside it: deadlines and renewals are checked for all
+at once by `keep_leases`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import traceback
+from dataclasses import dataclass
+from enum import Enum
+
+from areal.clients.buffer_types import Lease, ReturnCause
+from areal.errors import ArealError
+from areal.observability.logging import get_logger
+from areal.tokenizer import Tokenizer
+from areal.types import LLMResponse
+from areal_rollout.config import ExecutorConfig
+from areal_rollout.episode import EpisodeEngine
+from areal_rollout.failures import describe_failure, where_it_waits
+from areal_rollout.handin import RETRYABLE, Ending, HandIn, Returned, group_of
+from areal_rollout.journal import CallKey, decode
+from areal_rollout.ports import Generation, Ledger, Observer, Scorer, Workflows
+
+_RENEW_CHUNK = 2000
+
+
+class Stop(Enum):
+    """Why an episode is cancelled."""
+
+    LOST = "lost"
+    OVERDUE = "overdue"
+    DRAIN = "drain"
+
+
+@dataclass(eq=False, slots=True)
+class Episode:
+    """One lease being worked on."""
+
+    lease: Lease
+    began: float
+    task: asyncio.Task[None] | None = None
+    engine: EpisodeEngine | None = None
+    replayable: bool = False
+    stop: Stop | None = None
+    overdue: tuple[str, str] = ("", "")
+    handing_in: bool = False
+
+
+class Executor:
+    """Start `run` and `keep_leases` as background tasks; end with `drain`."""
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        *,
+        ledger: Ledger,
+        generation: Generation,
+        scorer: Scorer,
+        workflows: Workflows,
+        tokenizer: Tokenizer,
+        observer: Observer,
+    ) -> None:
+        """Wires the parts; starts nothing."""
+        self._config = config
+        self._ledger = ledger
+        self._generation = generation
+        self._scorer = scorer
+        self._workflows = workflows
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._hand_in = HandIn(ledger, config.worker_id, config.hand_in_timeout_s)
+        self._log = get_logger("areal.rollout.executor")
+        self._episodes: dict[str, Episode] = {}
+        self._room = asyncio.Event()
+        self._draining = False
+        self._run_ended = asyncio.Event()
+        self._run_ended.set()
+        self._settled = asyncio.Event()
+        self._busy_since = 0.0
+
+    @property
+    def running(self) -> int:
+        """Episodes running now."""
+        return len(self._episodes)
+
+    def oldest_s(self) -> float:
+        """Age of the oldest running episode."""
+        began = min((e.began for e in self._episodes.values()), default=None)
+        return 0.0 if began is None else time.monotonic() - began
+
+    # ------------------------------------------------------------ leasing
+
+    async def run(self) -> None:
+        """Leases and starts episodes until drained."""
+        config = self._config
+        delay = 0.0
+        self._run_ended.clear()
+        try:
+            while not self._draining:
+                room = config.capacity - len(self._episodes)
+                if room <= 0:
+                    self._room.clear()
+                    await self._room.wait()
+                    continue
+                since = time.monotonic()
+                if not await self._generation.wait_ready(config.lease_wait_s):
+                    self._observer.waited("no_server", time.monotonic() - since)
+                    continue
+                try:
+                    leases, reason = await self._ledger.lease_tasks(
+                        config.worker_id, min(room, config.max_leases), config.lease_wait_s
+                    )
+                except RETRYABLE as error:
+                    if not delay:
+                        self._log.warning("lease_failed", error=str(error))
+                    delay = min(delay * 2 or 0.1, 3.0)
+                    self._room.clear()
+                    await _either(self._room, delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                    self._observer.waited("ledger", time.monotonic() - since)
+                    continue
+                delay = 0.0
+                for lease in leases:
+                    self._begin(lease)
+                if not leases:
+                    kind = "admission" if reason.startswith("admission") else "queue"
+                    self._observer.waited(kind, time.monotonic() - since)
+        finally:
+            self._run_ended.set()
+
+    def _begin(self, lease: Lease) -> None:
+        now = time.monotonic()
+        task_id = lease.task.task_id
+        before = self._episodes.get(task_id)
+        if before is not None:  # its lease expired, and this worker got the task again
+            self._stop(before, Stop.LOST)
+        if not self._episodes:
+            self._busy_since = now
+        episode = Episode(lease, now)
+        self._episodes[task_id] = episode
+        episode.task = asyncio.create_task(self._live(episode))
+
+    async def keep_leases(self) -> None:
+        """Renews all leases, stops lost and overdue episodes; for ever."""
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / 3)
+            self._account_busy()
+            self._stop_overdue()
+            held = list(self._episodes.items())
+            for start in range(0, len(held), _RENEW_CHUNK):
+                chunk = held[start : start + _RENEW_CHUNK]
+                try:
+                    lost = await self._ledger.renew_leases(
+                        self._config.worker_id, [(id_, e.lease.token) for id_, e in chunk]
+                    )
+                except ArealError as error:
+                    # The ledger extends leases after its own outage: go on.
+                    self._log.warning("renew_failed", leases=len(held), error=str(error))
+                    break
+                for task_id, episode in chunk:
+                    # A late completion may still count: let it be handed in.
+                    if task_id in lost and not episode.handing_in:
+                        self._log.info("lease_lost", task_id=task_id)
+                        self._stop(episode, Stop.LOST)
+
+    def _stop_overdue(self) -> None:
+        limit = self._config.episode_timeout_s
+        now = time.monotonic()
+        for episode in self._episodes.values():
+            if now - episode.began <= limit or episode.handing_in or episode.task is None:
+                continue
+            if episode.stop is Stop.OVERDUE:  # it swallowed the cancellation
+                episode.task.cancel()
+                continue
+            line, stack = where_it_waits(episode.task)
+            name = episode.lease.task.workflow.name or "rlvr"
+            episode.overdue = (
+                f"episode of workflow {name!r} ran longer than {limit:g} s (4 x "
+                f"rollout.request_timeout_s); it waits at {line}",
+                stack,
+            )
+            self._stop(episode, Stop.OVERDUE)
+
+    def _stop(self, episode: Episode, why: Stop) -> None:
+        if episode.stop is None and not episode.handing_in and episode.task is not None:
+            episode.stop = why
+            episode.task.cancel()
+
+    # ------------------------------------------------------------ one episode
+
+    async def _live(self, episode: Episode) -> None:
+        """From lease to ending; never raises."""
+        outcome = "lost"
+        try:
+            try:
+                ending = await self._run_workflow(episode)
+            except asyncio.CancelledError:
+                if episode.stop in {None, Stop.LOST}:
+                    return
+                asyncio.current_task().uncancel()  # type: ignore[union-attr]
+                ending = await self._stopped(episode)
+            episode.handing_in = True
+            if episode.engine is not None:
+                episode.engine.close()
+            outcome = await self._hand_in.hand_in(episode.lease, ending)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            task_id = episode.lease.task.task_id
+            self._log.error("episode_failed", task_id=task_id, exc_info=error)
+        finally:
+            if episode.engine is not None:
+                episode.engine.close()
+            if self._episodes.get(episode.lease.task.task_id) is episode:
+                del self._episodes[episode.lease.task.task_id]
+            if not self._episodes:
+                self._observer.busy(time.monotonic() - self._busy_since)
+            self._room.set()
+            self._observer.episode_ended(outcome)
+
+    async def _run_workflow(self, episode: Episode) -> Ending:
+        lease = episode.lease
+        try:
+            workflow = await self._workflows.get(lease.task.workflow)
+            episode.replayable = workflow.replayable
+            replay = None
+            if lease.partial and workflow.replayable:
+                replay = self._replay(lease)
+            episode.engine = EpisodeEngine(
+                self._generation,
+                self._scorer,
+                self._tokenizer,
+                group=lease.task.task_id,
+                min_version=lease.policy_version,
+                avoid=lease.failed_servers,
+                replay=replay,
+            )
+            result = await workflow.arun_episode(episode.engine, lease.task.data)
+            if self._draining and episode.engine.interrupted:
+                # It took an interruption for an answer: the rerun gives it the real one.
+                return await self._stopped(episode)
+            return group_of(result, lease)
+        except asyncio.CancelledError:
+            if episode.stop is None and not self._draining:
+                return Returned(
+                    ReturnCause.WORKFLOW_ERROR,
+                    "arun_episode was cancelled by itself",
+                    traceback.format_exc()[-8000:],
+                )
+            raise
+        except (Exception, SystemExit) as error:
+            if self._draining and (episode.engine is None or episode.engine.interrupted):
+                return await self._stopped(episode)
+            failure = describe_failure(error)
+            cause = (
+                ReturnCause.INFRASTRUCTURE if failure.infrastructure else ReturnCause.WORKFLOW_ERROR
+            )
+            partial = b"" if cause is ReturnCause.WORKFLOW_ERROR else self._journal(episode)
+            return Returned(
+                cause, failure.detail, failure.traceback, failure.failed_server, partial
+            )
+
+    async def _stopped(self, episode: Episode) -> Returned:
+        """The ending of an episode that was cut short."""
+        if episode.stop is Stop.OVERDUE:
+            return Returned(ReturnCause.WORKFLOW_ERROR, *episode.overdue)
+        await self._settled.wait()  # set by drain, which has a deadline
+        return Returned(ReturnCause.DRAIN, "the worker is draining", partial=self._journal(episode))
+
+    def _replay(self, lease: Lease) -> dict[CallKey, LLMResponse] | None:
+        try:
+            calls = decode(lease.partial, self._config.journal_max_bytes)
+        except ValueError as error:
+            self._log.warning("journal_dropped", task_id=lease.task.task_id, error=str(error))
+            return None
+        self._observer.replayed(sum(len(call.output_tokens) for call in calls.values()))
+        return calls
+
+    def _journal(self, episode: Episode) -> bytes:
+        if episode.engine is None:
+            return episode.lease.partial
+        if not episode.replayable:
+            return b""
+        return episode.engine.journal(self._config.journal_max_bytes)
+
+    # ------------------------------------------------------------ leaving
+
+    async def drain(self, timeout: float) -> None:
+        """Hands every lease back with its partial work; at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        self._draining = True
+        self._room.set()
+        await self._generation.interrupt(0.4 * timeout)
+        # A lease call that is under way may still bring tasks: they are given back at once.
+        await _either(self._run_ended, self._config.lease_wait_s + 1.0)
+        self._settled.set()
+        for episode in list(self._episodes.values()):
+            self._stop(episode, Stop.DRAIN)
+        tasks = [e.task for e in self._episodes.values() if e.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=max(0.1, deadline - time.monotonic()))
+            for task in late:
+                task.cancel()
+            if late:
+                self._log.warning("drain_left_leases", leases=len(late))
+
+    def _account_busy(self) -> None:
+        if self._episodes:
+            now = time.monotonic()
+            self._observer.busy(now - self._busy_since)
+            self._busy_since = now
+
+
+async def _either(event: asyncio.Event, timeout: float) -> None:
+    """Waits for an event or for so long."""
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,0 +1,68 @@
+"""Keeps the server table up to date.
+
+    NATS `areal.<experiment>.<trial>.servers` ──> announced ─┐
+                                                             ├─> ListServers ──> table.update
+    every 2 s, in case an announcement was lost ─────────────┘
+
+| who       | consumes       | waits for              | unblocked by                 |
+|-----------|----------------|------------------------|------------------------------|
+| follow    | ListServers    | an announcement        | announce, 2 s                |
+| the table |                | nothing                |                              |
+
+An announcement says only "look again": weight-sync's answer is the truth. While weight-sync is
+away the last answer stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from areal.engines.server_table import ServerTable
+from areal.errors import ArealError
+from areal.observability.logging import get_logger
+from areal.servers import InferenceServer
+
+_REFRESH_S = 2.0
+
+ListServers = Callable[[], Awaitable[tuple[Sequence[InferenceServer], int]]]
+
+
+class Membership:
+    """Feeds one table; `follow` for ever, `announce` whenever something may have changed."""
+
+    def __init__(self, table: ServerTable, list_servers: ListServers) -> None:
+        self._table = table
+        self._list_servers = list_servers
+        self._announced = asyncio.Event()
+        self._log = get_logger("areal.rollout.membership")
+        self._away = False
+
+    def announce(self) -> None:
+        """Something changed: ask again now. Many in a burst cost one or two calls."""
+        self._announced.set()
+
+    async def refresh(self) -> None:
+        """Asks once; a failure is logged and leaves the table as it was."""
+        try:
+            servers, _ = await self._list_servers()
+        except ArealError as error:
+            if not self._away:
+                self._log.warning("servers_unknown", error=str(error))
+            self._away = True
+            return
+        if self._away:
+            self._log.info("servers_known_again")
+        self._away = False
+        self._table.update(servers)
+
+    async def follow(self) -> None:
+        """Refreshes at every announcement, and at the latest every two seconds."""
+        while True:
+            self._announced.clear()
+            await self.refresh()
+            try:
+                async with asyncio.timeout(_REFRESH_S):
+                    await self._announced.wait()
+            except TimeoutError:
+                pass

@@ -1,0 +1,108 @@
+"""What a rollout worker counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class RolloutMetrics:
+    """All metrics of the service; the methods are called by the core, which knows no Prometheus."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Registers them."""
+        self._episodes = Counter(
+            "areal_rollout_episodes",
+            "Ended episodes by outcome: completed, rejected, workflow_error, infrastructure, "
+            "drain, lost.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._running = Gauge(
+            "areal_rollout_running_episodes", "Episodes running now.", registry=registry
+        )
+        self._oldest = Gauge(
+            "areal_rollout_oldest_episode_seconds", "Age of the oldest of them.", registry=registry
+        )
+        self._servers = Gauge(
+            "areal_rollout_serving_servers",
+            "Inference servers that take traffic, as this worker sees them.",
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "areal_rollout_generated_tokens", "Tokens of finished requests.", registry=registry
+        )
+        self._requests = Histogram(
+            "areal_rollout_request_seconds",
+            "From choosing the first server to the last token.",
+            registry=registry,
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+        )
+        self._interruptions = Counter(
+            "areal_rollout_interruptions",
+            "Requests interrupted by kind: abort (update or drain), failure (of a server).",
+            ["kind"],
+            registry=registry,
+        )
+        self._replayed = Counter(
+            "areal_rollout_replayed_tokens", "Tokens taken over from journals.", registry=registry
+        )
+        self._busy = Counter(
+            "areal_rollout_busy_seconds",
+            "Time in which at least one episode was running.",
+            registry=registry,
+        )
+        self._idle = Counter(
+            "areal_rollout_waiting_seconds",
+            "Time spent waiting for a task, by reason: queue, admission, no_server, ledger.",
+            ["reason"],
+            registry=registry,
+        )
+        self._outcome = {
+            name: self._episodes.labels(name)
+            for name in (
+                "completed",
+                "rejected",
+                "workflow_error",
+                "infrastructure",
+                "drain",
+                "lost",
+            )
+        }
+
+    def watch(
+        self,
+        running: Callable[[], int],
+        oldest_s: Callable[[], float],
+        servers: Callable[[], int],
+    ) -> None:
+        """Reads gauges when they are asked for."""
+        self._running.set_function(running)
+        self._oldest.set_function(oldest_s)
+        self._servers.set_function(servers)
+
+    def episode_ended(self, outcome: str) -> None:
+        """An episode has ended."""
+        self._outcome[outcome].inc()
+
+    def busy(self, seconds: float) -> None:
+        """At least one episode was running for so long."""
+        self._busy.inc(seconds)
+
+    def waited(self, reason: str, seconds: float) -> None:
+        """No task could be leased for so long."""
+        self._idle.labels(reason).inc(seconds)
+
+    def replayed(self, tokens: int) -> None:
+        """A journal gave so many tokens."""
+        self._replayed.inc(tokens)
+
+    def request_done(self, seconds: float, tokens: int) -> None:
+        """A generation request has ended well."""
+        self._requests.observe(seconds)
+        self._tokens.inc(tokens)
+
+    def interruption(self, kind: str) -> None:
+        """A generation request was interrupted."""
+        self._interruptions.labels(kind).inc()

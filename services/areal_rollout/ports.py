@@ -1,0 +1,112 @@
+"""What the core needs of the outside; each is satisfied by the class named."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from areal.clients.buffer_types import Lease, ReturnCause
+from areal.rewards.types import ScoreFailure, ScoreItem
+from areal.types import LLMRequest, LLMResponse, TrajectoryGroup, WorkflowSpec
+from areal.workflows.base import RolloutWorkflow
+
+
+class Ledger(Protocol):
+    """Where leases come from and groups go to (`areal.clients.buffer.BufferClient`)."""
+
+    async def lease_tasks(
+        self, worker_id: str, max_tasks: int, max_wait_s: float
+    ) -> tuple[list[Lease], str]:
+        """Leases, or why there are none."""
+        ...
+
+    async def renew_leases(
+        self, worker_id: str, leases: Sequence[tuple[str, int]]
+    ) -> Collection[str]:
+        """The lost ones."""
+        ...
+
+    async def complete_task(
+        self, task_id: str, token: int, group: TrajectoryGroup, worker_id: str
+    ) -> bool:
+        """Hands in a group."""
+        ...
+
+    async def reject_task(self, task_id: str, token: int, reason: str) -> None:
+        """The workflow drops the task."""
+        ...
+
+    def return_task(
+        self,
+        task_id: str,
+        token: int,
+        cause: ReturnCause,
+        *,
+        detail: str,
+        traceback: str,
+        partial: bytes,
+        failed_server: str,
+    ) -> Awaitable[Any]:
+        """Gives a lease back."""
+        ...
+
+
+class Workflows(Protocol):
+    """`WorkflowCache`."""
+
+    async def get(self, spec: WorkflowSpec) -> RolloutWorkflow:
+        """The workflow of a description."""
+        ...
+
+
+class Observer(Protocol):
+    """`RolloutMetrics`."""
+
+    def episode_ended(self, outcome: str) -> None:
+        """An episode has ended."""
+
+    def busy(self, seconds: float) -> None:
+        """At least one episode was running for so long."""
+
+    def waited(self, reason: str, seconds: float) -> None:
+        """No task could be leased for so long."""
+
+    def replayed(self, tokens: int) -> None:
+        """A journal gave so many tokens."""
+
+
+class Generation(Protocol):
+    """Generates for all episodes of the process (`areal.engines.sglang.SGLangClient`)."""
+
+    async def generate(
+        self,
+        request: LLMRequest,
+        response: LLMResponse,
+        *,
+        min_version: int,
+        avoid: Collection[str],
+    ) -> LLMResponse:
+        """Completes a request."""
+        ...
+
+    async def wait_ready(self, timeout: float) -> bool:
+        """Whether any server takes traffic."""
+        ...
+
+    async def interrupt(self, timeout: float) -> None:
+        """Ends all generation with the tokens there are."""
+        ...
+
+
+class Scorer(Protocol):
+    """Scores completions (`areal.clients.reward.RewardClient`)."""
+
+    async def score(
+        self,
+        spec_name: str,
+        recipe_digest: str,
+        kwargs: Mapping[str, Any],
+        items: Sequence[ScoreItem],
+    ) -> list[float | ScoreFailure]:
+        """One outcome per item, in order."""
+        ...

@@ -1,0 +1,148 @@
+"""Wires the service: ledger, reward, weight-sync, NATS and HTTP around the executor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+
+from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+
+from areal.chassis import Service, ServiceContext
+from areal.chassis.service import Registration
+from areal.clients.buffer import BufferClient
+from areal.clients.reward import RewardClient
+from areal.clients.stores import connect_nats
+from areal.clients.weight_sync import WeightSyncClient
+from areal.config import GRPOConfig
+from areal.engines.server_table import ServerTable
+from areal.engines.sglang import ModelLimits, SGLangClient
+from areal.errors import ConfigError, Unavailable
+from areal.observability.logging import get_logger
+from areal.tokenizer import Tokenizer
+from areal.v1 import rollout_service_pb2 as pb
+from areal.v1 import rollout_service_pb2_grpc as pb_grpc
+from areal_rollout.config import RolloutSettings
+from areal_rollout.executor import Executor
+from areal_rollout.membership import Membership
+from areal_rollout.metrics import RolloutMetrics
+from areal_rollout.servicer import RolloutServicer
+from areal_rollout.workflows import WorkflowCache
+
+_DRAIN_S = 15.0
+_NATS_RETRY_S = 3.0
+
+
+class Rollout(Service):
+    """The process; see `chassis.Service`."""
+
+    def __init__(self, settings: RolloutSettings, context: ServiceContext) -> None:
+        self._settings = settings
+        self._context = context
+        self._log = get_logger("areal.rollout")
+        self._metrics = RolloutMetrics(context.registry)
+        self._ledger = BufferClient(settings.buffer)
+        self._reward = RewardClient(settings.reward)
+        self._weight_sync = WeightSyncClient(settings.weight_sync)
+        self._workflows = WorkflowCache(self._ledger.get_recipe)
+        self._servicer = RolloutServicer(self._ledger, self._workflows.get)
+        self._nats: NatsClient | None = None
+        self._generation: SGLangClient | None = None
+        self._executor: Executor | None = None
+
+    def registrations(self) -> Sequence[Registration]:
+        """The one gRPC service."""
+        name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
+        return [
+            (
+                name,
+                lambda server: pb_grpc.add_RolloutServiceServicer_to_server(self._servicer, server),
+            )
+        ]
+
+    async def start(self) -> None:
+        """Reads the tokenizer, learns of the servers, begins to lease."""
+        settings, spawn = self._settings, self._context.background.spawn
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load, settings.tokenizer_dir, settings.model_dir
+        )
+        table = ServerTable()
+        membership = Membership(table, self._weight_sync.list_servers)
+        generation = SGLangClient(
+            table,
+            ModelLimits(
+                tokenizer.vocab_size, settings.context_length, tuple(tokenizer.eos_token_ids)
+            ),
+            report=self._weight_sync.report_server,
+            observer=self._metrics,
+            request_timeout_s=settings.request_timeout_s,
+            setup_timeout_s=settings.setup_timeout_s,
+        )
+        await generation.start()
+        self._generation = generation
+        worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        executor = Executor(
+            settings.executor(worker_id),
+            ledger=self._ledger,
+            generation=generation,
+            scorer=self._reward,
+            workflows=self._workflows,
+            tokenizer=tokenizer,
+            observer=self._metrics,
+        )
+        self._executor = executor
+        self._metrics.watch(lambda: executor.running, executor.oldest_s, lambda: len(table))
+        spawn(membership.follow(), "membership")
+        spawn(self._subscribe(membership), "announcements")
+        spawn(executor.keep_leases(), "leases")
+        spawn(executor.run(), "episodes")
+        self._log.info("worker", worker_id=worker_id)
+
+    async def _subscribe(self, membership: Membership) -> None:
+        """Listens for announcements; without NATS the membership still asks every two seconds."""
+        if not self._settings.nats:
+            self._log.info("announcements_off", reason="endpoints.nats is empty")
+            return
+        subject = f"areal.{self._settings.namespace.replace('/', '.')}.servers"
+
+        async def announced(_: Msg) -> None:
+            membership.announce()
+
+        complained = False
+        while self._nats is None:
+            try:
+                self._nats = await connect_nats(self._settings.nats, "areal-rollout")
+            except Unavailable as error:
+                if not complained:
+                    self._log.warning("announcements_away", error=str(error))
+                complained = True
+                await asyncio.sleep(_NATS_RETRY_S)  # backoff: nobody answers
+        # The client subscribes again by itself whenever it has to reconnect.
+        await self._nats.subscribe(subject, cb=announced)
+        membership.announce()
+
+    async def drain(self) -> None:
+        """Hands every lease back with its partial work."""
+        if self._executor is not None:
+            await self._executor.drain(_DRAIN_S)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._generation is not None:
+            await self._generation.close()
+        if self._nats is not None:
+            await self._nats.close()
+        for client in (self._ledger, self._reward, self._weight_sync):
+            await client.close()
+
+
+def build(config: GRPOConfig, context: ServiceContext) -> Rollout:
+    """The service of an experiment file."""
+    settings = RolloutSettings.from_experiment(config)
+    for key in ("buffer", "reward", "weight_sync"):
+        if not getattr(settings, key):
+            raise ConfigError(f"endpoints.{key} '': expected host:port")
+    return Rollout(settings, context)
