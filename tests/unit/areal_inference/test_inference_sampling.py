@@ -1,6 +1,7 @@
 """Sampling: distribution, logprobs, seeds."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_sample_when_below_min_new_tokens_then_no_stop_token():
     logits[4] = 20.0
     row = params(min_new_tokens=2, stop_ids=frozenset({4}), temperature=0.0)
     assert draw([row], logits, generated=[1])[0].item() != 4
-    tokens, logprobs = draw([row], logits, generated=[2])
+    tokens, _ = draw([row], logits, generated=[2])
     assert tokens.item() == 4
     # While masked, the logprob is that of the distribution actually sampled from.
     masked = draw([row], logits, generated=[0])[1].item()
@@ -105,6 +106,6 @@ def test_seeded_uniform_when_indexed_then_uniform_and_distinct():
     assert len(set(values)) == len(values)
     assert all(0.0 <= value < 1.0 for value in values)
     assert abs(sum(values) / len(values) - 0.5) < 0.02
-    following = [(a, b) for a, b in zip(values, values[1:], strict=False)]
-    mean = sum((a - 0.5) * (b - 0.5) for a, b in following) / len(following)
+    products = [(a - 0.5) * (b - 0.5) for a, b in pairwise(values)]
+    mean = sum(products) / len(products)
     assert abs(mean) < 0.01  # uncorrelated (variance is 1/12)
