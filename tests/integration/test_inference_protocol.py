@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-
 from tests.inference_server import make_model, running_server, save_tokenizer
 
 
@@ -117,7 +116,11 @@ async def test_generate_when_greedy_then_equals_transformers(http, served):
 async def test_generate_when_many_at_once_then_each_logprob_is_its_own(http, served, temperature):
     """100 requests of different lengths through 32 rows: continuous batching mixes nothing up."""
     prompts = [[2 + (i * j) % 129 for j in range(1, 2 + i % 60)] for i in range(100)]
-    params = {"temperature": temperature, "ignore_eos": True, "top_p": 0.95 if temperature < 1 else 1}
+    params = {
+        "temperature": temperature,
+        "ignore_eos": True,
+        "top_p": 0.95 if temperature < 1 else 1,
+    }
     answers = await asyncio.gather(
         *[generate(http, p, 3 + i % 37, params=params) for i, p in enumerate(prompts)]
     )
@@ -280,23 +283,29 @@ async def test_abort_all_when_unknown_or_empty_then_200(http):
     assert await post(http, "/abort_request", {"abort_all": True}) == (200, "")
 
 
-async def test_client_when_gone_then_its_request_is_aborted(http, served):
-    async def running() -> int:
-        return (await get(http, "/v1/loads"))[1]["loads"][0]["num_running_reqs"]
+async def metrics(http: aiohttp.ClientSession) -> dict[str, float]:
+    _, text = await get(http, "/metrics")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    return {name.split("{")[0]: float(value) for name, value in pairs}
 
-    params = {**LONG, "n": 20}
-    for stream in (True, False):
-        async with aiohttp.ClientSession(served.url) as leaving:
-            body = {"input_ids": [5, 6], "sampling_params": params, "stream": stream}
-            request = asyncio.create_task(leaving.post("/generate", json=body))
-            async with asyncio.timeout(20):
-                while await running() < 20:
-                    await asyncio.sleep(0.005)
-            request.cancel()
-        # 20 rows x 900 tokens would take far longer than this.
-        async with asyncio.timeout(2):
-            while await running():
-                await asyncio.sleep(0.005)
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_client_when_gone_then_its_requests_are_aborted(http, served, stream: bool):
+    before = await metrics(http)
+    async with aiohttp.ClientSession(served.url) as leaving:
+        body = {"input_ids": [5, 6], "sampling_params": {**LONG, "n": 20}, "stream": stream}
+        request = asyncio.create_task(leaving.post("/generate", json=body))
+        async with asyncio.timeout(20):
+            while (await metrics(http))["sglang:num_running_reqs"] < 20:
+                pass
+        request.cancel()
+    async with asyncio.timeout(20):
+        while (await metrics(http))["sglang:num_running_reqs"]:
+            pass
+    after = await metrics(http)
+    aborted = "sglang:num_aborted_requests_total"
+    assert after[aborted] - before[aborted] == 20
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -362,9 +371,7 @@ async def test_update_when_done_then_new_weights_version_and_checksum(http, serv
     body = {"model_path": str(served.other), "weight_version": "v1"}
     status, answer = await post(http, "/update_weights_from_disk", body)
     assert (status, answer["success"], answer["num_paused_requests"]) == (200, True, 0)
-    assert answer["message"] == (
-        "Succeeded to update model weights. Weight version updated to v1."
-    )
+    assert answer["message"] == ("Succeeded to update model weights. Weight version updated to v1.")
     info = (await get(http, "/model_info"))[1]
     assert (info["weight_version"], info["model_path"]) == ("v1", str(served.other))
     state = (await get(http, "/server_info"))[1]
@@ -460,17 +467,11 @@ async def test_info_when_read_then_has_what_clients_need(http, served):
 
 
 async def test_metrics_when_requests_ran_then_counters_grow(http):
-    async def read() -> dict[str, float]:
-        _, text = await get(http, "/metrics")
-        lines = [line for line in text.splitlines() if not line.startswith("#")]
-        pairs = [line.rsplit(" ", 1) for line in lines]
-        return {name.split("{")[0]: float(value) for name, value in pairs}
-
-    before = await read()
+    before = await metrics(http)
     await generate(http, [5, 6, 7], 50, params={"ignore_eos": True})
     await post(http, "/pause_generation", {"mode": "in_place"})
     await post(http, "/continue_generation", {})
-    after = await read()
+    after = await metrics(http)
     grown = {name: after[name] - before[name] for name in after}
     assert grown["sglang:prompt_tokens_total"] == 3
     assert grown["sglang:generation_tokens_total"] == 50
