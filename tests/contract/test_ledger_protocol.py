@@ -80,7 +80,7 @@ async def test_complete_when_task_was_released_then_refused(book: Book) -> None:
     await book.expire_lease("a")
     second = (await book.lease())["a"]
     assert second > first
-    with pytest.raises(LeaseLost, match="task a: lease .* no longer holds; the task is running"):
+    with pytest.raises(LeaseLost, match=r"task a: lease .* no longer holds; the task is running"):
         await book.complete("a", first)
     assert await book.complete("a", second)
     with pytest.raises(LeaseLost):
@@ -185,7 +185,7 @@ async def test_return_when_causes_differ_then_each_has_its_own_limit(book: Book)
     token = (await book.lease())["a"]
     assert await give_back(book, "a", token, "workflow_error") == "dead_lettered"
     assert await give_back(book, "a", token, "workflow_error") == "dead_lettered"  # idempotent
-    letter = [letter async for letter in book.store.dead_letters(10)][0]
+    letter = await anext(book.store.dead_letters(10))
     assert (letter.cause, letter.traceback) == ("workflow_error", "where")
     assert (letter.attempts, letter.infrastructure_attempts) == (2, 2)
 
@@ -413,7 +413,7 @@ async def test_take_when_late_group_is_too_stale_then_regenerated_three_times_th
         step += 1
         assert (await book.take(step))[0] == "waiting"
         assert await book.state("slow") == ("dead_lettered" if round_ == 3 else "queued")
-    letter = [letter async for letter in book.store.dead_letters(10)][0]
+    letter = await anext(book.store.dead_letters(10))
     assert letter.cause == "too_stale"
     assert "head version 3 at step 5, at least 4 is needed" in letter.reason
     assert (await book.store.stats()).regenerated == 4
@@ -459,7 +459,7 @@ async def test_take_of_named_tasks_when_none_is_accepted_then_an_error_says_so(
     leases = await book.lease(2)
     await book.store.reject("a", leases["a"], "all samples equal")
     await book.store.cancel(["b"], None, reason="", incarnation=0)
-    with pytest.raises(WorkflowError, match="none of the 2 tasks .* a is rejected: all samples"):
+    with pytest.raises(WorkflowError, match=r"none of the 2 tasks .* a is rejected: all samples"):
         await book.take(1, "a", "b")
     await book.run("c")
     assert await book.take(1, "c") == ("taken", ["c"])
@@ -526,7 +526,7 @@ async def test_commit_when_cumulative_and_repeated_then_fine_and_above_taken_ref
     assert await book.counts() == {"trained": 6}
     with pytest.raises(WrongStep, match="TakeBatch step 2: its payload was let go"):
         await book.take(2)
-    with pytest.raises(NotFound, match="not part of the batch|was let go"):
+    with pytest.raises(NotFound, match=r"not part of the batch|was let go"):
         _ = [p async for p in book.store.fetch(1, 2, ["s2a"])]
     assert [len(p) async for p in book.store.fetch(1, 3, ["s3b", "s3a"])]
 

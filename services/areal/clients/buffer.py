@@ -423,7 +423,7 @@ class BufferClient(Client):
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),
             stop=stop_after_delay(retry_for),
-            wait=wait_exponential_jitter(initial=0.1, max=3.0),
+            wait=wait_exponential_jitter(multiplier=0.1, max=3.0),
             reraise=True,
         ):
             with attempt:
