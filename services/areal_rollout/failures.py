@@ -46,7 +46,7 @@ def describe_failure(error: BaseException) -> Failure:
         )
     if isinstance(leaf, WorkflowError) and leaf.traceback:
         return Failure(False, _line(str(leaf)), leaf.traceback[-8000:])
-    text = "".join(traceback.format_exception(leaf))[-8000:]
+    text = "".join(traceback.format_exception(error))[-8000:]
     return Failure(False, _line(f"{type(leaf).__name__}: {leaf}"), text)
 
 

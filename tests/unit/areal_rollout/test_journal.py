@@ -1,0 +1,94 @@
+import zlib
+
+import orjson
+import pytest
+
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal_rollout.journal import decode, encode, request_digest
+
+
+def request(ids=(1, 2), **gconfig):
+    return LLMRequest(list(ids), GenerationHyperparameters(**gconfig))
+
+
+def response(count, stop=StopReason.ABORT):
+    return LLMResponse(
+        [1, 2],
+        list(range(count)),
+        [-0.1 * i / 3 for i in range(count)],
+        [i // 2 for i in range(count)],
+        stop,
+        interruptions=1,
+    )
+
+
+def test_journal_when_decoded_then_bit_for_bit_what_was_encoded():
+    same, other = request(), request((3,))
+    calls = [
+        (same, response(5, StopReason.STOP)),
+        (other, response(3)),
+        (same, response(7)),
+        (same, response(0)),
+    ]
+    kept = decode(encode(calls, 1 << 20), 1 << 20)
+    digest = request_digest(same)
+    assert set(kept) == {(digest, 0), (request_digest(other), 0), (digest, 1)}
+    first = kept[digest, 0]
+    assert first.output_logprobs == response(5).output_logprobs
+    assert first.output_versions == [0, 0, 1, 1, 2]
+    assert first.stop_reason is StopReason.STOP
+    assert kept[digest, 1].stop_reason is StopReason.ABORT
+    assert kept[digest, 1].interruptions == 2
+
+
+def test_digest_when_anything_that_matters_differs_then_differs():
+    requests = [
+        request(),
+        request((1,)),
+        request((1, 2, 3)),
+        request(temperature=0.5),
+        request(max_new_tokens=3),
+        request(stop_token_ids=[1]),
+    ]
+    assert len({request_digest(r) for r in requests}) == len(requests)
+    named = LLMRequest([1, 2], GenerationHyperparameters(), rid="x", affinity_key="y")
+    assert request_digest(named) == request_digest(request())
+
+
+def test_journal_when_nothing_was_generated_or_too_much_then_empty():
+    assert encode([(request(), response(0))], 1 << 20) == b""
+    assert encode([(request(), response(100))], 20) == b""
+    assert decode(b"", 100) == {}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"garbage",
+        zlib.compress(b"[]"),
+        zlib.compress(b"{}"),
+        zlib.compress(orjson.dumps({"format": 99, "calls": []})),
+        zlib.compress(orjson.dumps({"format": 1, "calls": [{"call": ["x", 0]}]})),
+        zlib.compress(
+            orjson.dumps(
+                {
+                    "format": 1,
+                    "calls": [
+                        {
+                            "call": ["x", 0],
+                            "tokens": [1],
+                            "logprobs": [],
+                            "versions": [],
+                            "stop": "stop",
+                            "interruptions": 0,
+                        }
+                    ],
+                }
+            )
+        ),
+        zlib.compress(b"0" * 10_000_000),
+    ],
+)
+def test_journal_when_malformed_then_value_error(raw):
+    with pytest.raises(ValueError, match=r"."):
+        decode(raw, 10_000)
