@@ -141,6 +141,7 @@ class StatusHub:
                 "samples_per_s": recent.get("samples_per_s"),
                 "tokens_per_s": recent.get("tokens_per_s"),
             },
+            "sample": recent or None,
             "eta_s": self._eta(trainer),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -120,10 +121,8 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         changed = run.changed
         rows = [r for r in run.rows if r["step"] > request.after_step]
         if not rows and request.max_wait.ToMilliseconds():
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), request.max_wait.ToMilliseconds() / 1000)
-            except TimeoutError:
-                pass
             rows = [r for r in run.rows if r["step"] > request.after_step]
         return trainer_service_pb2.GetStatusResponse(
             state=trainer_service_pb2.TrainerState.Value(f"TRAINER_STATE_{run.trainer_state}"),
