@@ -178,7 +178,7 @@ def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -
         print(prefix + humanize(line), flush=True)  # noqa: T201
 
     for each, file in chosen.items():
-        for line in last_lines(file, count=lines, limit=400 * lines):
+        for line in last_lines(file, count=lines, limit=1000 * lines):
             show(each, line)
     while follow:
         for each, tail in tails.items():

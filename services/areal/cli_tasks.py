@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.clients.buffer import BufferClient, DeadLetter
+from areal.clients.buffer_types import TaskRecord
 from areal.clients.rollout import RolloutClient
 from areal.config import GRPOConfig, load_service_config
-from areal.errors import InvalidInput, NotFound, WaitTimeout
+from areal.errors import InvalidInput, NotFound, Unavailable, WaitTimeout
 from areal.launchers.run_folder import find_run
 from areal.recipe import Recipe
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
@@ -27,7 +28,7 @@ from areal.types import Purpose, Task, TaskState, WorkflowSpec
 _TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
 _TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 # Tasks per call: far below the largest message that a service accepts.
-_CHUNK = 500
+_CHUNK = 2000
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,7 @@ async def _wait(client: RolloutClient, task_ids: list[str], options: SubmitOptio
     remaining = set(task_ids)
     try:
         async with asyncio.timeout(options.timeout_s):
-            async for record in client.watch_tasks(sorted(remaining), include_trajectories=True):
-                remaining.discard(record.task.task_id)
+            async for record in _watch(client, remaining):
                 states[record.state] = states.get(record.state, 0) + 1
                 samples = record.group.trajectories if record.group is not None else []
                 rewards += [t.reward for t in samples]
@@ -217,6 +217,17 @@ async def _wait(client: RolloutClient, task_ids: list[str], options: SubmitOptio
         score = f"; mean reward {mean:.3f} of {len(rewards)} samples" if mean is not None else ""
         _say(ended + score)
     return 0 if set(states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
+
+
+async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[TaskRecord]:
+    """Each task once, when it has ended; a service that restarts meanwhile is asked again."""
+    while remaining:
+        try:
+            async for record in client.watch_tasks(sorted(remaining), include_trajectories=True):
+                remaining.discard(record.task.task_id)
+                yield record
+        except Unavailable:
+            await asyncio.sleep(1.0)  # backoff; the caller has the deadline
 
 
 def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:

@@ -120,6 +120,7 @@ class LocalStack:
         if self.plan.inference and (why := missing_model(self.config)):
             raise ConfigError(why)
         await self._start_all(time.monotonic() + self.config.stack.ready_timeout_s)
+        self.events.report("info", "stack", f"ready after {time.time() - self.started:.1f} s")
         self._set(StackState.READY)
 
     async def wait(self) -> None:

@@ -43,3 +43,16 @@ def humanize(line: str) -> str:
         return line.strip()
     values = (f"{key}={value}" for key, value in content.items() if key not in _BORING)
     return " ".join([str(content["event"]), *values])
+
+
+def gist(line: str, limit: int = 300) -> str:
+    """What a log line says, without its traceback: `event: last line of the exception`."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return line.strip()[:limit]
+    if not isinstance(content, dict) or "event" not in content:
+        return line.strip()[:limit]
+    raised = str(content.get("exception") or content.get("error") or "").strip()
+    text = f"{content['event']}: {raised.splitlines()[-1]}" if raised else humanize(line)
+    return text[:limit]

@@ -114,8 +114,8 @@ class Child:
             return  # gone: that is what we want
 
 
-def last_lines(log: Path, count: int = 5, limit: int = 8192) -> list[str]:
-    """The end of a log, for error messages."""
+def last_lines(log: Path, count: int = 3, limit: int = 16384) -> list[str]:
+    """The end of a log: at most `count` lines out of its last `limit` bytes."""
     try:
         with log.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -123,5 +123,5 @@ def last_lines(log: Path, count: int = 5, limit: int = 8192) -> list[str]:
             text = stream.read().decode(errors="replace")
     except OSError:
         return []
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [line[:400] for line in lines[-count:]]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return lines[-count:]

@@ -32,6 +32,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from areal.errors import ArealError, WaitTimeout
+from areal.launchers.log_tail import gist
 from areal.launchers.probes import wait_ready
 from areal.launchers.processes import Child, ProcessSpec, last_lines
 
@@ -132,8 +133,7 @@ class Supervised:
 
     def last_words(self) -> str:
         """The end of its log, with the log's name."""
-        lines = last_lines(self.spec.log)
-        said = " | ".join(lines) if lines else "(empty)"
+        said = " | ".join(gist(line) for line in last_lines(self.spec.log)) or "(empty)"
         return f"log {self.spec.log}: {said}"
 
     async def _run(self) -> None:
