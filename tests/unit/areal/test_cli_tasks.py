@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("areal.clients.rollout")
-
 from areal.cli_tasks import parse_tasks
 from areal.errors import InvalidInput
 from areal.types import Purpose, WorkflowSpec
