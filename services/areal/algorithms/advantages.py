@@ -37,8 +37,9 @@ def discounted_suffix_sums(values: Tensor, lengths: Tensor, coefficient: float) 
 
     A blocked scan instead of a loop over tokens. In reversed time, with weights c^-j inside a block,
     A_i = c^i (sum_{j<=i} c^-j x_j): one cumulative sum. Each term that the sum adds is at least as large in weight as
-    those before it, so that the division loses no precision (it is backward stable like the loop itself).
-    What flows from block to block is the same recurrence with coefficient c^block, solved by recursion.
+    those before it, so that scaling back loses no precision; at a segment's start the sum so far is taken off, which
+    leaves float64's rounding of the neighboring segments' values. What flows from block to
+    block is the same recurrence with coefficient c^block, solved by recursion.
 
     Args:
         values: float64 [N].

@@ -194,9 +194,9 @@ def loglinear_proximal_logprobs(
     age = (proximal_version - token_versions).clamp(min=0).to(policy_logprobs.dtype)
     alpha = age / (age + 1)
     policy = policy_logprobs.detach()
-    return torch.where(
-        loss_mask, behavior_logprobs + alpha * (policy - behavior_logprobs), 0.0
-    ).to(policy_logprobs.dtype)
+    return torch.where(loss_mask, behavior_logprobs + alpha * (policy - behavior_logprobs), 0.0).to(
+        policy_logprobs.dtype
+    )
 
 
 def sft_loss(policy_logprobs: Tensor, loss_mask: Tensor) -> LossResult:

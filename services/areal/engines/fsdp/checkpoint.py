@@ -98,7 +98,9 @@ def load(
     """
     for name in (STATE_FILE, METADATA_FILE):
         if not (directory / name).is_file():
-            raise InvalidInput(f"checkpoint {str(directory)!r} has no {name}: expected a finished one")
+            raise InvalidInput(
+                f"checkpoint {str(directory)!r} has no {name}: expected a finished one"
+            )
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     for name in [name for name in tensors if name.startswith("random.") and name not in saved]:

@@ -87,7 +87,7 @@ class FSDPEngine(TrainEngine):
             seed=config.seed,
         )
         if config.gradient_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
+            hf.activation_checkpointing_enable()
         if config.optimizer is None:
             hf.requires_grad_(False)
         self._flash = flash
@@ -293,7 +293,9 @@ class FSDPEngine(TrainEngine):
             if number < len(split):
                 index = split[number]
                 whole = len(split) == 1 and index == list(range(len(index)))
-                chosen.append((index, self._to_device(batch if whole else packing.select(batch, index))))
+                chosen.append(
+                    (index, self._to_device(batch if whole else packing.select(batch, index)))
+                )
             else:
                 chosen.append((None, self._to_device(packing.dummy_like(batch))))
         return chosen
@@ -339,9 +341,7 @@ class FSDPEngine(TrainEngine):
     def save(self, directory: str | Path, dtype: str | None = None) -> None:  # noqa: D102
         tensors = self.iter_full_tensors(dtype)
         if self.rank == 0:
-            weights.write_directory(
-                Path(directory), tensors, self.model.hf, Path(self.config.path)
-            )
+            weights.write_directory(Path(directory), tensors, self.model.hf, Path(self.config.path))
         else:
             for _ in tensors:
                 pass

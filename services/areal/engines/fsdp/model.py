@@ -127,7 +127,7 @@ def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Ten
     if temperature != 1.0:
         logits = logits / temperature
     everything = torch.log_softmax(logits, -1)
-    logprobs = everything.gather(-1, labels[:, None])[:, 0]
+    logprobs = -torch.nn.functional.nll_loss(everything, labels, reduction="none")
     with torch.no_grad():
         entropies = -(everything.exp() * everything).sum(-1)
     return logprobs, entropies

@@ -29,9 +29,7 @@ _TOKENIZER_FILES = (
 _SHARD_BYTES = 4 << 30
 
 
-def load_model(
-    path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool, seed: int
-) -> Any:
+def load_model(path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool, seed: int) -> Any:
     """Make a transformers causal language model on the CPU.
 
     Raises:
@@ -39,7 +37,9 @@ def load_model(
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
-        raise InvalidInput(f"path={path!r}: expected a Hugging Face model directory with config.json")
+        raise InvalidInput(
+            f"path={path!r}: expected a Hugging Face model directory with config.json"
+        )
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -62,7 +62,36 @@ def load_model(
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+    if dtype == torch.float64:
+        _use_exact_norms(hf)
     return hf.train()
+
+
+class _RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight in the precision of x."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@torch.no_grad()
+def _use_exact_norms(hf: Any) -> None:
+    """Replace norms that compute in float32 whatever their input is; a float64 model would be one in name only."""
+    for parent in list(hf.modules()):
+        for name, child in list(parent.named_children()):
+            eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+            if not type(child).__name__.endswith("RMSNorm") or eps is None:
+                continue
+            exact = _RMSNorm(child.weight, eps)
+            probe = torch.linspace(-2, 3, child.weight.numel(), dtype=torch.float64)
+            # Some architectures scale by 1 + weight, say: those stay as they are.
+            if torch.allclose(exact(probe), child(probe), rtol=1e-4, atol=1e-5):
+                setattr(parent, name, exact)
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,194 @@
+"""Losses against loops over tokens, on several seeds and all settings."""
+
+import math
+
+import pytest
+import torch
+
+from areal.algorithms import losses
+from areal.errors import InvalidInput
+
+SEEDS = range(5)
+
+
+def inputs(seed, count=60):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(count, generator=g) < 0.7
+    behavior = -torch.randn(count, generator=g, dtype=torch.float64).abs()
+    proximal = behavior + 0.7 * torch.randn(count, generator=g, dtype=torch.float64)
+    policy = proximal + 0.5 * torch.randn(count, generator=g, dtype=torch.float64)
+    advantages = torch.randn(count, generator=g, dtype=torch.float64)
+    return policy, proximal, behavior, advantages, mask
+
+
+def loop_ppo(
+    policy, proximal, behavior, advantages, mask, *, low, high, c_clip, cap, decoupled
+):
+    """The formulas of the docstring, one token at a time."""
+    total = 0.0
+    for p, q, b, a, m in zip(policy, proximal, behavior, advantages, mask, strict=True):
+        if not m:
+            continue
+        p, q, b, a = float(p), float(q), float(b), float(a)
+        ratio = math.exp(p - (q if decoupled else b))
+        loss = max(-a * ratio, -a * min(max(ratio, 1 - low), 1 + high))
+        if c_clip is not None and a < 0:
+            loss = min(loss, c_clip * -a)
+        weight = math.exp(q - b) if decoupled else 1.0
+        if decoupled and cap is not None and weight > cap:
+            continue
+        total += weight * loss
+    return total
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("cap", [None, 1.5, 5.0])
+@pytest.mark.parametrize("c_clip", [None, 1.1, 3.0])
+@pytest.mark.parametrize("higher", [None, 0.4])
+def test_ppo_actor_loss_when_settings_vary_then_equals_a_loop(
+    seed, decoupled, cap, c_clip, higher
+):
+    tensors = inputs(seed)
+    ours, _ = losses.ppo_actor_loss(
+        *tensors,
+        eps_clip=0.2,
+        eps_clip_higher=higher,
+        c_clip=c_clip,
+        decoupled=decoupled,
+        behavior_weight_cap=cap,
+    )
+    expected = loop_ppo(
+        *tensors, low=0.2, high=higher or 0.2, c_clip=c_clip, cap=cap, decoupled=decoupled
+    )
+    assert float(ours) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_actor_loss_when_decoupled_without_cap_then_still_weights(seed):
+    policy, proximal, behavior, advantages, mask = inputs(seed)
+    policy.requires_grad_()
+    loss, _ = losses.ppo_actor_loss(policy, proximal, behavior, advantages, mask, eps_clip=0.99)
+    loss.backward()
+    weight = (proximal - behavior).exp()
+    ratio = (policy.detach() - proximal).exp()
+    inside = mask & (ratio < 1.99) & (ratio > 0.01)
+    expected = -(weight * ratio * advantages)
+    torch.testing.assert_close(policy.grad[inside], expected[inside])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_actor_loss_when_capped_then_drops_tokens_but_counts_them(seed):
+    policy, proximal, behavior, advantages, mask = inputs(seed)
+    policy.requires_grad_()
+    loss, stats = losses.ppo_actor_loss(
+        policy, proximal, behavior, advantages, mask, behavior_weight_cap=1.2
+    )
+    loss.backward()
+    dropped = mask & ((proximal - behavior).exp() > 1.2)
+    assert int(stats["behavior_weight_capped_ratio"]) == int(dropped.sum()) > 0
+    assert bool((policy.grad[dropped] == 0).all())
+    assert bool((policy.grad[~mask] == 0).all())
+    # Statistics are sums over all loss tokens, dropped ones included.
+    expected = (proximal - behavior).exp()[mask]
+    torch.testing.assert_close(stats["behavior_weight"], expected.sum())
+    torch.testing.assert_close(stats["behavior_weight_max"], expected.max())
+
+
+def test_ppo_actor_loss_when_masked_tokens_are_not_finite_then_ignores_them():
+    policy, proximal, behavior, advantages, mask = inputs(0)
+    expected, _ = losses.ppo_actor_loss(policy, proximal, behavior, advantages, mask, c_clip=2.0)
+    for tensor in (policy, proximal, behavior):
+        tensor[~mask] = float("nan")
+    policy.requires_grad_()
+    ours, stats = losses.ppo_actor_loss(
+        policy, proximal, behavior, advantages, mask, c_clip=2.0
+    )
+    ours.backward()
+    torch.testing.assert_close(ours.detach(), expected)
+    assert bool(torch.isfinite(policy.grad).all())
+    assert all(math.isfinite(float(value)) for value in stats.values())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_actor_loss_when_sequence_level_then_equals_a_loop(seed):
+    policy, proximal, behavior, advantages, mask = inputs(seed)
+    cu_seqlens = torch.tensor([0, 7, 8, 40, 60])
+    ours, _ = losses.ppo_actor_loss(
+        policy,
+        proximal,
+        behavior,
+        advantages,
+        mask,
+        decoupled=False,
+        importance_sampling_level="sequence",
+        cu_seqlens=cu_seqlens,
+    )
+    total = 0.0
+    for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        m = mask[begin:end]
+        if not m.any():
+            continue
+        ratio = float((policy - behavior)[begin:end][m].mean().exp())
+        a = float(advantages[begin:end][m].mean())
+        total += int(m.sum()) * max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
+    assert float(ours) == pytest.approx(total, rel=1e-10)
+
+
+def test_ppo_actor_loss_when_level_is_wrong_then_names_it():
+    with pytest.raises(InvalidInput, match="'word'"):
+        losses.ppo_actor_loss(*inputs(0), importance_sampling_level="word")
+    with pytest.raises(InvalidInput, match="cu_seqlens"):
+        losses.ppo_actor_loss(*inputs(0), importance_sampling_level="sequence")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cispo_loss_when_ratios_are_clipped_then_keeps_their_gradient(seed):
+    policy, proximal, behavior, advantages, mask = inputs(seed)
+    policy.requires_grad_()
+    loss, stats = losses.cispo_loss(
+        policy, proximal, behavior, advantages, mask, eps_clip_higher=0.3
+    )
+    loss.backward()
+    ratio = (policy.detach() - proximal).exp()
+    weight = (proximal - behavior).exp()
+    expected = torch.where(mask, -weight * ratio.clamp(0.8, 1.3) * advantages, 0.0)
+    torch.testing.assert_close(policy.grad, expected)
+    clipped = mask & ((ratio < 0.8) | (ratio > 1.3))
+    assert int(stats["clip_ratio"]) == int(clipped.sum()) > 0
+
+
+def test_losses_when_split_into_parts_then_sums_add_up():
+    tensors = inputs(3)
+    whole, whole_stats = losses.ppo_actor_loss(*tensors, c_clip=2.0, behavior_weight_cap=2.0)
+    parts = [
+        losses.ppo_actor_loss(
+            *(t[a:b] for t in tensors), c_clip=2.0, behavior_weight_cap=2.0
+        )
+        for a, b in ((0, 13), (13, 50), (50, 60))
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+    for name, value in whole_stats.items():
+        values = [float(stats[name]) for _, stats in parts]
+        joined = max(values) if name.endswith("_max") else sum(values)
+        assert joined == pytest.approx(float(value))
+
+
+@pytest.mark.parametrize(("version", "alpha"), [(7, 0.0), (6, 1 / 2), (4, 3 / 4), (9, 0.0)])
+def test_loglinear_when_token_has_an_age_then_interpolates(version, alpha):
+    ours = losses.loglinear_proximal_logprobs(
+        torch.tensor([-1.0, 0.0]),
+        torch.tensor([-3.0, 0.0]),
+        torch.tensor([version, -1]),
+        torch.tensor([True, False]),
+        proximal_version=7,
+    )
+    assert ours.tolist() == pytest.approx([-3.0 + 2.0 * alpha, 0.0])
+
+
+def test_sft_loss_when_masked_then_sums_the_rest():
+    loss, stats = losses.sft_loss(
+        torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([True, False, True])
+    )
+    assert float(loss) == 5.0
+    assert stats == {}

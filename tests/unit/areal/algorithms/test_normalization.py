@@ -1,0 +1,85 @@
+import statistics
+
+import pytest
+import torch
+
+from areal.algorithms import normalization
+from areal.config_train import NormConfig
+
+SCORES = torch.tensor([1.0, 0.0, 0.0, 5.0, 7.0, 3.0, 9.0])
+# Uneven, not contiguous, arbitrary labels: {1, 0, 7}, {0, 5}, {3}, {9}.
+GROUPS = torch.tensor([40, 40, 7, 7, 40, -3, 12])
+
+
+def loop(norm):
+    scores, groups = SCORES.tolist(), GROUPS.tolist()
+    deviation = statistics.stdev if norm.std_unbiased else statistics.pstdev
+    result = []
+    for i, score in enumerate(scores):
+        members = [s for s, g in zip(scores, groups, strict=True) if g == groups[i]]
+        mean = std = 0.0
+        if norm.mean_level == "batch":
+            mean = statistics.mean(scores)
+        elif norm.mean_level == "group":
+            others = [s for j, s in enumerate(scores) if groups[j] == groups[i] and j != i]
+            mean = statistics.mean(members)
+            if norm.mean_leave1out:
+                mean = statistics.mean(others) if others else score
+        if norm.std_level == "batch":
+            std = deviation(scores)
+        elif norm.std_level == "group":
+            std = deviation(members) if len(members) > 1 else 0.0
+        result.append((score - mean) / (std + norm.eps if norm.std_level else 1.0))
+    return torch.tensor(result, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mean_level", ["batch", "group", None])
+@pytest.mark.parametrize("std_level", ["batch", "group", None])
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_normalize_scores_when_groups_are_uneven_then_equals_a_loop(
+    mean_level, std_level, unbiased
+):
+    norm = NormConfig(mean_level, std_level, std_unbiased=unbiased)
+    ours = normalization.normalize_scores(SCORES, GROUPS, norm)
+    # A group of one without its mean taken off has std 0: both give score / eps.
+    torch.testing.assert_close(ours, loop(norm), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("std_level", ["group", None])
+def test_normalize_scores_when_leave_one_out_then_a_group_of_one_gets_zero(std_level):
+    norm = NormConfig("group", std_level, mean_leave1out=True)
+    ours = normalization.normalize_scores(SCORES, GROUPS, norm)
+    torch.testing.assert_close(ours, loop(norm))
+    assert ours[5:].tolist() == [0.0, 0.0]
+
+
+def test_normalize_scores_when_rewards_are_equal_then_is_zero():
+    ours = normalization.normalize_scores(
+        torch.full((4,), 0.1), torch.tensor([0, 0, 1, 1]), NormConfig("group", "group")
+    )
+    assert float(ours.abs().max()) < 1e-9
+
+
+def test_masked_mean_std_when_mean_is_large_then_does_not_cancel():
+    x = torch.tensor([1e9 + 1, 1e9 + 2, 1e9 + 3, 5.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, True, False])
+    mean, std = normalization.masked_mean_std(x, mask)
+    assert float(mean) == 1e9 + 2
+    assert float(std) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_normalize_tokens_when_masked_then_leaves_zeros_and_unit_variance():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=g) * 3 + 5
+    mask = torch.rand(1000, generator=g) < 0.5
+    ours = normalization.normalize_tokens(x, mask, NormConfig())
+    assert bool((ours[~mask] == 0).all())
+    assert float(ours[mask].mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(ours[mask].std()) == pytest.approx(1.0, abs=1e-4)
+    centered = normalization.normalize_tokens(x, mask, NormConfig("batch", None))
+    torch.testing.assert_close(centered[mask], x[mask] - x[mask].mean(), rtol=1e-4, atol=1e-4)
+
+
+def test_normalize_tokens_when_mask_is_empty_then_is_zero():
+    empty = torch.zeros(3, dtype=torch.bool)
+    assert normalization.normalize_tokens(torch.ones(3), empty, NormConfig()).tolist() == [0.0] * 3

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from tests.unit.areal.engines.train_fixtures import make_batch
+
+from areal.algorithms import packing
+from areal.engines.fsdp.packed_attention import build_layout, packed_attention
+
+
+def dense_attention(q, k, v, cu_seqlens, window):
+    """One sequence and one head at a time."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    out = torch.zeros(1, q.shape[2], heads, q.shape[3], dtype=q.dtype)
+    for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        for h in range(heads):
+            kv = h * kv_heads // heads
+            scores = q[0, h, begin:end] @ k[0, kv, begin:end].T * 0.3
+            distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            hidden = distance < 0
+            if window:
+                hidden |= distance >= window
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[0, begin:end, h] = weights @ v[0, kv, begin:end]
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [[3, 17, 1, 9, 16, 2], [150, 3, 70, 64, 65, 1]])
+def test_packed_attention_when_lengths_vary_then_equals_dense(kv_heads, window, lengths):
+    g = torch.Generator().manual_seed(0)
+    batch = packing.pack([{"input_ids": [0] * n, "loss_mask": [False] * n} for n in lengths])
+    layout = build_layout(batch, share_prefixes=False)
+    total = sum(lengths)
+    q, k, v = (
+        torch.randn(1, h, total, 8, generator=g, dtype=torch.float64, requires_grad=True)
+        for h in (4, kv_heads, kv_heads)
+    )
+    ours, _ = packed_attention(
+        None, q, k, v, None, packed_layout=layout, scaling=0.3, sliding_window=window
+    )
+    expected = dense_attention(q, k, v, batch["cu_seqlens"], window)
+    torch.testing.assert_close(ours, expected)
+    weight = torch.randn(ours.shape, generator=g, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_build_layout_when_sequences_share_prefixes_then_computes_them_once():
+    batch = packing.pack(
+        [
+            {"input_ids": ids, "loss_mask": [False] * len(ids)}
+            for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 2, 3], [1, 2, 3, 4], [7, 2, 3])
+        ],
+        group_index=[0, 0, 0, 1, 1],
+    )
+    layout = build_layout(batch, share_prefixes=True)
+    # Group 0: 1 2 3 4, then 9; group 1 starts over: 1 2 3 4, then 7 2 3 (differs from the first token on).
+    assert batch["input_ids"][layout.computed].tolist() == [1, 2, 3, 4, 9, 1, 2, 3, 4, 7, 2, 3]
+    assert layout.locate.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11]
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 0, 1, 2]
+    alone = build_layout(batch, share_prefixes=False)
+    assert alone.computed.tolist() == list(range(17))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_build_layout_when_batches_vary_then_each_place_holds_its_token(seed, share_prefixes):
+    batch = make_batch(seed, groups=6, longest=40, vocabulary=3)
+    layout = build_layout(batch, share_prefixes=share_prefixes)
+    ids = batch["input_ids"]
+    assert torch.equal(ids[layout.computed][layout.locate], ids)
+    places = torch.cat([bucket.index for bucket in layout.buckets])
+    # Each computed token is read from a place that holds it.
+    assert torch.equal(places[layout.output], torch.arange(len(layout.computed)))
+    assert len(places) <= 1.5 * len(ids) + 8 * len(batch["group_index"])
