@@ -32,8 +32,10 @@ from areal.datasets.arithmetic import addition
 class WarmStart:
     """A short supervised start: reinforcement needs some right answers to reinforce."""
 
-    steps: int = 170
-    batch_size: int = 256
+    target_loss: float = 0.5
+    """Stop there: about every third sampled answer is right."""
+    max_steps: int = 600
+    batch_size: int = 128
     lr: float = 2e-3
 
 
@@ -74,7 +76,7 @@ class AdditionWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine, data):
         prompt_ids = engine.tokenizer.apply_chat_template(data["messages"])
-        request = LLMRequest(prompt_ids, self.gconfig, affinity_key=engine.new_affinity_key())
+        request = LLMRequest(prompt_ids, self.gconfig)
         responses = await asyncio.gather(
             *[engine.agenerate(request) for _ in range(self.gconfig.n_samples)]
         )
@@ -116,20 +118,38 @@ def main(argv):
 
 
 def prepare_model(config: Config) -> None:
-    """Makes the 0.6 M parameter Qwen2 and teaches it the form (and some of the sums)."""
-    from areal.engines.sft import warm_start
+    """Makes the 0.6 M parameter Qwen2 and teaches it the form, and some of the sums."""
+    import random
+
+    from areal.config import OptimizerConfig, TrainEngineConfig
+    from areal.engines.sft import FSDPLMEngine, pack_examples
     from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return
-    fresh = make_tiny_model(Path(config.model.path).with_suffix(".fresh"), seed=config.seed)
-    train, _ = problems(config)
-    warm_start(
-        fresh,
-        config.model.path,
-        examples=[[*row["messages"], {"role": "assistant", "content": row["answer"]}] for row in train],
-        steps=config.warm_start.steps,
-        batch_size=config.warm_start.batch_size,
-        lr=config.warm_start.lr,
-        seed=config.seed,
+    warm, fresh = config.warm_start, Path(f"{config.model.path}-fresh")
+    make_tiny_model(fresh, seed=config.seed)
+    optimizer = OptimizerConfig(
+        lr=warm.lr, beta2=0.95, weight_decay=0.0, warmup_steps_proportion=0.07
     )
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=warm.max_steps)
+    tokenizer = Tokenizer.load(fresh)
+    examples = [
+        (
+            tokenizer.apply_chat_template(row["messages"]),
+            [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id],
+        )
+        for row in problems(config)[0]
+    ]
+    rng, loss = random.Random(config.seed), 5.0
+    for step in range(warm.max_steps):
+        stats = engine.train_lm(pack_examples(rng.sample(examples, warm.batch_size)))
+        loss += 0.1 * (stats["loss"] - loss)
+        if step % 20 == 0 or loss <= warm.target_loss:
+            print(f"warm start, step {step + 1}: loss {loss:.3f}", flush=True)
+        if loss <= warm.target_loss:
+            break
+    engine.save(config.model.path)
+    engine.destroy()

@@ -17,13 +17,14 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal.config_train import PPOActorConfig, TrainEngineConfig
+from areal.config_train import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.errors import ConfigError
 from areal.types import GenerationHyperparameters
 
 __all__ = [
     "BaseExperimentConfig",
     "GRPOConfig",
+    "OptimizerConfig",
     "PPOActorConfig",
     "TrainEngineConfig",
     "load_expr_config",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from areal.algorithms.advantages import place_scores, sequence_sums
-from areal.algorithms.packing import Batch
+if TYPE_CHECKING:
+    from areal.algorithms.packing import Batch
 
 
 def shuffle_rewards(batch: Batch, seed: int) -> None:
@@ -18,6 +18,10 @@ def shuffle_rewards(batch: Batch, seed: int) -> None:
         batch: A packed batch; `rewards` is replaced.
         seed: Of the permutation; vary it from step to step.
     """
+    import torch
+
+    from areal.algorithms.advantages import place_scores, sequence_sums
+
     cu_seqlens = batch["cu_seqlens"]
     outcomes = sequence_sums(batch["rewards"], cu_seqlens)
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,7 @@
-"""The policy under training, as a recipe sees it: PPO on top, weight publishing below."""
+"""The policy under training, as a recipe sees it: PPO on top, weight publishing below.
+
+Importing this module loads no torch: recipes name the class, and workers load recipes too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,8 @@ import shutil
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from areal.engines.fsdp.engine import FSDPEngine
-from areal.engines.ppo import PPOActor
-
-from areal.algorithms.packing import Batch
 from areal.config_train import PPOActorConfig, TrainEngineConfig
 from areal.engines.session import current_session
 from areal.types import WeightUpdateMeta
@@ -25,11 +24,18 @@ from areal.weights import (
     write_manifest,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areal.algorithms.packing import Batch
+
+# Statistics under the names of the metrics row.
+_ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences": "samples"}
 # What a server may read beside the weights.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
-class FSDPPPOActor(PPOActor):
+class FSDPPPOActor:
     """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
 
     With `config.optimizer` null (a reference model) it is frozen: nothing is published or saved.
@@ -41,10 +47,14 @@ class FSDPPPOActor(PPOActor):
         Args:
             config: The experiment's `actor` (or `ref`) section; an empty `path` means `model.path`.
         """
+        from areal.engines.fsdp.engine import FSDPEngine
+        from areal.engines.ppo import PPOActor
+
         session = current_session()
         self.session = session
         config.path = config.path or session.config.model.path
-        super().__init__(_as_ppo(config), FSDPEngine(config))
+        self.engine = FSDPEngine(config)
+        self._ppo = PPOActor(_as_ppo(config), self.engine)
         self.engine.initialize(total_train_steps=self._optimizer_steps(config))
         if config.optimizer is None:
             return
@@ -63,11 +73,20 @@ class FSDPPPOActor(PPOActor):
         """Finished train steps: where a resumed run's loop goes on."""
         return self.engine.get_version()
 
+    def compute_logprobs(self, batch: Batch) -> Tensor:
+        """Logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere."""
+        return self._ppo.compute_logprobs(batch)
+
+    def compute_advantages(self, batch: Batch) -> None:
+        """Adds `advantages` and `returns` to the batch; see `PPOActor.compute_advantages`."""
+        self._ppo.compute_advantages(batch)
+
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """One train step; also fills the step's metrics row. See `PPOActor.ppo_update`."""
         start = time.monotonic()
-        stats = super().ppo_update(batch)
-        self.session.row.update(stats)
+        stats = self._ppo.ppo_update(batch)
+        row = self.session.row
+        row.update({_ROW_NAMES.get(name, name): value for name, value in stats.items()})
         self.session.row["train_seconds"] = time.monotonic() - start
         return stats
 

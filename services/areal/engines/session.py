@@ -105,8 +105,7 @@ class TrainerSession:
         self.rank = rank
         self.world_size = world_size
         self.bridge = AsyncBridge()
-        self.buffer = BufferClient(config.endpoints.buffer)
-        self.weight_sync = WeightSyncClient(config.endpoints.weight_sync)
+        self.buffer, self.weight_sync = self.call(self._connect(), "opening channels")
         self.folder = CheckpointFolder(config.run_dir / "checkpoints", config.checkpoint.keep)
         self.status = TrainerStatus(config.total_train_steps, world_size)
         self.step = 0
@@ -126,6 +125,11 @@ class TrainerSession:
         self._step_started = time.monotonic()
         self._last_checkpoint_step = 0
         self._log = get_logger("areal.engines.session")
+
+    async def _connect(self) -> tuple[BufferClient, WeightSyncClient]:
+        """Channels belong to the loop they are opened in: the bridge's."""
+        endpoints = self.config.endpoints
+        return BufferClient(endpoints.buffer), WeightSyncClient(endpoints.weight_sync)
 
     # -- opening and closing -------------------------------------------------------------------
 
