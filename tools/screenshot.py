@@ -30,8 +30,8 @@ FLAGS = (
 )
 
 
-async def take(url: str, out: Path, *, dark: bool, size: tuple[int, int], wait_s: float) -> None:
-    """Opens the page, waits, writes a PNG."""
+async def take(url: str, *, dark: bool, size: tuple[int, int], wait_s: float) -> bytes:
+    """Opens the page, waits, returns a PNG."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise SystemExit("screenshot: chromium: not found on PATH")
@@ -45,7 +45,7 @@ async def take(url: str, out: Path, *, dark: bool, size: tuple[int, int], wait_s
         try:
             async with asyncio.timeout(wait_s + 60):
                 port = await _port(browser)
-                await _capture(port, url, out, dark=dark, size=size, wait_s=wait_s)
+                return await _capture(port, url, dark=dark, size=size, wait_s=wait_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 browser.kill()
@@ -61,8 +61,8 @@ async def _port(browser: asyncio.subprocess.Process) -> int:
 
 
 async def _capture(
-    port: int, url: str, out: Path, *, dark: bool, size: tuple[int, int], wait_s: float
-) -> None:
+    port: int, url: str, *, dark: bool, size: tuple[int, int], wait_s: float
+) -> bytes:
     async with aiohttp.ClientSession() as http:
         async with http.put(f"http://127.0.0.1:{port}/json/new?about:blank") as reply:
             page = await reply.json()
@@ -92,7 +92,7 @@ async def _capture(
             await call("Page.navigate", url=url)
             await asyncio.sleep(wait_s)
             shot = await call("Page.captureScreenshot", format="png")
-            out.write_bytes(base64.b64decode(shot["data"]))
+            return base64.b64decode(shot["data"])
 
 
 def main() -> None:
@@ -106,9 +106,8 @@ def main() -> None:
     arguments = parser.parse_args()
     width, height = arguments.size.split("x")
     size = (int(width), int(height))
-    asyncio.run(
-        take(arguments.url, arguments.out, dark=arguments.dark, size=size, wait_s=arguments.wait)
-    )
+    shot = asyncio.run(take(arguments.url, dark=arguments.dark, size=size, wait_s=arguments.wait))
+    arguments.out.write_bytes(shot)
 
 
 if __name__ == "__main__":

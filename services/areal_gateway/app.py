@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.exposition import generate_latest
 from starlette.exceptions import HTTPException
 
+from areal.clients.rollout import RolloutClient
 from areal.errors import (
     ArealError,
     CapacityExceeded,
@@ -28,7 +29,6 @@ from areal_gateway.hub import StatusHub
 from areal_gateway.metrics import GatewayMetrics
 from areal_gateway.middleware import BodyLimit, RequestCount
 from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json, task_from_model
-from areal_gateway.rollout_calls import RolloutCalls
 
 STATIC = Path(__file__).parent / "static"
 _STATUS_OF: dict[type[ArealError], int] = {
@@ -53,7 +53,7 @@ class Json(Response):
 
 
 def build_app(
-    hub: StatusHub, rollout: RolloutCalls | None, metrics: GatewayMetrics, config: GatewayConfig
+    hub: StatusHub, rollout: RolloutClient | None, metrics: GatewayMetrics, config: GatewayConfig
 ) -> FastAPI:
     """Makes the application.
 
@@ -150,14 +150,16 @@ def _add_state(
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
-def _add_tasks(app: FastAPI, rollout: RolloutCalls | None) -> None:
-    def calls() -> RolloutCalls:
+def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
+    def calls() -> RolloutClient:
         if rollout is None:
             raise Unavailable("endpoints.rollout '': this gateway has no rollout service")
         return rollout
 
     async def one(task_id: str, include_trajectories: bool) -> dict[str, Any]:
-        records = await calls().get([task_id], include_trajectories=include_trajectories)
+        records = await calls().get_tasks(
+            [task_id], include_trajectories=include_trajectories, retry_for=0
+        )
         if not records:
             raise NotFound(f"task {task_id!r}: unknown, or let go since it ended")
         return record_json(records[0])
@@ -165,8 +167,10 @@ def _add_tasks(app: FastAPI, rollout: RolloutCalls | None) -> None:
     @app.post("/v1/tasks", tags=["tasks"])
     async def submit(body: SubmitIn) -> Json:
         """Queues tasks. Idempotent by task_id: `accepted` is false for one known before."""
-        results = await calls().submit([task_from_model(task) for task in body.tasks])
-        return Json({"results": [{"task_id": r.task_id, "accepted": r.accepted} for r in results]})
+        tasks = [task_from_model(task) for task in body.tasks]
+        accepted = await calls().submit_tasks(tasks, timeout=30.0, retry_for=0)
+        pairs = zip(tasks, accepted, strict=True)
+        return Json({"results": [{"task_id": t.task_id, "accepted": a} for t, a in pairs]})
 
     @app.get("/v1/tasks/{task_id}", tags=["tasks"])
     async def get(task_id: str, include_trajectories: bool = False) -> Json:
@@ -176,13 +180,18 @@ def _add_tasks(app: FastAPI, rollout: RolloutCalls | None) -> None:
     @app.post("/v1/tasks/query", tags=["tasks"])
     async def query(body: QueryIn) -> Json:
         """Records of many tasks; unknown ids are left out."""
-        records = await calls().get(body.task_ids, include_trajectories=body.include_trajectories)
+        records = await calls().get_tasks(
+            body.task_ids, include_trajectories=body.include_trajectories, retry_for=0
+        )
         return Json({"tasks": [record_json(record) for record in records]})
 
     @app.post("/v1/tasks/cancel", tags=["tasks"])
     async def cancel(body: CancelIn) -> Json:
         """Cancels live tasks; ended ones stay as they are."""
-        return Json({"cancelled": await calls().cancel(body.task_ids, body.reason)})
+        count = await calls().cancel_tasks(
+            body.task_ids, reason=body.reason, timeout=30.0, retry_for=0
+        )
+        return Json({"cancelled": count})
 
     @app.get("/v1/trajectories/{task_id}", tags=["tasks"])
     async def trajectories(task_id: str) -> Json:

@@ -8,10 +8,9 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from areal.errors import InvalidInput
-from areal.types import Purpose, Task, WorkflowSpec
-from areal.v1 import trajectory_pb2 as pb
-from areal.wire import PURPOSE_FROM_PB, STATE_FROM_PB, TRAJECTORY_ARRAYS, array_from_pb, task_to_pb
+from areal.clients.buffer_types import TaskRecord
+from areal.types import Purpose, Task, Trajectory, WorkflowSpec
+from areal.wire import TRAJECTORY_ARRAYS, parse_json_object
 
 MAX_TASKS = 10_000
 
@@ -84,70 +83,56 @@ def explain(errors: list[Any], body: Any) -> str:
     return f"{path}{who} {shown}: {text}"
 
 
-def task_from_model(model: TaskIn) -> pb.Task:
-    """The message of a submitted task; a task without an id gets one."""
-    try:
-        return task_to_pb(
-            Task(
-                task_id=model.task_id or f"rest-{uuid.uuid4().hex}",
-                purpose=Purpose(model.purpose),
-                workflow=WorkflowSpec(
-                    name=model.workflow.name,
-                    recipe_digest=model.workflow.recipe_digest,
-                    kwargs_json=orjson.dumps(model.workflow.kwargs).decode(),
-                ),
-                data=model.data,
-                time_to_live_s=model.time_to_live_s,
-                traceparent=model.traceparent,
-            )
-        )
-    except (TypeError, orjson.JSONEncodeError) as error:
-        raise InvalidInput(f"task {model.task_id!r}: {error}") from None
+def task_from_model(model: TaskIn) -> Task:
+    """A submitted task; one without an id gets one."""
+    return Task(
+        task_id=model.task_id or f"rest-{uuid.uuid4().hex}",
+        purpose=Purpose(model.purpose),
+        workflow=WorkflowSpec(
+            name=model.workflow.name,
+            recipe_digest=model.workflow.recipe_digest,
+            kwargs_json=orjson.dumps(model.workflow.kwargs).decode(),
+        ),
+        data=model.data,
+        time_to_live_s=model.time_to_live_s,
+        traceparent=model.traceparent,
+    )
 
 
-def record_json(record: pb.TaskRecord) -> dict[str, Any]:
-    """A task record; its group only when the message has one."""
+def record_json(record: TaskRecord) -> dict[str, Any]:
+    """A task record; `trajectories` only when the record has them. Times are Unix seconds."""
     task = record.task
     result: dict[str, Any] = {
         "task_id": task.task_id,
-        "state": STATE_FROM_PB[record.state].value if record.state in STATE_FROM_PB else "",
-        "purpose": PURPOSE_FROM_PB[task.purpose].value if task.purpose in PURPOSE_FROM_PB else "",
+        "state": record.state.value,
+        "purpose": task.purpose.value,
         "workflow": {
             "name": task.workflow.name,
             "recipe_digest": task.workflow.recipe_digest,
-            "kwargs": orjson.loads(task.workflow.kwargs_json or "{}"),
+            "kwargs": parse_json_object(task.workflow.kwargs_json, "workflow.kwargs_json"),
         },
-        "data": orjson.loads(task.data_json or "{}"),
+        "data": task.data,
         "position": (
-            {"epoch": task.position.epoch, "index": task.position.index}
-            if task.HasField("position")
-            else None
+            {"epoch": task.position[0], "index": task.position[1]} if task.position else None
         ),
         "reason": record.reason,
         "attempts": record.attempts,
         "infrastructure_attempts": record.infrastructure_attempts,
-        "submit_time": record.submit_time.ToMilliseconds() / 1000,
-        "end_time": (
-            record.end_time.ToMilliseconds() / 1000 if record.HasField("end_time") else None
-        ),
+        "submit_time": record.submit_time,
+        "end_time": record.end_time,
         "step": record.step or None,
     }
-    if record.HasField("group"):
+    if record.group is not None:
         result["trajectories"] = [trajectory_json(t) for t in record.group.trajectories]
     return result
 
 
-def trajectory_json(trajectory: pb.Trajectory) -> dict[str, Any]:
+def trajectory_json(trajectory: Trajectory) -> dict[str, Any]:
     """One trajectory, its per-token arrays as lists."""
-    arrays = {
-        named.name: array_from_pb(named.tensor, named.name).tolist()
-        for named in trajectory.tensors
-        if named.name in TRAJECTORY_ARRAYS
-    }
     return {
         "trajectory_id": trajectory.trajectory_id,
         "reward": trajectory.reward,
-        "finish_reason": trajectory.finish_reason,
+        "finish_reason": trajectory.finish_reason.value,
         "completion_text": trajectory.completion_text,
-        **arrays,
+        **{name: getattr(trajectory, name).tolist() for name in TRAJECTORY_ARRAYS},
     }

@@ -13,6 +13,7 @@ from areal.chassis import Service, ServiceContext
 from areal.chassis.service import split_address
 from areal.clients.base import Client
 from areal.clients.buffer import BufferClient
+from areal.clients.rollout import RolloutClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
@@ -21,7 +22,6 @@ from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 from areal_gateway.metrics import GatewayMetrics
-from areal_gateway.rollout_calls import RolloutCalls
 from areal_gateway.sources import watch_clock, watch_trainer, watch_versions
 
 
@@ -46,7 +46,7 @@ class GatewayService(Service):
         self._buffer = BufferClient(ends.buffer) if ends.buffer else None
         self._weight_sync = WeightSyncClient(ends.weight_sync) if ends.weight_sync else None
         self._trainer = TrainerClient(ends.trainer) if ends.trainer else None
-        self._rollout = RolloutCalls(ends.rollout) if ends.rollout else None
+        self._rollout = RolloutClient(ends.rollout) if ends.rollout else None
         configured = {
             "ledger": self._buffer,
             "servers": self._weight_sync,

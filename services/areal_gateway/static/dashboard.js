@@ -359,7 +359,8 @@ function drawServers({ servers, versions, time }) {
     body.replaceChildren(...servers.map((server) => serverRow(server, current, time)));
   }
   if (versions) {
-    rich("servers-aside", ["b", "", short(versions.updates)], " updates, ", ["b", "", seconds(versions.update_seconds_mean)], " pause each, ", ["b", "", short(versions.aborted_requests)], " requests aborted");
+    const pause = versions.updates ? [" weight updates, ", ["b", "", seconds(versions.update_seconds_mean)], " pause each, ", ["b", "", short(versions.aborted_requests)], " requests aborted"] : [" weight updates"];
+    rich("servers-aside", ["b", "", short(versions.updates)], ...pause);
   }
 }
 
