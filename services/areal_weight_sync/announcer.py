@@ -57,6 +57,9 @@ class Announcer:
                     server_id = next(iter(pending))
                     await self._say(coordinator, server_id)
                     del pending[server_id]
+                    # nats uses wait_for, which in Python 3.11 may swallow a cancellation.
+                    if (task := asyncio.current_task()) and task.cancelling():
+                        return
                 if silent:
                     self._log.info("announcements_resumed")
                 silent = False

@@ -107,9 +107,10 @@ class Member:
         target = self._hub.target
         try:
             if self._doubted:
-                self._doubted, record.version, record.boot_id = False, -1, ""
+                doubted, self._doubted, record.version = record.version, False, -1
                 raise EngineError(
-                    Fault.WRONG_WEIGHTS, "its weights differ from those of most servers"
+                    Fault.WRONG_WEIGHTS,
+                    f"weights of version {doubted} differ from those of most servers",
                 )
             if record.state is SERVING and target is not None and record.version == target.version:
                 await self._probe(target)

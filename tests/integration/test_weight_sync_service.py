@@ -197,50 +197,88 @@ async def test_inference_when_killed_then_noticed_and_rejoins_at_the_current_ver
     assert (await generate_info(url))["weight_version"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("mode", "cause"),
-    [
-        ("hang", "no answer within 2.0 s"),
-        ("slow", "no answer within 2.0 s"),
-        ("500", "HTTP 500: Internal Server Error: CUDA error"),
-        ("garbage", "not a JSON object"),
-        ("reset", "/"),
-        ("lie", "reports weight_version '41'"),
-        ("stale", "differ from those of 1 other server"),
-    ],
-)
-async def test_bad_server_when_found_then_quarantined_by_name_and_heals(rig, bad, mode, cause):
-    other = BadServer()  # a good one
-    await other.start()
-    try:
-        await quarantined_and_heals(rig, other.url, bad, mode, cause)
-    finally:
-        await other.stop()
+CAUSES = {
+    "hang": "no answer within 2.0 s",
+    "slow": "no answer within 2.0 s",
+    "500": "HTTP 500: Internal Server Error: CUDA error",
+    "garbage": "not a JSON object",
+    "reset": "/",
+    "lie": "reports weight_version '41'",
+    "stale": "weights of version 1 differ from those of",
+}
 
 
-async def test_stale_engine_when_beside_a_real_one_then_it_is_the_one_quarantined(rig, good, bad):
-    await quarantined_and_heals(rig, good[1], bad, "stale", "differ from those of 1 other server")
+async def test_bad_servers_when_found_then_each_quarantined_by_name_and_heals(rig, good):
+    _, url = good
+    async with AsyncExitStack() as stack:
+        bad = {mode: BadServer() for mode in CAUSES}
+        for server in bad.values():
+            await server.start()
+            stack.push_async_callback(server.stop)
+            await rig.client.register_server(server.url)
+        for where in (url, *(server.url for server in bad.values())):
+            await rig.until(where, SERVING, 0)
+        for mode, server in bad.items():
+            server.mode = mode
+            if mode not in ("lie", "stale"):  # those are found out by the next update
+                await rig.client.report_server(server.url, "request failed")
+        prepared = await asyncio.to_thread(rig.make_version, 1)
+        began = asyncio.get_running_loop().time()
+        await rig.client.publish_version(prepared)
+        await rig.until(url, SERVING, 1, timeout=10)
+        assert asyncio.get_running_loop().time() - began < 2.0, "the others go on"
+        for mode, server in bad.items():
+            seen = await rig.until(server.url, QUARANTINED, timeout=15)
+            assert CAUSES[mode] in seen.cause
+            server.mode = "good"
+            server.stop_hanging.set()
+        for server in bad.values():
+            await rig.until(server.url, SERVING, 1, timeout=40)
+            assert not server.paused
 
 
-async def quarantined_and_heals(rig, url, bad, mode, cause):
-    await rig.client.register_server(url)
-    await rig.until(url, SERVING, 0)
+async def test_stale_server_when_beside_one_real_engine_then_it_is_the_one_quarantined(
+    rig, good, bad
+):
+    _, url = good
     await rig.client.register_server(bad.url)
+    await rig.until(url, SERVING, 0)
     await rig.until(bad.url, SERVING, 0)
-    bad.mode = mode
-    if mode not in ("lie", "stale"):  # those are found out by the next update
-        await rig.client.report_server(bad.url, "request failed")
-    prepared = await asyncio.to_thread(rig.make_version, 1)
-    began = asyncio.get_running_loop().time()
-    await rig.client.publish_version(prepared)
-    await rig.until(url, SERVING, 1, timeout=10)
-    assert asyncio.get_running_loop().time() - began < 2.0, "the others go on"
-    server = await rig.until(bad.url, QUARANTINED, timeout=15)
-    assert cause in server.cause
-    bad.mode = "good"
-    bad.stop_hanging.set()
-    await rig.until(bad.url, SERVING, 1, timeout=40)
-    assert not bad.paused
+    bad.mode = "stale"  # answers faster than an engine that really loads: the first vote is its
+    await rig.publish(1)
+    await rig.until(url, SERVING, 1)
+    assert CAUSES["stale"] in (await rig.until(bad.url, QUARANTINED)).cause
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_interrupt_when_not_in_place_then_requests_are_recomputed_or_aborted(
+    tmp_path, redis, nats_server, model, mode
+):
+    rig = WeightSyncRig(tmp_path, redis.url, nats_server.url, model, interrupt=mode)
+    process, url = inference(tmp_path, model, "inference")
+    process.start()
+    try:
+        await rig.started()
+        await rig.client.register_server(url)
+        await rig.until(url, SERVING, 0)
+        async with aiohttp.ClientSession() as session:
+            running = [asyncio.create_task(generate(session, url, 900, 0)) for _ in range(8)]
+            prepared = await asyncio.to_thread(rig.make_version, 1)
+            await rig.client.publish_version(prepared)
+            await rig.until(url, SERVING, 1)
+            infos = [answer["meta_info"] for answer in await asyncio.gather(*running)]
+        status = await rig.client.status()
+        if mode == "abort":
+            assert {info["finish_reason"]["type"] for info in infos} == {"abort"}
+            assert all(info["completion_tokens"] < 900 for info in infos)
+            assert status.aborted_requests == 8
+        else:
+            assert {info["finish_reason"]["type"] for info in infos} == {"length"}
+            assert {info["num_retractions"] for info in infos} == {1}
+            assert status.aborted_requests == 0
+    finally:
+        await rig.close()
+        process.kill()
 
 
 async def test_redis_when_lost_for_a_while_then_nothing_is_lost(rig, good, redis):
