@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal.errors import Unavailable
@@ -32,7 +33,19 @@ from areal_inference.scheduler import Scheduler
 
 T = TypeVar("T")
 Command = Callable[[Scheduler], Any]
-_Item = tuple[Command, "asyncio.Future[Any]"]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A command in the inbox, and who waits for its result."""
+
+    command: Command
+    future: asyncio.Future[Any] | None = None
+    exclusive: bool = False
+
+    @property
+    def given_up(self) -> bool:
+        return self.future is not None and self.future.cancelled()
 
 
 class EngineError(Unavailable):
@@ -53,8 +66,8 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._condition = threading.Condition()
-        self._inbox: list[Request | _Item] = []
-        self._exclusive: deque[_Item] = deque()
+        self._inbox: list[Request | _Call] = []
+        self._exclusive: deque[_Call] = deque()
         self._stopping = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -87,6 +100,12 @@ class Engine:
             self._inbox.extend(requests)
             self._condition.notify()
 
+    def tell(self, command: Command) -> None:
+        """Run a command between two decode steps without waiting for it; a stopped engine: none."""
+        with self._condition:
+            self._inbox.append(_Call(command))
+            self._condition.notify()
+
     async def call(
         self, command: Callable[[Scheduler], T], timeout: float, *, exclusive: bool = False
     ) -> T:
@@ -105,10 +124,7 @@ class Engine:
         future: asyncio.Future[Any] = self._loop.create_future()
         with self._condition:
             self._check_alive()
-            if exclusive:
-                self._exclusive.append((command, future))
-            else:
-                self._inbox.append((command, future))
+            self._inbox.append(_Call(command, future, exclusive))
             self._condition.notify()
         try:
             async with asyncio.timeout(timeout):
@@ -172,8 +188,8 @@ class Engine:
         for item in [*inbox, *self._exclusive]:
             if isinstance(item, Request):
                 scheduler.submit(item)
-            else:
-                self._post(_set_exception, item[1], EngineError(reason))
+            elif item.future is not None:
+                self._post(_set_exception, item.future, EngineError(reason))
         scheduler.abort(None, reason)
         self._post(_wake, scheduler.take_news())
 
@@ -196,8 +212,11 @@ class Engine:
                 for item in inbox:
                     if isinstance(item, Request):
                         scheduler.submit(item)
+                    elif item.exclusive:
+                        scheduler.close_gate()
+                        self._exclusive.append(item)
                     else:
-                        self._execute(scheduler, item)
+                        self._execute(item, scheduler)
                 self._run_exclusive(scheduler)
                 self.last_step_at = time.monotonic()
                 scheduler.step()
@@ -207,27 +226,23 @@ class Engine:
                     self._post(_wake, news)
 
     def _run_exclusive(self, scheduler: Scheduler) -> None:
-        while self._exclusive and self._exclusive[0][1].cancelled():
-            self._exclusive.popleft()
-        if not self._exclusive:
-            scheduler.open_gate()
-            return
-        scheduler.close_gate()
-        while self._exclusive and scheduler.quiet:
-            self._execute(scheduler, self._exclusive.popleft())
+        while self._exclusive and (scheduler.quiet or self._exclusive[0].given_up):
+            self._execute(self._exclusive.popleft(), scheduler)
         if not self._exclusive:
             scheduler.open_gate()
 
-    def _execute(self, scheduler: Scheduler, item: _Item) -> None:
-        command, future = item
-        if future.cancelled():
+    def _execute(self, call: _Call, scheduler: Scheduler) -> None:
+        if call.given_up:
             return
         try:
-            result = command(scheduler)
+            result = call.command(scheduler)
         except Exception as error:
-            self._post(_set_exception, future, error)
+            if call.future is None:
+                raise
+            self._post(_set_exception, call.future, error)
         else:
-            self._post(_set_result, future, result)
+            if call.future is not None:
+                self._post(_set_result, call.future, result)
 
     def _post(self, function: Callable[..., Any], *args: Any) -> None:
         try:

@@ -11,7 +11,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from areal_inference.api import GenerateCall, parse_generate, render
-from areal_inference.engine import EngineError
 from areal_inference.http import Route, guarded, json_response, read_json
 from areal_inference.request import Request
 from areal_inference.service import Service
@@ -47,7 +46,7 @@ def generate_route(service: Service) -> Route:
                 yield b"data: " + orjson.dumps(event) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
-            await _abort_unfinished(service, call)
+            _abort_unfinished(service, call)
             service.finished(call)
 
     return generate
@@ -84,16 +83,10 @@ async def _abort_on_disconnect(service: Service, call: GenerateCall, receive: Re
     """A client that went away must not keep rows of the cache."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    await _abort_unfinished(service, call)
+    _abort_unfinished(service, call)
 
 
-async def _abort_unfinished(service: Service, call: GenerateCall) -> None:
+def _abort_unfinished(service: Service, call: GenerateCall) -> None:
     rids = {r.rid for r in call.requests if r.finish is None}
-    if not rids:
-        return
-    try:
-        await service.engine.call(
-            lambda s: s.abort(rids, "client disconnected"), service.config.command_timeout_s
-        )
-    except EngineError:
-        return  # the engine is gone, and the requests with it
+    if rids:
+        service.engine.tell(lambda s: s.abort(rids, "client disconnected"))
