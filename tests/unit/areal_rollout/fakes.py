@@ -121,7 +121,7 @@ class FakeGeneration:
 
     async def interrupt(self, timeout):
         self._interrupted.set()
-        while self.running:
+        while self.running:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
@@ -210,10 +210,10 @@ class Rig:
 
     async def ended(self, count):
         async with asyncio.timeout(5.0):
-            while self.ledger.ended < count or self.executor.running:
+            while self.ledger.ended < count or self.executor.running:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
     async def until(self, condition):
         async with asyncio.timeout(5.0):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)

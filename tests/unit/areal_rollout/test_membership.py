@@ -34,7 +34,7 @@ async def test_membership_when_announced_then_the_table_follows_within_milliseco
         sync.version = version
         start = time.monotonic()
         membership.announce()
-        while version_of(table) != version:
+        while version_of(table) != version:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert time.monotonic() - start < 0.05
     task.cancel()
