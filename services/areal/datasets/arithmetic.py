@@ -9,7 +9,7 @@ from typing import Any
 from areal.errors import InvalidInput
 
 # Up to here all pairs are listed and shuffled; above, pairs are drawn until enough differ.
-_LISTABLE_DIGITS = 3
+_LISTABLE_DIGITS = 2
 
 
 def addition(
@@ -79,7 +79,8 @@ def _unordered_pairs(
             yield (a, b) if generator.random() < 0.5 else (b, a)
         return
     seen: set[tuple[int, int]] = set()
-    while True:
+    size = high - low + 1
+    while len(seen) < size * (size + 1) // 2:
         pair = (generator.randint(low, high), generator.randint(low, high))
         key = (min(pair), max(pair))
         if key not in seen:

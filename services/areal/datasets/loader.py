@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from areal.errors import InvalidInput
 
-
 # (epoch, index, row): index is the place in the epoch's order, 0 to len(rows) - 1, and
 # (epoch, index) identifies the item within a trial.
 DatasetItem = tuple[int, int, dict[str, Any]]
