@@ -254,12 +254,11 @@ async def test_stale_server_when_beside_one_real_engine_then_it_is_the_one_quara
 async def test_interrupt_when_not_in_place_then_requests_are_recomputed_or_aborted(
     tmp_path, redis, nats_server, model, mode
 ):
-    rig = WeightSyncRig(tmp_path, redis.url, nats_server.url, model, interrupt=mode)
     process, url = inference(tmp_path, model, "inference")
+    rig = WeightSyncRig(tmp_path, redis.url, nats_server.url, model, servers=(url,), interrupt=mode)
     process.start()
     try:
         await rig.started()
-        await rig.client.register_server(url)
         await rig.until(url, SERVING, 0)
         async with aiohttp.ClientSession() as session:
             running = [asyncio.create_task(generate(session, url, 900, 0)) for _ in range(8)]

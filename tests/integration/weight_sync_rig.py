@@ -93,11 +93,20 @@ def inference(tmp_path: Path, model: Path, name: str) -> tuple[Process, str]:
 class WeightSyncRig:
     """The service's process and client, over given stores."""
 
-    def __init__(self, tmp_path: Path, redis: str, nats: str, model: Path, **weight_sync) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        redis: str,
+        nats: str,
+        model: Path,
+        servers: tuple[str, ...] = (),
+        **weight_sync,
+    ) -> None:
         config = GRPOConfig(experiment_name="test", trial_name=f"t{free_port()}")
         config.run_root = str(tmp_path / "runs")
         config.model.path = str(model)
         config.endpoints.redis, config.endpoints.nats = redis, nats
+        config.endpoints.inference = list(servers)
         for key, value in weight_sync.items():
             setattr(config.weight_sync, key, value)
         self.namespace = config.namespace
