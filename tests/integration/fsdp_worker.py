@@ -1,0 +1,78 @@
+"""What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
+
+Argument: a JSON object {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?, background?}.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from tests.unit.areal.engines.train_fixtures import gradients, make_batch
+
+from areal.algorithms import packing
+from areal.config_train import PPOActorConfig
+from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.ppo import PPOActor
+
+
+def share_of(batch, rank, world_size):
+    """Return the groups of a batch that belong to a rank."""
+    units = packing.group_units(batch)
+    lengths = packing.sequence_lengths(batch).tolist()
+    chosen = packing.assign_groups([sum(lengths[i] for i in u) for u in units], world_size)[rank]
+    return packing.select(batch, [i for number in chosen for i in units[number]])
+
+
+def main():
+    torch.set_num_threads(1)
+    job = json.loads(sys.argv[1])
+    schema = OmegaConf.structured(PPOActorConfig)
+    config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(job["config"])))
+    engine = FSDPEngine(config)
+    engine.initialize(total_train_steps=len(job["seeds"]))
+    actor = PPOActor(config, engine)
+    begin = 0
+    if "resume" in job:
+        begin = engine.load_checkpoint(job["resume"])["step"]
+        assert engine.get_version() == begin
+    rows = []
+    for step, seed in enumerate(job["seeds"]):
+        if step < begin:
+            continue
+        batch = share_of(make_batch(seed, groups=job["groups"]), engine.rank, engine.world_size)
+        actor.compute_advantages(batch)
+        if job.get("gradients"):
+            found, stats = gradients(engine, batch, actor._loss)
+            if engine.rank == 0:
+                save_file({k: v.contiguous() for k, v in found.items()}, job["out"])
+        else:
+            stats = actor.ppo_update(batch)
+        rows.append(stats)
+        engine.set_version(step + 1)
+        if job.get("save_at") == step + 1:
+            background = bool(job.get("background"))
+            saved = engine.save_checkpoint(
+                job["save_to"], {"step": step + 1}, background=background
+            )
+    if "save_at" in job:
+        saved.result(timeout=60)
+    # Rank 0's statistics speak for all ranks.
+    everyone = [None] * engine.world_size
+    torch.distributed.all_gather_object(
+        everyone, [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in rows]
+    )
+    assert all(other == everyone[0] for other in everyone)
+    if not job.get("gradients"):
+        tensors = dict(engine.iter_full_tensors())
+        assert bool(tensors) == (engine.rank == 0)
+        if engine.rank == 0:
+            save_file(tensors, job["out"])
+    if engine.rank == 0:
+        Path(job["out"] + ".json").write_text(json.dumps(rows))
+    engine.destroy()
+
+
+main()

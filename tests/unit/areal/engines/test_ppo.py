@@ -1,0 +1,184 @@
+import math
+
+import pytest
+import torch
+from tests.unit.areal.engines.train_fixtures import (
+    assert_gradients_close,
+    gradients,
+    make_batch,
+)
+
+from areal.algorithms import packing
+from areal.config_train import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
+from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.ppo import PPOActor
+from areal.errors import InvalidInput
+from areal.models.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, hidden_size=32)
+
+
+@pytest.fixture
+def make_actor(model_dir):
+    engines = []
+
+    def make(**options):
+        options.setdefault("optimizer", OptimizerConfig(lr=1e-3))
+        options.setdefault("reward_norm", NormConfig("group", "group"))
+        config = PPOActorConfig(path=str(model_dir), **options)
+        engine = FSDPEngine(config)
+        engine.initialize()
+        engine.set_version(4)
+        engines.append(engine)
+        return PPOActor(config, engine)
+
+    yield make
+    for engine in reversed(engines):
+        engine.destroy()
+
+
+def ready_batch(actor, seed=0, **keys):
+    batch = make_batch(seed, **keys)
+    actor.compute_advantages(batch)
+    return batch
+
+
+def test_ppo_update_when_single_minibatch_then_shares_the_proximal_forward_exactly(make_actor):
+    actor = make_actor(mb_spec=MicroBatchSpec(max_tokens_per_mb=80))
+    batch = ready_batch(actor)
+    separate = {**batch, "proximal_logprobs": actor.compute_logprobs(batch)}
+    shared_gradients, shared = gradients(actor.engine, batch, actor._loss)
+    separate_gradients, apart = gradients(actor.engine, separate, actor._loss)
+    assert shared["loss"] == apart["loss"]
+    for name, gradient in shared_gradients.items():
+        assert torch.equal(gradient, separate_gradients[name]), name
+    assert shared["ppo_ratio"] == 1.0
+    assert shared["behavior_weight"] != 1.0
+
+
+def test_ppo_update_when_several_minibatches_then_proximal_is_the_start_of_the_update(make_actor):
+    actor = make_actor(ppo_n_minibatches=3, optimizer=OptimizerConfig(lr=5e-3))
+    batch = ready_batch(actor)
+    proximal = actor.compute_logprobs(batch)
+    seen = []
+    original = actor.engine.train_batch
+
+    def record(part, loss_fn, **options):
+        seen.append(part)
+        return original(part, loss_fn, **options)
+
+    actor.engine.train_batch = record
+    stats = actor.ppo_update(batch)
+    assert len(seen) == 3
+    assert actor.engine.optimizer_steps == 3
+    order = packing.split_minibatches(batch, 3)
+    for part, indices in zip(seen, order, strict=True):
+        expected = proximal[packing.token_index(batch, indices)]
+        assert torch.equal(part["proximal_logprobs"], expected)
+    assert "proximal_logprobs" not in batch
+    assert stats["n_tokens"] == len(batch["input_ids"])
+    # Later minibatches have moved away from the proximal policy.
+    assert stats["approx_kl"] > 1e-6
+
+
+def test_ppo_update_when_reported_then_describes_the_batch(make_actor):
+    actor = make_actor()
+    batch = ready_batch(actor)
+    rewards = [float(s["rewards"].sum()) for s in packing.unpack(batch)]
+    ages = [
+        4 - min(v for v in s["token_versions"].tolist() if v >= 0) for s in packing.unpack(batch)
+    ]
+    weight = (actor.compute_logprobs(batch) - batch["behavior_logprobs"]).exp()
+    stats = actor.ppo_update(batch)
+    assert stats["n_sequences"] == len(rewards)
+    assert stats["reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert stats["staleness"] == pytest.approx(sum(ages) / len(ages))
+    assert stats["staleness_max"] == max(ages)
+    assert stats["response_tokens"] == pytest.approx(float(batch["loss_mask"].sum()) / len(rewards))
+    weight = weight[batch["loss_mask"]]
+    assert stats["behavior_weight_max"] == pytest.approx(float(weight.max()), rel=1e-5)
+    assert stats["behavior_weight"] == pytest.approx(float(weight.mean()), rel=1e-5)
+    for name in ("loss", "grad_norm", "entropy", "clip_ratio", "lr", "update_seconds"):
+        assert math.isfinite(stats[name])
+
+
+def test_ppo_update_when_repeated_then_raises_the_probability_of_rewarded_tokens(make_actor):
+    actor = make_actor(optimizer=OptimizerConfig(lr=1e-2), adv_norm=None)
+    batch = make_batch(groups=3)
+    good = batch["rewards"].new_zeros(len(batch["group_index"]))
+    good[::3] = 1.0
+    last = batch["cu_seqlens"][1:].long() - 1
+    batch["rewards"] = torch.zeros_like(batch["rewards"]).index_copy(0, last, good)
+    batch["behavior_logprobs"] = actor.compute_logprobs(batch)
+    before = batch["behavior_logprobs"]
+    for _ in range(8):
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+    change = actor.compute_logprobs(batch) - before
+    owner = packing.sequence_index(batch["cu_seqlens"])
+    rewarded = (good[owner] > 0) & batch["loss_mask"]
+    assert float(change[rewarded].mean()) > 0.2
+    assert float(change[batch["loss_mask"] & ~rewarded].mean()) < 0.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prox_logp_method": "loglinear"},
+        {"recompute_logprob": False},
+        {"use_decoupled_loss": False},
+        {"loss_type": "cispo"},
+        {"importance_sampling_level": "sequence"},
+        {"c_clip": 3.0, "eps_clip_higher": 0.28, "behavior_weight_cap": None},
+    ],
+    ids=str,
+)
+def test_ppo_update_when_settings_vary_then_micro_batching_changes_nothing(make_actor, options):
+    batch = make_batch(groups=4)
+    collected = []
+    for spec in (MicroBatchSpec(), MicroBatchSpec(max_tokens_per_mb=40)):
+        actor = make_actor(dtype="float64", mb_spec=spec, **options)
+        actor.compute_advantages(batch)
+        # Past the proximal policy, so that the ratios are not all 1.
+        others = {"proximal_logprobs": batch["behavior_logprobs"] * 0.98} if not options else {}
+        collected.append(gradients(actor.engine, {**batch, **others}, actor._loss))
+    (expected, stats), (ours, our_stats) = collected
+    assert our_stats["n_micro_batches"] > stats["n_micro_batches"]
+    assert_gradients_close(ours, expected, 1e-12)
+    for name in stats:
+        if name not in ("seconds", "n_micro_batches"):
+            assert our_stats[name] == pytest.approx(stats[name], rel=1e-9, abs=1e-12), name
+
+
+def test_compute_advantages_when_called_then_leaves_rewards_and_adds_two_keys(make_actor):
+    actor = make_actor()
+    batch = make_batch()
+    before = {key: value.clone() for key, value in batch.items()}
+    actor.compute_advantages(batch)
+    assert batch.keys() - before.keys() == {"advantages", "returns"}
+    assert all(torch.equal(batch[key], before[key]) for key in before)
+    assert batch["advantages"].dtype == torch.float32
+    mask = batch["loss_mask"]
+    assert float(batch["advantages"][mask].mean()) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_compute_advantages_when_kl_is_on_then_penalizes_distance(make_actor):
+    actor = make_actor(kl_ctl=0.5, reward_norm=None, adv_norm=None, kl_estimator="k2")
+    batch = make_batch(groups=1, per_group=1)
+    with pytest.raises(InvalidInput, match="reference_logprobs"):
+        actor.compute_advantages(batch)
+    batch["reference_logprobs"] = batch["behavior_logprobs"] - 2.0 * batch["loss_mask"]
+    actor.compute_advantages(batch)
+    mask = batch["loss_mask"]
+    # Each loss token costs 0.5 * 2^2 / 2 = 1; the advantage at the first is the outcome less all.
+    first = float(batch["advantages"][mask][0])
+    assert first == pytest.approx(float(batch["rewards"].sum()) - int(mask.sum()))
+
+
+def test_ppo_update_when_advantages_are_missing_then_says_so(make_actor):
+    with pytest.raises(InvalidInput, match="compute_advantages"):
+        make_actor().ppo_update(make_batch())
