@@ -19,7 +19,8 @@ from areal.clients.stores import connect_nats
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
 from areal.engines.server_table import ServerTable
-from areal.engines.sglang import ModelLimits, SGLangClient
+from areal.engines.sglang import SGLangClient
+from areal.engines.sglang_protocol import ModelLimits
 from areal.errors import ConfigError, Unavailable
 from areal.observability.logging import get_logger
 from areal.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ from aiohttp import web
 from tests.fake_sglang import FakeSGLang, answer, token_at
 
 from areal.engines.server_table import ServerTable
-from areal.engines.sglang import GenerationFailed, Interrupted, ModelLimits, SGLangClient
+from areal.engines.sglang import GenerationFailed, Interrupted, SGLangClient
+from areal.engines.sglang_protocol import ModelLimits
 from areal.errors import InvalidInput, WaitTimeout
 from areal.servers import InferenceServer, ServerState
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason

@@ -220,7 +220,7 @@ async def test_watch_when_a_task_is_unknown_then_not_found(client):
 async def test_cancel_when_it_runs_then_it_ends_cancelled_and_the_rest_goes_on(client):
     await client.submit_tasks([task("slow", rlvr(2, 1500, min_new_tokens=1500))])
     async with asyncio.timeout(20):
-        while (await client.get_tasks(["slow"]))[0].state is not TaskState.RUNNING:
+        while (await client.get_tasks(["slow"]))[0].state is not TaskState.RUNNING:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert await client.cancel_tasks(["slow"], reason="changed my mind") == 1
     [record] = [r async for r in client.watch_tasks(["slow"])]
@@ -230,10 +230,10 @@ async def test_cancel_when_it_runs_then_it_ends_cancelled_and_the_rest_goes_on(c
 
 async def test_worker_when_told_to_leave_then_the_next_continues_its_tokens(stack, client):
     """SIGTERM in the middle of long generations: the tokens go on in another worker."""
-    ids = [f"drain-{i}" for i in range(6)]
-    spec = rlvr(2, 1200, min_new_tokens=1200)
+    ids = [f"drain-{i}" for i in range(4)]
+    spec = rlvr(2, 900, min_new_tokens=900)
     await client.submit_tasks([task(i, spec) for i in ids])
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(1.0)
     first = stack.processes.pop("rollout")
     start = time.monotonic()
     first.terminate()
@@ -252,7 +252,7 @@ async def test_worker_when_told_to_leave_then_the_next_continues_its_tokens(stac
     assert all(r.infrastructure_attempts == 0 and r.attempts == 0 for r in records.values())
     for record in records.values():
         for trajectory in record.group.trajectories:
-            assert int(trajectory.loss_mask.sum()) == 1200
+            assert int(trajectory.loss_mask.sum()) == 900
     assert stack.metric("rollout", "areal_rollout_replayed_tokens_total") > 100
 
 
@@ -260,7 +260,7 @@ async def test_server_when_killed_then_its_requests_end_elsewhere(stack):
     """kill -9 of one of two servers in the middle of generations: nothing is lost."""
     client = RolloutClient(stack.config.endpoints.rollout)
     weight_sync = WeightSyncClient(stack.config.endpoints.weight_sync)
-    ids = [f"kill-{i}" for i in range(12)]
+    ids = [f"kill-{i}" for i in range(8)]
     await client.submit_tasks([task(i, rlvr(2, 600, min_new_tokens=600)) for i in ids])
     await asyncio.sleep(1.0)
     stack.processes["inference-1"].kill()

@@ -20,25 +20,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
 import orjson
 
 from areal.engines.server_table import Server, ServerTable, give_up
+from areal.engines.sglang_protocol import (
+    FINAL,
+    ModelLimits,
+    ServerError,
+    append_answer,
+    error_message,
+    sampling_params,
+)
 from areal.errors import InvalidInput, Unavailable, WaitTimeout
 from areal.observability.logging import get_logger
-from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.types import LLMRequest, LLMResponse, StopReason
 
 _MAX_FAILURES = 8
 _MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 _HEADERS = {"Content-Type": "application/json"}
-_FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 class GenerationFailed(Unavailable):
@@ -65,96 +70,6 @@ class GenerationObserver(Protocol):
 
     def interruption(self, kind: str) -> None:
         """A running request was aborted, failed, or lost its server."""
-
-
-class _ServerError(Exception):
-    """A server did what no healthy one does."""
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What every server accepts; checked here since a bad request can kill a server."""
-
-    vocab_size: int
-    context_length: int
-    """Prompt and output together, in tokens."""
-    eos_token_ids: tuple[int, ...] = ()
-
-
-def sampling_params(
-    gconfig: GenerationHyperparameters, limits: ModelLimits, sampled: int, room: int
-) -> dict[str, Any]:
-    """SGLang's `sampling_params` for what is left of a request.
-
-    Args:
-        gconfig: As the workflow asked.
-        limits: For the end-of-sequence tokens.
-        sampled: Tokens that the request already has.
-        room: Tokens it may still get.
-    """
-    params: dict[str, Any] = {
-        "max_new_tokens": room,
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "stop_token_ids": [*gconfig.stop_token_ids, *limits.eos_token_ids],
-    }
-    if gconfig.min_new_tokens > sampled:
-        params["min_new_tokens"] = min(gconfig.min_new_tokens - sampled, room)
-    if gconfig.top_p < 1.0:
-        params["top_p"] = gconfig.top_p
-    if gconfig.top_k > 0:
-        params["top_k"] = gconfig.top_k
-    return params
-
-
-def append_answer(response: LLMResponse, raw: bytes, min_version: int, vocab_size: int) -> str:
-    """Checks one /generate answer and appends its tokens.
-
-    Args:
-        response: Gets the tokens, logprobs and versions.
-        raw: Body of the answer.
-        min_version: A token of an older version means that the server lied about its own.
-        vocab_size: Token ids are below it.
-
-    Returns:
-        Type of the finish reason: "stop", "length" or "abort".
-
-    Raises:
-        _ServerError: The answer is not what the protocol says; nothing was appended.
-    """
-    try:
-        answer = orjson.loads(raw)
-        meta = answer["meta_info"]
-        tokens: list[int] = answer["output_ids"]
-        finish: str = meta["finish_reason"]["type"]
-        count = len(tokens)
-        entries = meta["output_token_logprobs"]
-        logprobs = [float(entry[0]) for entry in entries]
-        same = count == len(entries) and all(
-            entry[1] == token for entry, token in zip(entries, tokens, strict=True)
-        )
-        versions: list[int] = []
-        for span in meta.get("weight_versions") or ():
-            if span["start"] != len(versions) or span["end"] < span["start"]:
-                raise _ServerError(f"weight_versions {meta['weight_versions']!r} leaves a gap")
-            versions += [int(span["version"])] * (span["end"] - span["start"])
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise _ServerError(
-            f"unusable answer ({type(error).__name__}: {error}): {raw[:200]!r}"
-        ) from None
-    if not same or not all(map(math.isfinite, logprobs)):
-        raise _ServerError("output_token_logprobs do not belong to output_ids")
-    if len(versions) != count:
-        raise _ServerError(f"weight_versions cover {len(versions)} of {count} tokens")
-    if count and (min(tokens) < 0 or max(tokens) >= vocab_size):
-        raise _ServerError(f"token id outside 0..{vocab_size - 1}")
-    if count and min(versions) < min_version:
-        raise _ServerError(f"sampled at version {min(versions)}, listed at {min_version} or more")
-    if finish != "abort" and finish not in _FINAL:
-        raise _ServerError(f"unknown finish_reason {finish!r}")
-    response.output_tokens += tokens
-    response.output_logprobs += logprobs
-    response.output_versions += versions
-    return finish
 
 
 class SGLangClient:
@@ -281,7 +196,7 @@ class SGLangClient:
             server.outstanding += cost
             try:
                 finish = await self._post(server, request, response, min_version, most, deadline)
-            except _ServerError as error:
+            except ServerError as error:
                 failures.append(f"{server.url}: {error}")
                 self._observer.interruption("failure")
                 if self._draining:
@@ -297,7 +212,7 @@ class SGLangClient:
             finally:
                 server.outstanding -= cost
             if finish != "abort":
-                response.stop_reason = _FINAL[finish]
+                response.stop_reason = FINAL[finish]
                 break
             self._observer.interruption("abort")
             if self._draining:
@@ -394,18 +309,18 @@ class SGLangClient:
                     raw = await self._read(http)
                     status = http.status
             if status == 400:
-                raise InvalidInput(f"{server.url} refuses the request: {_message(raw)}")
+                raise InvalidInput(f"{server.url} refuses the request: {error_message(raw)}")
             if status != 200:
-                raise _ServerError(f"HTTP {status}: {_message(raw)}")
+                raise ServerError(f"HTTP {status}: {error_message(raw)}")
             finish = append_answer(response, raw, min_version, self.limits.vocab_size)
         except TimeoutError:
             if not scope.expired():  # aiohttp's own: no connection within sock_connect
-                failure = _ServerError("no connection within 5 s")
+                failure = ServerError("no connection within 5 s")
                 self._failed(server, str(failure))
                 raise failure from None
             self._abort(server, rid)
             if asyncio.get_running_loop().time() < deadline:  # given up early
-                raise _ServerError(f"given up: {server.note}") from None
+                raise ServerError(f"given up: {server.note}") from None
             late = WaitTimeout(
                 f"{most - sampled} tokens",
                 on=server.url,
@@ -418,10 +333,10 @@ class SGLangClient:
             self._abort(server, rid)
             raise
         except (aiohttp.ClientError, OSError) as error:
-            failure = _ServerError(f"{type(error).__name__}: {error}")
+            failure = ServerError(f"{type(error).__name__}: {error}")
             self._failed(server, str(failure))
             raise failure from None
-        except _ServerError as error:
+        except ServerError as error:
             self._failed(server, str(error))
             raise
         finally:
@@ -441,7 +356,7 @@ class SGLangClient:
         async for part in http.content.iter_any():
             size += len(part)
             if size > _MAX_RESPONSE_BYTES:
-                raise _ServerError(f"answer longer than {_MAX_RESPONSE_BYTES} bytes")
+                raise ServerError(f"answer longer than {_MAX_RESPONSE_BYTES} bytes")
             parts.append(part)
         return b"".join(parts)
 
@@ -477,14 +392,3 @@ class SGLangClient:
             async with asyncio.timeout(5.0):
                 async with self._session.post(server.abort_url, json={"rid": rid}) as http:
                     await http.read()
-
-
-def _message(raw: bytes) -> str:
-    """The readable part of an error body, in any of SGLang's shapes."""
-    try:
-        value = orjson.loads(raw)
-        error = value.get("error", value)
-        text = error if isinstance(error, str) else error["message"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        text = raw[:500].decode(errors="replace")
-    return " ".join(str(text).split())[:500]

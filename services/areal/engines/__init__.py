@@ -1,0 +1,1 @@
+"""Engines: what generates, and what trains."""

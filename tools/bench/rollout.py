@@ -1,0 +1,285 @@
+"""What a rollout worker costs in CPU: per episode, and per generation request.
+
+    python tools/bench/rollout.py            # a table, then one JSON line
+
+Episodes: the real executor between an in-memory ledger and a workflow that waits, against a bare
+asyncio pool that only starts and awaits the same number of tasks. Requests: the real generation
+client, tokenizer and RLVR workflow in the executor, with HTTP to a separate process that answers
+four tokens after a delay; scoring is in memory. Times are CPU of this process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
+
+from prometheus_client import CollectorRegistry
+
+from areal.clients.buffer_types import Lease
+from areal.engines.server_table import ServerTable
+from areal.engines.sglang import SGLangClient
+from areal.engines.sglang_protocol import ModelLimits
+from areal.models.tiny import CHAT_TEMPLATE, END_ID, VOCAB_SIZE, make_byte_tokenizer
+from areal.servers import InferenceServer, ServerState
+from areal.tokenizer import Tokenizer
+from areal.types import (
+    GenerationHyperparameters,
+    LLMResponse,
+    Purpose,
+    StopReason,
+    Task,
+    WorkflowSpec,
+)
+from areal.workflows.base import RolloutWorkflow, make_trajectory
+from areal.workflows.rlvr import RLVRWorkflow
+from areal_rollout.config import ExecutorConfig
+from areal_rollout.executor import Executor
+from areal_rollout.metrics import RolloutMetrics
+
+
+class _Ledger:
+    """Hands out so many leases as fast as they are asked for."""
+
+    def __init__(self, count: int, data: dict[str, Any]) -> None:
+        spec = WorkflowSpec("w")
+        self._leases = [
+            Lease(Task(f"t{i}", Purpose.TRAIN, spec, data), i + 1, 0, 30.0) for i in range(count)
+        ]
+        self._left = count
+        self.completed = asyncio.Event()
+
+    async def lease_tasks(self, worker_id: str, most: int, wait: float) -> tuple[list[Lease], str]:
+        if not self._leases:
+            await asyncio.sleep(wait)
+            return [], "queue empty"
+        await asyncio.sleep(0)
+        taken, self._leases = self._leases[:most], self._leases[most:]
+        return taken, ""
+
+    async def renew_leases(self, worker_id: str, leases: Any) -> set[str]:
+        return set()
+
+    async def complete_task(self, task_id: str, token: int, group: Any, worker_id: str) -> bool:
+        self._left -= 1
+        if not self._left:
+            self.completed.set()
+        return True
+
+    async def reject_task(self, task_id: str, token: int, reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def return_task(self, *_: Any, **ending: Any) -> None:
+        raise AssertionError(ending)
+
+
+class _NoGeneration:
+    async def wait_ready(self, timeout: float) -> bool:
+        return True
+
+    async def generate(self, *_: Any, **__: Any) -> LLMResponse:
+        raise AssertionError
+
+    async def interrupt(self, timeout: float) -> None:
+        return
+
+
+class _Scorer:
+    async def score(self, name: str, digest: str, kwargs: Any, items: list[Any]) -> list[float]:
+        return [1.0] * len(items)
+
+
+class _Workflows:
+    def __init__(self, workflow: RolloutWorkflow) -> None:
+        self._workflow = workflow
+
+    async def get(self, spec: WorkflowSpec) -> RolloutWorkflow:
+        return self._workflow
+
+
+class _Waiting(RolloutWorkflow):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        answer = LLMResponse([1, 2, 3], [4, 5], [-0.1, -0.2], [0, 0], StopReason.STOP)
+        self.trajectory = make_trajectory(answer, 1.0)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        await asyncio.sleep(self.seconds)
+        return self.trajectory
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(make_byte_tokenizer(), chat_template=CHAT_TEMPLATE, eos_token_ids=[END_ID])
+
+
+async def run_executor(
+    ledger: _Ledger, workflow: RolloutWorkflow, generation: Any, capacity: int
+) -> tuple[float, float]:
+    """(CPU seconds, wall seconds) until every task is completed."""
+    metrics = RolloutMetrics(CollectorRegistry())
+    executor = Executor(
+        ExecutorConfig(worker_id="w", capacity=capacity, max_leases=256),
+        ledger=ledger,
+        generation=generation,
+        scorer=_Scorer(),
+        workflows=_Workflows(workflow),
+        tokenizer=tokenizer(),
+        observer=metrics,
+    )
+    cpu, wall = time.process_time(), time.perf_counter()
+    tasks = [asyncio.create_task(executor.run()), asyncio.create_task(executor.keep_leases())]
+    await asyncio.wait_for(ledger.completed.wait(), 300)
+    cost = time.process_time() - cpu, time.perf_counter() - wall
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return cost
+
+
+async def run_pool(count: int, seconds: float, capacity: int) -> tuple[float, float]:
+    """The bound: a semaphore's worth of tasks, nothing else."""
+    room = asyncio.Semaphore(capacity)
+
+    async def one() -> None:
+        await asyncio.sleep(seconds)
+        room.release()
+
+    cpu, wall = time.process_time(), time.perf_counter()
+    tasks = set()
+    for _ in range(count):
+        await room.acquire()
+        task = asyncio.create_task(one())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    for _ in range(capacity):
+        await room.acquire()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+async def run_requests(port: int, groups: int, samples: int, concurrent: int) -> float:
+    """CPU seconds for so many groups over HTTP."""
+    table = ServerTable()
+    metrics = RolloutMetrics(CollectorRegistry())
+
+    async def report(url: str, cause: str) -> None:
+        raise AssertionError(f"{url}: {cause}")
+
+    client = SGLangClient(
+        table,
+        ModelLimits(VOCAB_SIZE, 2048, (END_ID,)),
+        report=report,
+        observer=metrics,
+        request_timeout_s=60,
+        setup_timeout_s=10,
+    )
+    await client.start()
+    table.update([InferenceServer("a", f"http://127.0.0.1:{port}", ServerState.SERVING, 0)])
+    workflow = RLVRWorkflow("math", GenerationHyperparameters(n_samples=samples, max_new_tokens=8))
+    data = {"messages": [{"role": "user", "content": "12+34="}], "answer": "46"}
+    cpu, _ = await run_executor(_Ledger(groups, data), workflow, client, concurrent)
+    await client.close()
+    return cpu
+
+
+ANSWER = json.dumps(
+    {
+        "output_ids": [52, 54, 70, END_ID],
+        "text": "46",
+        "meta_info": {
+            "finish_reason": {"type": "stop", "matched": END_ID},
+            "weight_version": "0",
+            "weight_versions": [{"version": "0", "start": 0, "end": 4}],
+            "output_token_logprobs": [
+                [-0.12345678, 52, None],
+                [-0.2345678, 54, None],
+                [-0.1, 70, None],
+                [-1.5, END_ID, None],
+            ],
+        },
+    }
+).encode()
+
+
+class _Answering(asyncio.Protocol):
+    """The smallest HTTP server: four tokens, 20 ms after each request."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.buffer = transport, b""
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        head, separator, rest = self.buffer.partition(b"\r\n\r\n")
+        if not separator:
+            return
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        if len(rest) < length:
+            return
+        self.buffer = rest[length:]
+        reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+        asyncio.get_running_loop().call_later(0.02, self.transport.write, reply)
+
+
+async def serve() -> None:
+    server = await asyncio.get_running_loop().create_server(_Answering, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+async def measure(repeats: int, port: int) -> dict[str, Any]:
+    cases = [(64, 0.0, 6400), (1024, 0.5, 8192), (4096, 1.0, 16384)]
+    result: dict[str, Any] = {}
+    print(f"{'episodes':38}{'ours':>12}{'bare pool':>12}   CPU µs per episode")
+    for concurrent, seconds, count in cases:
+        ours, pool = [], []
+        for _ in range(repeats):
+            cpu, _ = await run_executor(
+                _Ledger(count, {}), _Waiting(seconds), _NoGeneration(), concurrent
+            )
+            ours.append(cpu / count * 1e6)
+            pool.append((await run_pool(count, seconds, concurrent))[0] / count * 1e6)
+        name = f"{concurrent} concurrent, {seconds:g} s each"
+        mine, bound = statistics.median(ours), statistics.median(pool)
+        result[name] = {"ours_us": round(mine, 1), "pool_us": round(bound, 1)}
+        print(f"{name:38}{mine:12.1f}{bound:12.1f}")
+    samples, groups = 8, 512
+    await run_requests(port, 64, samples, 64)
+    costs = [await run_requests(port, groups, samples, 64) for _ in range(repeats)]
+    episode = statistics.median(costs) / groups * 1e6
+    result["rlvr"] = {"group_us": round(episode, 1), "request_us": round(episode / samples, 1)}
+    print(f"RLVR, {samples} samples, 64 groups at once: {episode:.0f} µs CPU per group,")
+    print(f"    {episode / samples:.0f} µs per sample (request, decode, score in memory, arrays)")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        uvloop.run(serve())
+        return
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        print(json.dumps(uvloop.run(measure(arguments.repeats, port))))
+    finally:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()
