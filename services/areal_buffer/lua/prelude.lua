@@ -99,6 +99,7 @@ local function enter_end(task, to)
   if task.deadline > 0 then call('ZREM', P .. 'deadlines', task.id) end
   if to == 'dead_lettered' then
     call('ZADD', P .. 'dead', int(NOW), task.id)
+    call('HDEL', task.key, 'partial')
   elseif task.purpose == 'serve' then
     call('PEXPIRE', task.key, CONFIG.serve_result_ttl_ms)
   elseif to ~= 'trained' then

@@ -1,0 +1,297 @@
+"""The ledger in plain Python: what the Lua scripts are compared with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from areal.errors import (
+    CapacityExceeded,
+    InvalidInput,
+    LeaseLost,
+    NotFound,
+    StaleIncarnation,
+    WorkflowError,
+    WrongStep,
+)
+
+MAX_ATTEMPTS, MAX_INFRA, MAX_REGENERATIONS = 2, 3, 3
+
+
+@dataclass
+class T:
+    id: str
+    purpose: str
+    seq: int
+    state: str = "queued"
+    token: int = 0
+    done: int = 0
+    floor: int = 0
+    head: int = 0
+    attempts: int = 0
+    infra: int = 0
+    regen: int = 0
+    partial: bytes = b""
+    revoked: bool = False
+    want: str = ""
+
+
+class Model:
+    def __init__(self, size: int, eta: int, concurrent: int) -> None:
+        self.size, self.eta, self.concurrent = size, eta, concurrent
+        self.tasks: dict[str, T] = {}
+        self.seen: set[tuple[int, int]] = set()
+        self.v = self.last = self.committed = self.let_go = self.incarnation = self.token = 0
+        self.sealed = self.late = False
+        self.want, self.take_step, self.serve_turn = "", 0, True
+        self.batches: dict[int, list[str]] = {}
+        self.batch_incarnation: dict[int, int] = {}
+        self.staleness: list[int] = []
+
+    def having(self, state: str, purpose: str = "train") -> list[T]:
+        found = [t for t in self.tasks.values() if t.state == state and t.purpose == purpose]
+        return sorted(found, key=lambda t: (t.head, t.seq) if state == "completed" else t.seq)
+
+    def counts(self, *purposes: str) -> Counter[str]:
+        return Counter(t.state for t in self.tasks.values() if t.purpose in purposes)
+
+    def fence(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            raise StaleIncarnation
+
+    def headroom(self) -> int:
+        ahead = sum(len(self.batches[s]) for s in range(self.v + 1, self.last + 1))
+        used = len(self.having("running")) + len(self.having("completed")) + ahead
+        return (self.eta + 1) * self.size - used
+
+    def submit(
+        self,
+        items: list[tuple[str, str, tuple[int, int] | None]],
+        incarnation: int,
+        seal: bool,
+        full: bool,
+    ) -> list[bool]:
+        if incarnation:
+            self.fence(incarnation)
+        flags, train = [], False
+        for task_id, purpose, position in items:
+            known = task_id in self.tasks or (purpose == "train" and position in self.seen)
+            if not known:
+                enough = len(self.having("queued")) >= (self.eta + 1) * self.size
+                if full and (purpose == "serve" or enough):
+                    raise CapacityExceeded
+                self.tasks[task_id] = T(task_id, purpose, len(self.tasks) + 1)
+                train |= purpose == "train"
+                if purpose == "train" and position:
+                    self.seen.add(position)
+            flags.append(not known)
+        self.sealed = seal or (self.sealed and not train)
+        return flags
+
+    def lease(self, most: int) -> list[tuple[str, int, int, bytes]]:
+        given: list[tuple[str, int, int, bytes]] = []
+        running = self.having("running") + self.having("running", "serve")
+        slots, headroom = self.concurrent - len(running), self.headroom()
+        turn = self.serve_turn
+        while len(given) < most and slots > 0:
+            queued = self.having("queued")
+            wanted = [t for t in queued if self.want and t.want == self.want]
+            others = [t for t in queued if t not in wanted] if headroom > 0 else []
+            train = next(iter(wanted + others), None)
+            serve = next(iter(self.having("queued", "serve")), None)
+            pick = serve if serve and (turn or not train) else train
+            if not pick:
+                break
+            turn, slots = pick.purpose == "train", slots - 1
+            headroom -= pick.purpose == "train"
+            if pick.purpose == "train" and self.v - pick.floor > self.eta:
+                pick.partial = b""
+            if not pick.partial:
+                pick.floor = self.v
+            self.token += 1
+            pick.token, pick.revoked, pick.state = self.token, False, "running"
+            given.append((pick.id, self.token, self.v, pick.partial))
+        if given:
+            self.serve_turn = turn
+        return given
+
+    def find(self, task_id: str) -> T:
+        if task_id not in self.tasks:
+            raise NotFound
+        return self.tasks[task_id]
+
+    def check(self, task: T, token: int) -> None:
+        if token != task.token or task.state not in ("running", "queued"):
+            raise LeaseLost
+
+    def complete(self, task_id: str, token: int, head: int, full: bool) -> bool:
+        task = self.find(task_id)
+        if token == task.done:
+            return False
+        self.check(task, token)
+        if task.purpose == "train" and head < task.floor:
+            raise InvalidInput
+        if full and (task.purpose == "serve" or len(self.having("completed")) >= self.size):
+            raise CapacityExceeded
+        task.head, task.done, task.partial = head, token, b""
+        task.state = "completed" if task.purpose == "train" else "delivered"
+        return True
+
+    def reject(self, task_id: str, token: int) -> None:
+        task = self.find(task_id)
+        if task.state == "rejected" and task.token == token:
+            return
+        self.check(task, token)
+        task.state = "rejected"
+
+    def end_attempt(self, task: T, cause: str) -> None:
+        task.attempts += cause == "workflow_error"
+        task.infra += cause == "suspected_poison"
+        task.regen += cause == "too_stale"
+        dead = {
+            "workflow_error": task.attempts >= MAX_ATTEMPTS,
+            "suspected_poison": task.infra >= MAX_INFRA,
+            "too_stale": task.regen > MAX_REGENERATIONS,
+        }.get(cause, False)
+        task.state = "dead_lettered" if dead else "queued"
+        if dead:
+            task.partial = b""
+
+    def give_back(self, task_id: str, token: int, cause: str, partial: bytes) -> str:
+        task = self.find(task_id)
+        if task.state == "dead_lettered" and token == task.token:
+            return task.state
+        self.check(task, token)
+        if task.state == "queued":
+            task.partial = partial or task.partial
+            return task.state
+        task.partial = partial
+        self.end_attempt(task, cause)
+        return task.state
+
+    def renew(self, leases: list[tuple[str, int]]) -> list[str]:
+        lost = []
+        for task_id, token in leases:
+            task = self.tasks[task_id]
+            kept = task.token == token and task.state == "running"
+            if task.token == token and task.state == "queued" and not task.revoked:
+                running = self.having("running") + self.having("running", "serve")
+                room = task.purpose == "serve" or self.headroom() > 0
+                if len(running) < self.concurrent and room:
+                    task.state, kept = "running", True
+            if not kept:
+                lost.append(task_id)
+        return lost
+
+    def take(
+        self, incarnation: int, step: int, ids: list[str], near: bool
+    ) -> tuple[str, list[str], bool]:
+        self.fence(incarnation)
+        if step <= self.last:
+            if step <= self.let_go:
+                raise WrongStep
+            return "taken", self.batches[step], self.batch_incarnation[step] != incarnation
+        if step != self.last + 1:
+            raise WrongStep
+        if self.take_step != step:
+            self.take_step, self.late = step, False
+        self.v = max(self.v, step - 1)
+        if near and self.last > self.committed:
+            return "checkpoint_first", [], False
+        oldest = step - 1 - self.eta
+        if ids:
+            return self.take_named(step, ids, oldest)
+        self.want = ""
+        for task in self.having("completed"):
+            if task.head < oldest:
+                self.end_attempt(task, "too_stale")
+        if self.late:
+            self.revoke(oldest - 1)
+        ready = self.having("completed")
+        if len(ready) < self.size:
+            if not self.sealed or self.having("queued") or self.having("running"):
+                return "waiting", [], False
+            if not ready:
+                return "exhausted", [], False
+        elif any(t.floor <= oldest for t in self.having("running")):
+            if not self.late:
+                return "waiting", [], False
+            self.revoke(oldest)
+        return self.batch(step, ready[: self.size])
+
+    def revoke(self, floor: int) -> None:
+        for task in self.having("running"):
+            if task.floor <= floor:
+                task.revoked, task.partial = True, b""
+                self.end_attempt(task, "too_stale")
+
+    def take_named(self, step: int, ids: list[str], oldest: int) -> tuple[str, list[str], bool]:
+        self.want = want = f"{step} {ids}"
+        for task_id in ids:
+            task = self.find(task_id)
+            if task.purpose != "train":
+                raise InvalidInput
+            task.want = want
+            if task.state == "completed" and task.head < oldest:
+                self.end_attempt(task, "too_stale")
+        tasks = [self.tasks[task_id] for task_id in ids]
+        if any(t.state in ("queued", "running") for t in tasks):
+            return "waiting", [], False
+        ready = [t for t in tasks if t.state == "completed"]
+        if not ready:
+            self.want = ""
+            raise WorkflowError("")
+        return self.batch(step, ready)
+
+    def batch(self, step: int, tasks: list[T]) -> tuple[str, list[str], bool]:
+        self.staleness += [step - 1 - t.head for t in tasks]
+        for task in tasks:
+            task.state = "batched"
+        self.batches[step] = [t.id for t in tasks]
+        self.batch_incarnation[step] = self.incarnation
+        self.last, self.want = step, ""
+        return "taken", self.batches[step], False
+
+    def commit(self, incarnation: int, step: int, retained: int) -> int:
+        self.fence(incarnation)
+        if step > self.last:
+            raise WrongStep
+        for each in range(self.committed + 1, step + 1):
+            for task_id in self.batches[each]:
+                self.tasks[task_id].state = "trained"
+        for each in range(self.let_go + 1, retained + 1):
+            for task_id in self.batches[each]:
+                self.tasks[task_id].done = 0
+        self.committed = max(step, self.committed)
+        self.let_go = max(retained, self.let_go)
+        return self.committed
+
+    def register(self, resume: int, size: int, eta: int, concurrent: int) -> tuple[int, int, int]:
+        if resume < self.let_go:
+            raise WrongStep
+        if resume > self.last:
+            if self.tasks or self.incarnation:
+                raise WrongStep
+            self.v = self.last = self.committed = self.let_go = resume
+        self.incarnation += 1
+        self.size, self.eta, self.concurrent, self.want = size, eta, concurrent, ""
+        return self.incarnation, self.last, self.committed
+
+    def cancel(self, ids: list[str]) -> int:
+        found = [self.tasks[i] for i in ids if i in self.tasks]
+        live = [t for t in found if t.state in ("queued", "running", "completed")]
+        for task in live:
+            task.state = "cancelled"
+        return len(live)
+
+    def expire_leases(self, ids: list[str]) -> None:
+        for task_id in ids:
+            if self.tasks[task_id].state == "running":
+                self.end_attempt(self.tasks[task_id], "suspected_poison")
+
+    def retry(self) -> int:
+        dead = [t for t in self.tasks.values() if t.state == "dead_lettered"]
+        for task in dead:
+            task.attempts = task.infra = task.regen = 0
+            task.state, task.revoked = "queued", False
+        return len(dead)

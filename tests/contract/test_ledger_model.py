@@ -1,0 +1,365 @@
+"""Random interleavings of everything, the real scripts against the model in ledger_model.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.contract.ledger_model import Model
+from tests.ledger_support import Book, finished, new_task, open_book
+from tests.redis_server import start_redis
+
+from areal.errors import ArealError
+from areal.types import Purpose
+
+IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
+STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))
+EXAMPLES = int(os.environ.get("LEDGER_MODEL_EXAMPLES", "60"))
+
+task_ids = st.sampled_from(IDS)
+flags = st.booleans()
+seldom = st.integers(0, 9).map(lambda n: n == 0)
+
+
+def purpose_of(task_id: str) -> Purpose:
+    return Purpose.SERVE if task_id.startswith("s") else Purpose.TRAIN
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The result, or the class of the error."""
+    try:
+        return call()
+    except ArealError as error:
+        return type(error)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.opened = open_book(
+            self.url,
+            batch_size=2,
+            max_head_offpolicyness=1,
+            max_concurrent_rollouts=100,
+            straggler_deadline_ms=10**9,
+        )
+        self.book: Book = self.runner.run(self.opened.__aenter__())
+        self.store = self.book.store
+        self.model = Model(2, 1, 100)
+        self.issued: list[tuple[str, int]] = []
+        self.late: list[tuple[str, int]] = []
+        self.agreed = False
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        async def waited() -> Any:
+            return await awaitable
+
+        return self.runner.run(waited())
+
+    def same(self, expected: Callable[[], Any], awaitable: Awaitable[Any]) -> Any:
+        """Both give the same result or the same class of error."""
+        self.agreed = False
+        got = outcome(lambda: self.run(awaitable))
+        wanted = outcome(expected)
+        assert got == wanted, f"ledger: {got}, model: {wanted}"
+        self.agreed = True
+        return got
+
+    def teardown(self) -> None:
+        try:
+            if self.agreed:
+                self.drain()
+        finally:
+            self.runner.run(self.opened.__aexit__(None, None, None))
+            self.runner.close()
+
+    # -- rules --------------------------------------------------------------------------------
+
+    @initialize(size=st.integers(1, 3), eta=st.integers(0, 2), concurrent=st.integers(1, 8))
+    def first_trainer(self, size: int, eta: int, concurrent: int) -> None:
+        self.register(0, size, eta, concurrent)
+        self.submit(IDS[:12], False, False, False)
+
+    @rule(times=st.integers(1, 3))
+    def progress(self, times: int) -> None:
+        """What a healthy run does, so that interleavings also reach later steps."""
+        for _ in range(times):
+            self.lease(6)
+            self.complete_all()
+            self.take_step(self.model.last + 1, [], False, False)
+
+    @rule()
+    def lease_and_go_silent(self) -> None:
+        """The lease is kept by a worker that answers, if ever, much later."""
+        self.lease(2)
+        self.late = [*self.late, *self.issued[-2:]]
+
+    @precondition(lambda self: self.late)
+    @rule(newer=st.integers(0, 1), at=st.integers(0, 20))
+    def answer_late(self, newer: int, at: int) -> None:
+        task_id, token = self.late[at % len(self.late)]
+        head = self.model.tasks[task_id].floor + newer
+        self.same(
+            lambda: self.model.complete(task_id, token, head, False),
+            self.store.complete(token, finished(task_id, head), full=False),
+        )
+
+    def register(self, resume: int, size: int, eta: int, concurrent: int) -> None:
+        async def call() -> tuple[int, int, int]:
+            trainer = await self.store.register_trainer(resume, size, eta, concurrent)
+            return trainer.incarnation, trainer.last_taken_step, trainer.last_committed_step
+
+        self.same(lambda: self.model.register(resume, size, eta, concurrent), call())
+
+    @rule(
+        ids=st.lists(task_ids, min_size=1, max_size=8), positioned=flags, seal=seldom, full=seldom
+    )
+    def submit(self, ids: list[str], positioned: bool, seal: bool, full: bool) -> None:
+        positions = {i: (0, IDS.index(i) // 2) if positioned else None for i in ids}
+        items = [(i, purpose_of(i).value, positions[i]) for i in ids]
+        tasks = [new_task(i, purpose_of(i), position=positions[i]) for i in ids]
+        self.same(
+            lambda: self.model.submit(items, 0, seal, full),
+            self.store.submit(tasks, incarnation=0, seal=seal, full=full),
+        )
+
+    @rule(most=st.integers(1, 6))
+    def lease(self, most: int) -> None:
+        async def call() -> list[tuple[str, int, int, bytes]]:
+            leases, reason = await self.store.lease("w", most)
+            assert bool(leases) != bool(reason)
+            return [(x.task_id, x.token, x.policy_version, x.partial) for x in leases]
+
+        before = self.model.headroom()
+        given = self.same(lambda: self.model.lease(most), call())
+        self.issued += [(each[0], each[1]) for each in given]
+        taken = [i for i, *_ in given if self.model.tasks[i].purpose == "train"]
+        wanted = [i for i in taken if self.model.tasks[i].want == self.model.want != ""]
+        assert len(taken) - len(wanted) <= max(0, before)  # L4
+
+    def lease_at(self, at: int) -> tuple[str, int]:
+        return self.issued[-1 - at % len(self.issued)]
+
+    @precondition(lambda self: self.issued)
+    @rule(at=st.integers(0, 7), newer=st.integers(0, 2), full=seldom)
+    def complete(self, at: int, newer: int, full: bool) -> None:
+        task_id, token = self.lease_at(at)
+        head = max(0, self.model.v - 1 + newer)
+        self.same(
+            lambda: self.model.complete(task_id, token, head, full),
+            self.store.complete(token, finished(task_id, head), full=full),
+        )
+
+    @precondition(lambda self: self.issued)
+    @rule()
+    def complete_all(self) -> None:
+        for task_id, token in self.issued[-6:]:
+            if self.model.tasks[task_id].state == "running" and (task_id, token) not in self.late:
+                head = max(self.model.v, self.model.tasks[task_id].floor)
+                self.same(
+                    lambda i=task_id, t=token, h=head: self.model.complete(i, t, h, False),
+                    self.store.complete(token, finished(task_id, head), full=False),
+                )
+
+    @precondition(lambda self: self.issued)
+    @rule(at=st.integers(0, 4))
+    def reject(self, at: int) -> None:
+        task_id, token = self.lease_at(at)
+        self.same(
+            lambda: self.model.reject(task_id, token), self.store.reject(task_id, token, "no")
+        )
+
+    @precondition(lambda self: self.issued)
+    @rule(
+        at=st.integers(0, 4),
+        cause=st.sampled_from(["", "workflow_error", "suspected_poison"]),
+        partial=st.sampled_from([b"", b"journal"]),
+    )
+    def give_back(self, at: int, cause: str, partial: bytes) -> None:
+        task_id, token = self.lease_at(at)
+        self.same(
+            lambda: self.model.give_back(task_id, token, cause, partial),
+            self.store.return_task(
+                task_id,
+                token,
+                cause,
+                detail="",
+                traceback="",
+                partial=partial,
+                failed_server="",
+            ),
+        )
+
+    @precondition(lambda self: self.issued)
+    @rule(ats=st.lists(st.integers(0, 20), min_size=1, max_size=4, unique=True))
+    def renew(self, ats: list[int]) -> None:
+        leases = list(dict.fromkeys(self.lease_at(at) for at in ats))
+        self.same(lambda: self.model.renew(leases), self.store.renew("w", leases))
+
+    @precondition(lambda self: self.issued)
+    @rule(at=st.integers(0, 4))
+    def expire(self, at: int) -> None:
+        task_id, _ = self.lease_at(at)
+        self.model.expire_leases([task_id])
+        self.run(self.book.expire_lease(task_id))
+
+    @rule(offset=st.sampled_from([1, 1, 1, 1, 0, -1, -2, 2]), near=seldom, old=seldom)
+    def take(self, offset: int, near: bool, old: bool) -> None:
+        self.take_step(max(1, self.model.last + offset), [], near, old)
+
+    @rule(ids=st.lists(task_ids, min_size=1, max_size=4, unique=True))
+    def take_named(self, ids: list[str]) -> None:
+        ends = ("trained", "batched", "rejected", "cancelled")
+        known = [i for i in ids if i in self.model.tasks and purpose_of(i) is Purpose.TRAIN]
+        if any(self.model.tasks[i].state not in ends for i in known):
+            self.take_step(self.model.last + 1, known, False, False)
+
+    def take_step(self, step: int, ids: list[str], near: bool, old: bool) -> Any:
+        incarnation = self.model.incarnation - old
+
+        async def call() -> tuple[str, list[str], bool]:
+            take = await self.store.take(incarnation, step, ids, near_limit=near)
+            if take.state == "taken":
+                assert [group.task_id async for group in self.groups(take, step)]
+            return take.state, [group.task_id for group in take.groups], take.replay
+
+        return self.same(lambda: self.model.take(incarnation, step, ids, near), call())
+
+    async def groups(self, take: Any, step: int) -> Any:
+        """The groups of a batch, each with its payload still there and as it was completed."""
+        ids = [group.task_id for group in take.groups]
+        payloads = self.store.fetch(self.model.incarnation, step, ids)
+        for group in take.groups:
+            expected = finished(group.task_id, group.head_version).payload
+            assert await anext(payloads) == expected
+            assert step - 1 - group.head_version <= self.model.eta or take.replay  # L5
+            yield group
+
+    @precondition(lambda self: self.model.take_step == self.model.last + 1)
+    @rule()
+    def straggler_deadline(self) -> None:
+        self.model.late = True
+        self.run(self.book.pass_straggler_deadline())
+
+    @rule(back=st.integers(-1, 3), kept=st.integers(0, 4), old=seldom)
+    def commit(self, back: int, kept: int, old: bool) -> None:
+        step = max(0, self.model.last - back)
+        retained = max(0, step - kept)
+        incarnation = self.model.incarnation - old
+        self.same(
+            lambda: self.model.commit(incarnation, step, retained),
+            self.store.commit(incarnation, step, retained),
+        )
+
+    @rule(
+        back=st.integers(-1, 4),
+        size=st.integers(1, 3),
+        eta=st.integers(0, 2),
+        concurrent=st.integers(1, 8),
+    )
+    def restart_trainer(self, back: int, size: int, eta: int, concurrent: int) -> None:
+        # The bound may not shrink within a run: groups taken under the old one are replayed.
+        self.register(max(0, self.model.last - back), size, max(eta, self.model.eta), concurrent)
+
+    @rule(ids=st.lists(task_ids, min_size=1, max_size=2, unique=True))
+    def cancel(self, ids: list[str]) -> None:
+        self.same(
+            lambda: self.model.cancel(ids),
+            self.store.cancel(ids, None, reason="", incarnation=0),
+        )
+
+    @precondition(lambda self: self.model.counts("train", "serve")["dead_lettered"])
+    @rule()
+    def retry(self) -> None:
+        self.same(self.model.retry, self.store.retry_dead_letters([]))
+
+    # -- what always holds ----------------------------------------------------------------------
+
+    @invariant()
+    def counters_agree(self) -> None:
+        stats = self.run(self.store.stats())
+        both = {state.value: n for state, n in stats.counts.items() if n}
+        train = {state.value: n for state, n in stats.train_counts.items() if n}
+        assert both == dict(self.model.counts("train", "serve"))
+        assert train == dict(self.model.counts("train"))
+        assert stats.submitted == sum(both.values())  # L1
+        assert stats.staleness_max == max([0, *self.model.staleness])
+        assert stats.admission_headroom == self.model.headroom()
+        assert (stats.policy_version, stats.last_taken_step, stats.last_committed_step) == (
+            self.model.v,
+            self.model.last,
+            self.model.committed,
+        )
+
+    def drain(self) -> None:
+        """Nothing starves: sealed, with workers that answer, every task ends and batches stop."""
+        self.same(
+            lambda: self.model.submit([], 0, True, False),
+            self.store.submit([], incarnation=0, seal=True, full=False),
+        )
+        self.late = []
+        for _ in range(300):
+            for task in self.model.having("running") + self.model.having("running", "serve"):
+                self.issued.append((task.id, task.token))
+                self.complete_all()
+            self.lease(6)
+            self.complete_all()
+            state, _, _ = self.take_step(self.model.last + 1, [], False, False)
+            if state == "exhausted":
+                break
+            self.counters_agree()
+        assert state == "exhausted"
+        left = self.model.having("queued", "serve") + self.model.having("running", "serve")
+        while left:
+            self.lease(6)
+            self.complete_all()
+            left = self.model.having("queued", "serve") + self.model.having("running", "serve")
+        if self.model.last:
+            self.same(
+                lambda: self.model.commit(self.model.incarnation, self.model.last, 0),
+                self.store.commit(self.model.incarnation, self.model.last, 0),
+            )
+        self.counters_agree()
+        assert not {"queued", "running", "completed", "batched"} & set(
+            self.model.counts("train", "serve")
+        )
+        trained = [i for batch in self.model.batches.values() for i in batch]
+        assert len(trained) == len(set(trained))  # L2
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with start_redis(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+def test_ledger_when_anything_interleaves_then_equals_the_model(redis_url: str) -> None:
+    LedgerMachine.url = redis_url
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            # Shrinking can take many minutes; LEDGER_MODEL_SHRINK=1 when looking into a failure.
+            phases=[Phase.generate] + [Phase.shrink] * ("LEDGER_MODEL_SHRINK" in os.environ),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
