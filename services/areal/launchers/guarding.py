@@ -56,5 +56,6 @@ class Guard:
             code = await self._process.wait()
             self._report("warning", "guard", f"guard ended with exit code {code}; started again")
             await self._spawn()
+            self._report("state", "guard", "up")
             # A guard that cannot live must not make a busy loop.
             await asyncio.sleep(1.0)

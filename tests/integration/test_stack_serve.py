@@ -1,0 +1,250 @@
+"""A stack without trainer, used by a client that has none of our code."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from tests.integration.stack_tools import RunningStack, areal
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+TASKS = 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from areal.models.tiny import make_tiny_model
+
+    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    folder = tmp_path_factory.mktemp("serve")
+    running = RunningStack(folder / "runs" / "serve" / "t0")
+    arguments = (
+        f"model.path={model}",
+        "model.context_length=128",
+        "experiment_name=serve",
+        "trial_name=t0",
+        "allocation_mode=sglang:d2+fsdp:d1",
+        "gconfig.max_new_tokens=8",
+    )
+    try:
+        started = areal("up", "--detach", *arguments, cwd=folder)
+        assert started.returncode == 0, started.stderr + running.log("launcher")
+        yield running
+        stopped = areal("down", cwd=folder)
+        assert stopped.returncode == 0, stopped.stderr
+        running.assert_gone()
+    finally:
+        running.clean_up()
+
+
+class ReflectionClient:
+    """Knows a server only by what it says of itself."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address)
+        self.pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(self.channel))
+        self.service = self.pool.FindServiceByName("areal.v1.RolloutService")
+
+    def message(self, name: str) -> Any:
+        return message_factory.GetMessageClass(self.pool.FindMessageTypeByName(f"areal.v1.{name}"))
+
+    def call(self, method: str, request: Any, timeout: float = 60.0) -> Any:
+        """A unary call's response, or a list of a stream's."""
+        found = self.service.FindMethodByName(method)
+        response = message_factory.GetMessageClass(found.output_type)
+        kind = self.channel.unary_stream if found.server_streaming else self.channel.unary_unary
+        invoke = kind(
+            f"/areal.v1.RolloutService/{method}",
+            request_serializer=lambda m: m.SerializeToString(),
+            response_deserializer=response.FromString,
+        )
+        result = invoke(request, timeout=timeout)
+        return list(result) if found.server_streaming else result
+
+
+@pytest.fixture
+def client(stack: RunningStack) -> Iterator[ReflectionClient]:
+    client = ReflectionClient(stack.address("rollout-0"))
+    yield client
+    client.channel.close()
+
+
+def submit(client: ReflectionClient, ids: list[str], **fields: Any) -> Any:
+    request = client.message("SubmitTasksRequest")()
+    for number, task_id in enumerate(ids):
+        task = request.tasks.add()
+        task.task_id = task_id
+        task.purpose = (
+            client.pool.FindEnumTypeByName("areal.v1.Purpose")
+            .values_by_name["PURPOSE_SERVE"]
+            .number
+        )
+        task.workflow.name = fields.get("workflow", "rlvr")
+        task.workflow.kwargs_json = json.dumps(
+            {"reward_fn": "math", "gconfig": {"n_samples": 2, "max_new_tokens": 8}}
+        )
+        task.data_json = json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)})
+    return client.call("SubmitTasks", request)
+
+
+def floats(tensor: Any) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(tensor.data) // 4}f", tensor.data)
+
+
+def ints(tensor: Any) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(tensor.data) // 4}i", tensor.data)
+
+
+def test_serve_when_a_plain_client_submits_100_tasks_then_all_are_delivered_with_rewards(
+    client: ReflectionClient,
+) -> None:
+    ids = [f"plain-{i}" for i in range(TASKS)]
+    accepted = submit(client, ids)
+    assert all(result.accepted for result in accepted.results)
+    request = client.message("WatchTasksRequest")(task_ids=ids, include_trajectories=True)
+    records = [response.record for response in client.call("WatchTasks", request, timeout=120.0)]
+    assert sorted(record.task.task_id for record in records) == sorted(ids)
+    delivered = client.pool.FindEnumTypeByName("areal.v1.TaskState").values_by_name[
+        "TASK_STATE_DELIVERED"
+    ]
+    for record in records:
+        assert record.state == delivered.number, record.reason
+        assert len(record.group.trajectories) == 2
+        for trajectory in record.group.trajectories:
+            tensors = {t.name: t.tensor for t in trajectory.tensors}
+            versions = ints(tensors["token_versions"])
+            rewards = floats(tensors["rewards"])
+            # Version 0 is the configured model; -1 marks the prompt.
+            assert set(versions) == {-1, 0}
+            assert sum(rewards) == pytest.approx(trajectory.reward)
+            assert trajectory.reward in (0.0, 1.0)
+            logprobs = floats(tensors["behavior_logprobs"])
+            assert all(p < 0 for p, v in zip(logprobs, versions, strict=True) if v == 0), (
+                "each sampled token has its logprob"
+            )
+
+
+def test_serve_when_an_id_is_submitted_again_then_nothing_changes(
+    client: ReflectionClient,
+) -> None:
+    submit(client, ["twice"])
+    again = submit(client, ["twice"])
+    assert [result.accepted for result in again.results] == [False]
+
+
+def test_serve_when_workflow_is_unknown_then_invalid_argument_with_a_hint(
+    client: ReflectionClient,
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        submit(client, ["unknown-workflow"], workflow="rlvrr")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "did you mean 'rlvr'" in caught.value.details()
+
+
+def test_submit_when_file_is_fine_then_waits_for_all(stack: RunningStack, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = areal("submit", str(file), "--wait", "--json", "--run", str(stack.run_dir), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines[0] == {"event": "submitted", "tasks": 10, "known_already": 0}
+    assert [line["event"] for line in lines[1:-1]] == ["task"] * 10
+    assert lines[-1]["counts"] == {"delivered": 10}
+
+
+def test_submit_when_a_line_is_malformed_then_its_number_and_nothing_submitted(
+    stack: RunningStack, tmp_path: Path
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"task_id": "not-in", "prompt": "1+1="}\n{"prompt": \n')
+    before = accounting(stack, tmp_path)["submitted"]
+    refused = areal("submit", str(file), "--run", str(stack.run_dir), cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"areal: {file}:2: not JSON")
+    assert len(refused.stderr.splitlines()) == 1
+    assert accounting(stack, tmp_path)["submitted"] == before
+
+
+def accounting(stack: RunningStack, cwd: Path) -> dict[str, int]:
+    status = areal("status", "--json", "--run", str(stack.run_dir), cwd=cwd)
+    assert status.returncode == 0, status.stderr
+    result: dict[str, int] = json.loads(status.stdout)["accounting"]
+    return result
+
+
+def test_status_when_running_then_the_states_add_up_and_servers_serve(
+    stack: RunningStack, tmp_path: Path
+) -> None:
+    status = areal("status", "--json", "--run", str(stack.run_dir), cwd=tmp_path)
+    content = json.loads(status.stdout)
+    counts = content["accounting"]
+    assert counts["submitted"] == sum(v for k, v in counts.items() if k != "submitted")
+    assert [server["state"] for server in content["servers"]] == ["serving", "serving"]
+    assert content["problems"] == {}
+    plain = areal("status", "--run", str(stack.run_dir), cwd=tmp_path)
+    assert "rollout-0" in plain.stdout
+
+
+def test_logs_when_a_process_is_named_then_its_log(stack: RunningStack, tmp_path: Path) -> None:
+    shown = areal("logs", "buffer", "--run", str(stack.run_dir), cwd=tmp_path)
+    assert "serving" in shown.stdout
+    unknown = areal("logs", "bufer", "--run", str(stack.run_dir), cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "NAME 'bufer': no such log; there is buffer" in unknown.stderr
+
+
+def test_up_when_the_trial_runs_already_then_one_line_with_its_pid(
+    stack: RunningStack, model: Path
+) -> None:
+    again = areal(
+        *("up", "--detach", f"model.path={model}", "experiment_name=serve", "trial_name=t0"),
+        cwd=stack.run_dir.parent.parent.parent,
+    )
+    assert again.returncode == 2
+    assert f"runs already (pid {stack.content['launcher']['pid']})" in again.stderr
+    assert stack.state() == "ready"
+
+
+def test_dead_letters_when_a_reward_raises_then_listed_with_cause_and_retried(
+    stack: RunningStack, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from areal import RLVRWorkflow\n"
+        "def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):\n"
+        "    raise ValueError('no answer in this row')\n"
+        "class Raising(RLVRWorkflow):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(reward_fn)\n"
+        "def main(argv): pass\n"
+    )
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"task_id": "poison", "prompt": "1+1="}\n')
+    run = ("--run", str(stack.run_dir))
+    done = areal(
+        *("submit", str(file), "--recipe", str(recipe), "--workflow", "Raising", "--wait", *run),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "poison: dead_lettered" in done.stdout
+    listed = areal("dead-letters", "list", "--json", *run, cwd=tmp_path)
+    letter = json.loads(listed.stdout.splitlines()[0])
+    assert letter["task_id"] == "poison"
+    assert "no answer in this row" in letter["cause"] + letter["traceback"]
+    retried = areal("dead-letters", "retry", "poison", *run, cwd=tmp_path)
+    assert retried.stdout == "1 tasks queued again\n"
