@@ -1,6 +1,7 @@
 """What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
 
-Argument: a JSON object {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?, background?}.
+Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?, background?}, run one
+after the other by a fresh engine each.
 """
 
 import json
@@ -14,6 +15,7 @@ from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
 from areal.config_train import PPOActorConfig
+from areal.engines.fsdp.distributed import join_process_group, local_device
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor
 
@@ -26,15 +28,14 @@ def share_of(batch, rank, world_size):
     return packing.select(batch, [i for number in chosen for i in units[number]])
 
 
-def main():
-    torch.set_num_threads(1)
-    job = json.loads(sys.argv[1])
+def run(job):
     schema = OmegaConf.structured(PPOActorConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(job["config"])))
     engine = FSDPEngine(config)
     engine.initialize(total_train_steps=len(job["seeds"]))
     actor = PPOActor(config, engine)
     begin = 0
+    torch.manual_seed(len(job["seeds"]))
     if "resume" in job:
         begin = engine.load_checkpoint(job["resume"])["step"]
         assert engine.get_version() == begin
@@ -75,4 +76,9 @@ def main():
     engine.destroy()
 
 
-main()
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    join_process_group(local_device(), timeout_seconds=60)
+    for each in json.loads(sys.argv[1]):
+        run(each)
+    torch.distributed.destroy_process_group()

@@ -14,52 +14,91 @@ from areal.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 STEPS = list(range(10))
+LIMIT_S = 280
+
+pytestmark = pytest.mark.timeout(4 * LIMIT_S + 20)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, hidden_size=64)
+class Launches:
+    """Runs jobs in as few processes as possible and holds their results: (tensors, statistics per step)."""
 
+    def __init__(self, folder, model_dir):
+        self.folder = folder
+        self.model_dir = model_dir
+        self.results = {}
 
-@pytest.fixture
-def train(model_dir, tmp_path):
-    """Run the worker on some ranks; returns its tensors and its statistics per step."""
-    count = 0
+    def checkpoint(self, name):
+        return str(self.folder / name)
 
-    def run(ranks, dtype="float64", seeds=STEPS, groups=7, options=None, **job):
-        nonlocal count
-        count += 1
+    def job(self, name, dtype="float64", seeds=STEPS, groups=7, options=None, **extra):
         config = {
-            "path": str(model_dir),
+            "path": str(self.model_dir),
             "dtype": dtype,
             "optimizer": {"lr": 1e-3, "lr_scheduler_type": "linear"},
             "reward_norm": {"mean_level": "group", "std_level": "group"},
             "mb_spec": {"max_tokens_per_mb": 90},
-            "distributed_timeout_seconds": 60,
             **(options or {}),
         }
-        out = str(tmp_path / f"run{count}.safetensors")
-        job |= {"config": config, "seeds": seeds, "groups": groups, "out": out}
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'services'}:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, str(ROOT / "tests/integration/fsdp_worker.py"), json.dumps(job)]
-        if ranks > 0:  # 0: a plain process, without torchrun
-            command[1:1] = [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-            ]
+        out = str(self.folder / f"{name}.safetensors")
+        return {"config": config, "seeds": seeds, "groups": groups, "out": out, **extra}
+
+    def launch(self, ranks, jobs):
+        """Run jobs on `ranks` ranks of torchrun; 0: in a plain process."""
+        path = f"{ROOT / 'services'}:{ROOT}"
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(ROOT / "tests/integration/fsdp_worker.py")]
+        if ranks:
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone"]
+            command[3:3] = [f"--nproc-per-node={ranks}"]
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=100, check=False
+            [*command, json.dumps(jobs)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        return load_file(out), json.loads(Path(out + ".json").read_text())
+        for job in jobs:
+            rows = json.loads(Path(job["out"] + ".json").read_text())
+            self.results[Path(job["out"]).stem] = (load_file(job["out"]), rows)
 
-    return run
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    launches = Launches(folder, make_tiny_model(folder / "model", seed=3, hidden_size=64))
+    job, checkpoint = launches.job, launches.checkpoint
+    clip = {"behavior_weight_cap": 2.0, "c_clip": 3.0}
+    tiny_budget = {"mb_spec": {"max_tokens_per_mb": 20}}
+    minibatches = {"ppo_n_minibatches": 2}
+
+    def common(ranks):
+        bits = {"dtype": "float32", "seeds": STEPS[:5], "options": minibatches}
+        return [
+            job(f"gradients-{ranks}", "float32", [0], options=clip, gradients=True),
+            job(f"train-{ranks}"),
+            job(f"lonely-{ranks}", seeds=[0, 1, 2], groups=1, options=tiny_budget),
+            job(f"whole-{ranks}", **bits),
+            job(
+                f"saving-{ranks}",
+                **bits,
+                save_at=2,
+                save_to=checkpoint(f"bits-{ranks}"),
+                background=True,
+            ),
+            job(f"resumed-{ranks}", **bits, resume=checkpoint(f"bits-{ranks}")),
+            job(
+                f"half-{ranks}",
+                save_at=5,
+                save_to=checkpoint(f"half-{ranks}"),
+            ),
+        ]
+
+    launches.launch(1, common(1))
+    launches.launch(2, [*common(2), job("one-then-two", resume=checkpoint("half-1"))])
+    launches.launch(0, [job("plain"), job("two-then-one", resume=checkpoint("half-2"))])
+    return launches
 
 
 def assert_weights_close(ours, expected, relative):
@@ -69,63 +108,48 @@ def assert_weights_close(ours, expected, relative):
         assert error <= relative, f"{name} differs by {error:.2e} of its norm"
 
 
-def test_gradients_when_on_two_ranks_then_equal_those_of_one(train):
-    options = {"behavior_weight_cap": 2.0, "c_clip": 3.0}
-    one, rows = train(1, "float32", [0], gradients=True, options=options)
-    two, rows2 = train(2, "float32", [0], gradients=True, options=options)
+def test_gradients_when_on_two_ranks_then_equal_those_of_one(runs):
+    (one, rows), (two, rows2) = runs.results["gradients-1"], runs.results["gradients-2"]
     assert_gradients_close(two, one, 1e-5)
     for name in ("loss", "entropy", "behavior_weight", "behavior_weight_max", "n_loss_tokens"):
         assert rows2[0][name] == pytest.approx(rows[0][name], rel=1e-5)
 
 
-def test_weights_when_trained_on_two_ranks_then_equal_those_of_one(train, model_dir):
-    one, rows = train(1)
-    two, rows2 = train(2)
-    plain, _ = train(0)
+def test_weights_when_trained_on_two_ranks_then_equal_those_of_one(runs):
+    (one, rows), (two, rows2) = runs.results["train-1"], runs.results["train-2"]
     assert_weights_close(two, one, 1e-10)
-    assert_weights_close(plain, one, 1e-10)
-    start = load_file(model_dir / "model.safetensors")
+    start = load_file(runs.model_dir / "model.safetensors")
     moved = (one["model.embed_tokens.weight"].float() - start["model.embed_tokens.weight"]).norm()
     assert float(moved) > 0.1
+    assert len(rows) == len(rows2) == 10
     for a, b in zip(rows, rows2, strict=True):
         for name in ("loss", "grad_norm", "reward", "staleness", "staleness_max", "n_tokens", "lr"):
             assert b[name] == pytest.approx(a[name], rel=1e-8)
-    # Ranks with different amounts of work ran the same number of micro-batches.
+    # Each rank runs part of the micro-batches.
     assert rows2[0]["n_micro_batches"] < rows[0]["n_micro_batches"]
 
 
-def test_weights_when_a_rank_has_no_sequences_then_equal_those_of_one(train):
-    options = {"mb_spec": {"max_tokens_per_mb": 20}}
-    one, _ = train(1, seeds=[0, 1, 2], groups=1, options=options)
-    two, rows = train(2, seeds=[0, 1, 2], groups=1, options=options)
+def test_weights_when_trained_without_torchrun_then_equal_those_of_one_rank(runs):
+    assert_weights_close(runs.results["plain"][0], runs.results["train-1"][0], 1e-10)
+
+
+def test_weights_when_a_rank_has_no_sequences_then_equal_those_of_one(runs):
+    (one, _), (two, rows) = runs.results["lonely-1"], runs.results["lonely-2"]
     assert_weights_close(two, one, 1e-10)
     assert rows[0]["n_micro_batches"] >= 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_checkpoint_when_resumed_then_equals_the_uninterrupted_run(train, tmp_path, ranks):
-    options = {"ppo_n_minibatches": 2}
-    whole, _ = train(ranks, "float32", seeds=STEPS[:5], options=options)
-    train(
-        ranks,
-        "float32",
-        seeds=STEPS[:5],
-        options=options,
-        save_at=2,
-        save_to=str(tmp_path / "c"),
-        background=True,
-    )
-    resumed, _ = train(
-        ranks, "float32", seeds=STEPS[:5], options=options, resume=str(tmp_path / "c")
-    )
-    assert_weights_close(resumed, whole, 0.0)
+def test_checkpoint_when_resumed_then_equals_the_uninterrupted_run_to_the_bit(runs, ranks):
+    whole, rows = runs.results[f"whole-{ranks}"]
+    assert len(rows) == 5
+    assert len(runs.results[f"resumed-{ranks}"][1]) == 3
+    assert_weights_close(runs.results[f"saving-{ranks}"][0], whole, 0.0)
+    assert_weights_close(runs.results[f"resumed-{ranks}"][0], whole, 0.0)
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_checkpoint_when_resumed_on_another_number_of_ranks_then_equals_it_too(
-    train, tmp_path, first, then
-):
-    whole, _ = train(1, seeds=STEPS[:6])
-    train(first, seeds=STEPS[:3], save_at=3, save_to=str(tmp_path / "c"))
-    resumed, _ = train(then, seeds=STEPS[:6], resume=str(tmp_path / "c"))
-    assert_weights_close(resumed, whole, 1e-10)
+@pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
+def test_checkpoint_when_resumed_on_another_number_of_ranks_then_equals_it_too(runs, name):
+    tensors, rows = runs.results[name]
+    assert len(rows) == 5
+    assert_weights_close(tensors, runs.results["train-1"][0], 1e-10)
