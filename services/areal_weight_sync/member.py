@@ -18,7 +18,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from areal.errors import InvalidInput
 from areal.observability.logging import get_logger
@@ -181,8 +181,7 @@ class Member:
                 flush_cache=config.interrupt != "in_place",
                 timeout=max(0.1, deadline - time.monotonic()),
             )
-            await self._check_version(target)
-            fingerprint = await engine.fingerprint(max(0.1, deadline - time.monotonic()))
+            fingerprint = await self._inspect(target, max(0.1, deadline - time.monotonic()))
             by_checksum = fingerprint is not None
             if fingerprint is not None:
                 self._vote(target, fingerprint)
@@ -241,6 +240,18 @@ class Member:
         self.record.version = -1
         self._move(JOINING, cause)
         self._poked.set()
+
+    async def _inspect(self, target: PolicyVersion, timeout: float) -> Fingerprint | None:
+        """Reported version and checksum, asked at once: every round trip here is a pause."""
+        checked, fingerprint = await asyncio.gather(
+            self._check_version(target),
+            self._engine.fingerprint(timeout),
+            return_exceptions=True,
+        )
+        for result in (checked, fingerprint):
+            if isinstance(result, BaseException):
+                raise result
+        return cast("Fingerprint | None", fingerprint)
 
     async def _check_version(self, target: PolicyVersion) -> None:
         reported = await self._engine.weight_version()

@@ -130,7 +130,7 @@ class WeightSyncRig:
 
     async def started(self) -> None:
         self.process.start()
-        await self.client.wait_for("version 0", lambda s: s.current_version >= 0, timeout=30)
+        await self.client.wait_for("version 0", lambda s: s.current_version >= 0, timeout=60)
 
     def make_version(self, version: int, incarnation: int = 1) -> PolicyVersion:
         """What a trainer does with new weights: version 0 plus a little noise."""
