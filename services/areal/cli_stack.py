@@ -92,11 +92,12 @@ def run_foreground(
     """Runs a stack in this process until it ends; returns the exit code."""
     folder = RunFolder(resolved.config.run_dir)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    with folder.log_of("launcher").open("a", buffering=1) as log:
-        configure_logging("launcher", resolved.config.namespace, stream=log)
-        display = choose_display(as_json=as_json, quiet=ready_fd is not None)
-        session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd)
-        return asyncio.run(session.run())
+    # Open until this process ends: libraries may log to the very last.
+    log = folder.log_of("launcher").open("a", buffering=1)
+    configure_logging("launcher", resolved.config.namespace, stream=log)
+    display = choose_display(as_json=as_json, quiet=ready_fd is not None)
+    session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd)
+    return asyncio.run(session.run())
 
 
 class Session:

@@ -285,7 +285,11 @@ class Supervisor:
 
     async def or_failure(self, waiting: Awaitable[ResultT]) -> ResultT:
         """Awaits something, unless a process is given up first: then raises its StackFailure."""
-        task = asyncio.ensure_future(waiting)
+
+        async def wait() -> ResultT:
+            return await waiting
+
+        task = asyncio.create_task(wait())
         pending: set[asyncio.Future[Any]] = {
             task,
             *(process.ended for process in self.processes.values()),
@@ -298,11 +302,10 @@ class Supervisor:
                         raise failure
             return task.result()
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-            elif not task.cancelled():
-                task.exception()
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # superseded; but never "was never retrieved"
 
     async def stop(self, order: list[list[str]], grace_s: float | None = None) -> None:
         """Stops stage after stage; processes that no stage names go last."""

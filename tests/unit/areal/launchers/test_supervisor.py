@@ -25,7 +25,7 @@ from areal.launchers.supervisor import (
 )
 from areal.launchers.tags import find_tagged
 
-FAST = RestartPolicy(max_restarts=3, ready_timeout_s=20.0, first_delay_s=0.02, max_delay_s=0.05)
+FAST = RestartPolicy(max_restarts=3, ready_timeout_s=60.0, first_delay_s=0.02, max_delay_s=0.05)
 
 
 class Recorder:
@@ -57,7 +57,7 @@ def stack_id() -> str:
     return f"test/{uuid.uuid4().hex}"
 
 
-async def until(condition: object, timeout: float = 10.0) -> None:
+async def until(condition: object, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "condition was not reached"
@@ -70,7 +70,7 @@ async def test_start_when_probe_answers_then_up(tmp_path: Path, stack_id: str) -
     spec = python("service", code, tmp_path, probe=file_probe(flag))
     process = Supervised(spec, stack_id, FAST, Recorder())
     process.start()
-    await process.wait_up(10.0)
+    await process.wait_up(60.0)
     assert process.state is ProcessState.UP
     assert psutil.pid_exists(process.pid)
     pid = process.pid
@@ -87,7 +87,7 @@ async def test_service_when_killed_then_restarted_and_reported(
         python("service", "import time; time.sleep(60)", tmp_path), stack_id, FAST, recorder
     )
     process.start()
-    await process.wait_up(10.0)
+    await process.wait_up(60.0)
     first = process.pid
     os.kill(first, signal.SIGKILL)
     await until(lambda: process.restarts == 1 and process.state is ProcessState.UP)
@@ -103,7 +103,7 @@ async def test_service_when_it_keeps_dying_then_given_up_with_its_last_words(
     process = Supervised(python("service", code, tmp_path), stack_id, FAST, Recorder())
     process.start()
     with pytest.raises(StackFailure, match=r"exit code 7; 3 restarts .* the disk is full"):
-        await asyncio.wait_for(asyncio.shield(process.ended), 20.0)
+        await asyncio.wait_for(asyncio.shield(process.ended), 60.0)
     assert process.restarts == 3
     assert process.state is ProcessState.FAILED
     await process.stop()
@@ -117,14 +117,14 @@ async def test_service_when_bad_input_at_first_start_then_not_retried(
     process = Supervised(spec, stack_id, FAST, Recorder())
     process.start()
     with pytest.raises(StackFailure, match=r"exit code 2 .*cannot listen there"):
-        await process.wait_up(10.0)
+        await process.wait_up(60.0)
     assert process.restarts == 0
 
 
 async def test_job_when_exit_zero_then_finished(tmp_path: Path, stack_id: str) -> None:
     process = Supervised(python("trainer", "pass", tmp_path, job=True), stack_id, FAST, Recorder())
     process.start()
-    assert await asyncio.wait_for(asyncio.shield(process.ended), 10.0) == 0
+    assert await asyncio.wait_for(asyncio.shield(process.ended), 60.0) == 0
     assert process.state is ProcessState.FINISHED
 
 
@@ -138,7 +138,7 @@ async def test_job_when_it_crashes_once_then_restarted_until_finished(
     )
     process = Supervised(python("trainer", code, tmp_path, job=True), stack_id, FAST, Recorder())
     process.start()
-    assert await asyncio.wait_for(asyncio.shield(process.ended), 10.0) == 0
+    assert await asyncio.wait_for(asyncio.shield(process.ended), 60.0) == 0
     assert process.restarts == 1
 
 
@@ -148,7 +148,7 @@ async def test_job_when_bad_input_then_not_retried(tmp_path: Path, stack_id: str
     )
     process.start()
     with pytest.raises(StackFailure, match="trainer ended with exit code 2"):
-        await asyncio.wait_for(asyncio.shield(process.ended), 10.0)
+        await asyncio.wait_for(asyncio.shield(process.ended), 60.0)
     assert process.restarts == 0
 
 
@@ -159,7 +159,7 @@ async def test_start_when_program_is_missing_then_failure_names_it(
     process = Supervised(spec, stack_id, FAST, Recorder())
     process.start()
     with pytest.raises(StackFailure, match=r"cannot be started: .*nonexistent"):
-        await process.wait_up(10.0)
+        await process.wait_up(60.0)
 
 
 async def test_wait_up_when_never_ready_then_names_process_log_and_last_lines(
@@ -189,7 +189,7 @@ async def test_stop_when_sigterm_is_ignored_then_killed_after_grace(
     spec = python("service", code, tmp_path, probe=file_probe(flag), stop_grace_s=0.3)
     process = Supervised(spec, stack_id, FAST, Recorder())
     process.start()
-    await process.wait_up(10.0)
+    await process.wait_up(60.0)
     pid, since = process.pid, time.monotonic()
     await process.stop()
     assert 0.25 < time.monotonic() - since < 8.0
@@ -201,7 +201,7 @@ async def test_stop_when_stopped_by_sigstop_then_ended(tmp_path: Path, stack_id:
         python("service", "import time; time.sleep(60)", tmp_path), stack_id, FAST, Recorder()
     )
     process.start()
-    await process.wait_up(10.0)
+    await process.wait_up(60.0)
     os.kill(process.pid, signal.SIGSTOP)
     since = time.monotonic()
     await process.stop()
@@ -240,7 +240,7 @@ async def test_or_failure_when_another_process_fails_then_raises(
     )
     forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     with pytest.raises(StackFailure, match="bad ended with exit code 3"):
-        await asyncio.wait_for(supervisor.or_failure(forever), 20.0)
+        await asyncio.wait_for(supervisor.or_failure(forever), 60.0)
     await supervisor.stop([["bad"], ["good"]], grace_s=0.0)
     assert not find_tagged(stack_id)
 
@@ -258,6 +258,6 @@ async def test_stop_when_ordered_then_stage_by_stage(tmp_path: Path, stack_id: s
         flag = tmp_path / f"{name}.flag"
         text = code.format(file=str(order), name=name, flag=str(flag))
         supervisor.start(python(name, text, tmp_path, probe=file_probe(flag)))
-    await supervisor.wait_up(names, 20.0)
+    await supervisor.wait_up(names, 60.0)
     await supervisor.stop([["rollout"], ["buffer"]])
     assert order.read_text().split() == ["rollout", "buffer", "redis"]
