@@ -31,9 +31,9 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("models")
-    model = make_model(root / "a", seed=1)
+    model = make_model(root / "a", seed=1, max_position_embeddings=8192)
     save_tokenizer(root / "a")
-    make_model(root / "b", seed=2)
+    make_model(root / "b", seed=2, max_position_embeddings=8192)
     make_model(root / "wrong", vocab_size=137)
     with running_server(root / "a", "--max-running-requests", "32", "--seed", "3") as server:
         yield Served(server.url, root / "a", root / "b", root / "wrong", model)
@@ -73,7 +73,8 @@ async def generate(http: aiohttp.ClientSession, ids: Any, new: int = 8, **values
 
 async def events(http: aiohttp.ClientSession, body: Any):
     """Server-sent events of a streaming /generate, decoded."""
-    async with http.post("/generate", json={**body, "stream": True}) as response:
+    request = http.post("/generate", json={**body, "stream": True}, read_bufsize=1 << 22)
+    async with request as response:
         assert response.status == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         async for line in response.content:
@@ -223,8 +224,8 @@ async def test_generate_when_streamed_then_cumulative_and_same_as_whole(http):
     ("body", "message"),
     [
         ({"input_ids": [5, 131]}, "token id 131 is out of vocabulary"),
-        ({"input_ids": [5] * 1024}, "The input (1024 tokens) is longer than the model's context"),
-        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 1024}}, "maximum context length"),
+        ({"input_ids": [5] * 8192}, "The input (8192 tokens) is longer than the model's context"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 8192}}, "maximum context length"),
         ({"input_ids": []}, "empty prompt"),
     ],
 )
@@ -257,7 +258,8 @@ async def first_token(http: aiohttp.ClientSession, body: Any) -> tuple[Any, list
     return stream, [await anext(stream)]
 
 
-LONG = {"max_new_tokens": 900, "ignore_eos": True}
+# Outlasts any test by far: these requests are aborted.
+LONG = {"max_new_tokens": 8000, "ignore_eos": True}
 
 
 async def test_abort_when_running_then_partial_output_with_200(http):
@@ -274,7 +276,7 @@ async def test_abort_when_running_then_partial_output_with_200(http):
     last = seen[-2]
     reason = last["meta_info"]["finish_reason"]
     assert reason == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-    assert 0 < len(last["output_ids"]) < 900
+    assert 0 < len(last["output_ids"]) < 8000
 
 
 async def test_abort_all_when_unknown_or_empty_then_200(http):
@@ -310,8 +312,8 @@ async def test_client_when_gone_then_its_requests_are_aborted(http, served, stre
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_pause_when_resumed_then_request_finishes_in_full(http, mode: str):
-    params = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
-    whole = await generate(http, [5, 6, 7], 400, params=params)
+    params = {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True}
+    whole = await generate(http, [5, 6, 7], 2000, params=params)
     body = {"input_ids": [5, 6, 7], "sampling_params": params}
     stream, seen = await first_token(http, body)
     status, answer = await post(http, "/pause_generation", {"mode": mode})
@@ -385,15 +387,16 @@ async def test_update_when_done_then_new_weights_version_and_checksum(http, serv
 
 
 async def test_update_when_requests_run_then_it_waits_and_newcomers_wait_for_it(http, served):
-    stream, seen = await first_token(http, {"input_ids": [5], "sampling_params": LONG})
+    params = {"max_new_tokens": 2000, "ignore_eos": True}
+    stream, seen = await first_token(http, {"input_ids": [5], "sampling_params": params})
     body = {"model_path": str(served.other), "weight_version": "v1"}
     update = asyncio.create_task(post(http, "/update_weights_from_disk", body))
     await asyncio.sleep(0.1)
     late = asyncio.create_task(generate(http, [7], 3))
     seen += [event async for event in stream]
     last = seen[-2]
-    assert len(last["output_ids"]) == 900
-    assert last["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 900}]
+    assert len(last["output_ids"]) == 2000
+    assert last["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 2000}]
     assert (await update)[0] == 200
     versions = (await late)["meta_info"]["weight_versions"]
     assert versions == [{"version": "v1", "start": 0, "end": 3}]
@@ -423,6 +426,8 @@ async def test_update_when_paused_in_place_and_flushing_then_400_and_nothing_cha
     status, answer = await post(http, "/update_weights_from_disk", {**body, "flush_cache": False})
     assert (status, answer["num_paused_requests"]) == (200, 1)
     await post(http, "/continue_generation", {})
+    await generate(http, [9], 1)
+    await post(http, "/abort_request", {"abort_all": True})
     seen += [event async for event in stream]
     names = [s["version"] for s in seen[-2]["meta_info"]["weight_versions"]]
     assert names == ["default", "v1"]
@@ -460,7 +465,7 @@ async def test_info_when_read_then_has_what_clients_need(http, served):
         assert info["architectures"] == ["Qwen2ForCausalLM"]
     _, server = await get(http, "/server_info")
     assert server["status"] == "ready"
-    assert server["max_req_input_len"] == 1023
+    assert server["max_req_input_len"] == 8191
     assert server["boot_id"]
     _, loads = await get(http, "/v1/loads")
     assert loads["loads"][0]["num_running_reqs"] == 0
