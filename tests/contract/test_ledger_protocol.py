@@ -266,6 +266,19 @@ async def test_admission_when_bound_is_reached_then_no_lease_until_version_moves
     assert len(await book.lease(10)) == 2
 
 
+async def test_admission_when_the_batch_is_let_go_before_its_version_then_it_still_counts(
+    book: Book,
+) -> None:
+    await book.register(size=1, eta=0)
+    await book.run("a")
+    assert await book.take(1) == ("taken", ["a"])
+    await book.store.commit(1, 1, 1)
+    await book.submit("b")
+    assert await book.lease() == {}  # servers still have version 0
+    await book.take(2)
+    assert list(await book.lease()) == ["b"]
+
+
 async def test_admission_when_a_group_is_rejected_or_cancelled_at_eta_0_then_no_starvation(
     book: Book,
 ) -> None:

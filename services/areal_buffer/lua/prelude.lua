@@ -203,10 +203,9 @@ end
 
 -- Groups that may still start: areal.staleness.admission_headroom.
 local function admission(limit)
-  local ahead = 0
-  for step = limit.version + 1, limit.last_taken do
-    ahead = ahead + call('LLEN', P .. 'batch:' .. int(step))
-  end
+  -- Only the newest batch can be ahead. It counts until the version moves, even if committed and
+  -- let go by then: what starts now starts from the weights before it.
+  local ahead = limit.last_taken > limit.version and meta('last_size') or 0
   local running, completed = count('train:running'), count('train:completed')
   local headroom = (limit.eta + 1) * limit.batch_size - running - completed - ahead
   return headroom, 'admission: ' .. int(running) .. ' running + ' .. int(completed) ..

@@ -69,7 +69,8 @@ local function batch(tasks)
   end
   call('HINCRBY', META, 'staleness_sum', int(staleness))
   call('HINCRBY', META, 'staleness_count', #tasks)
-  call('HSET', META, 'staleness_max', int(highest), 'last_taken', int(step))
+  call('HSET', META, 'staleness_max', int(highest), 'last_taken', int(step),
+    'last_size', #tasks)
   call('HSET', P .. 'batch_incarnations', int(step), ARGV[1])
   dissolve_wanted()
   return answer('taken', '', 0, entries)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.ledger_support import make_group, make_task
+
+from areal.config import GRPOConfig, build_config
+from areal.errors import InvalidInput
+from areal.v1 import buffer_service_pb2 as pb
+from areal.wire import group_to_pb, task_to_pb
+from areal_buffer.config import LedgerConfig
+from areal_buffer.validation import check_group, check_task, check_task_id, check_task_ids
+
+
+@given(st.from_regex(r"[A-Za-z0-9._:-]{1,200}", fullmatch=True))
+def test_task_id_when_of_the_alphabet_then_taken(task_id: str) -> None:
+    assert check_task_id(task_id) == task_id
+
+
+@given(
+    st.text().filter(
+        lambda text: any(not (c.isascii() and (c.isalnum() or c in "._:-")) for c in text)
+    )
+)
+def test_task_id_when_anything_else_is_in_it_then_refused_in_one_line(task_id: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_task_id(task_id)
+    assert "\n" not in str(caught.value)
+
+
+def test_task_ids_when_one_is_twice_then_named() -> None:
+    with pytest.raises(InvalidInput, match="'b' is there twice"):
+        check_task_ids(["a", "b", "c", "b"])
+    assert check_task_ids(["a", "b"]) == ["a", "b"]
+
+
+def test_task_when_valid_then_its_bytes_are_the_message() -> None:
+    message = task_to_pb(make_task("a", position=(2, 5), time_to_live_s=1.5))
+    task = check_task(message)
+    assert (task.position, task.time_to_live_ms) == ((2, 5), 1500)
+    assert task.body == message.SerializeToString()
+
+
+@given(st.binary(max_size=200))
+def test_task_when_bytes_are_random_then_a_message_is_valid_or_refused(data: bytes) -> None:
+    from google.protobuf.message import DecodeError
+
+    from areal.v1 import trajectory_pb2
+
+    message = trajectory_pb2.Task()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return
+    try:
+        task = check_task(message)
+    except InvalidInput:
+        return
+    assert task.task_id == message.task_id
+
+
+def test_group_when_valid_then_summed_up_from_its_tokens() -> None:
+    group = make_group("a", version=3, samples=2, length=6)
+    group.trajectories[1].token_versions[5] = 7
+    group.trajectories[1].token_versions[4] = 2
+    request = pb.CompleteTaskRequest(
+        lease=pb.LeaseRef(task_id="a", token=4), group=group_to_pb(group), worker_id="w"
+    )
+    summary = check_group(request, 10_000)
+    assert (summary.head_version, summary.generated_tokens, summary.lengths) == (2, 8, (6, 6))
+    assert summary.mean_reward == 1.0
+    assert summary.payload == request.group.SerializeToString()
+
+
+def test_group_when_nothing_was_sampled_then_head_version_is_minus_one() -> None:
+    group = make_group("a")
+    for trajectory in group.trajectories:
+        trajectory.token_versions[:] = -1
+        trajectory.loss_mask[:] = False
+    request = pb.CompleteTaskRequest(
+        lease=pb.LeaseRef(task_id="a", token=4), group=group_to_pb(group)
+    )
+    assert check_group(request, 10_000).head_version == -1
+
+
+def test_config_when_read_from_the_experiment_then_in_milliseconds_and_bytes() -> None:
+    experiment = build_config(
+        GRPOConfig, None, ["rollout.lease_ttl_s=8", "buffer.max_memory_mb=3", "trial_name=t7"]
+    )
+    config = LedgerConfig.from_experiment(experiment)
+    assert (config.lease_ttl_ms, config.sweep_interval_ms) == (8000, 2000)
+    assert config.max_memory_bytes == 3 * 1024 * 1024
+    assert config.namespace == "experiment/t7"
+    assert "lease_ttl_ms=8000" in config.as_lua()

@@ -1,0 +1,143 @@
+"""The waiting calls over a hand-written store: no Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from areal_buffer.ledger import Ledger
+from areal_buffer.memory import MemoryGauge
+from areal_buffer.records import FinishedGroup, StoredLease, Take
+from areal_buffer.wakes import Kind, Wakes
+
+
+class FakeStore:
+    """Answers `waiting` until told otherwise; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.ready = False
+        self.full: list[bool] = []
+        self.near_limit: list[bool] = []
+
+    async def lease(self, worker_id: str, max_tasks: int) -> tuple[list[StoredLease], str]:
+        self.looks += 1
+        if not self.ready:
+            return [], "queue empty"
+        return [StoredLease("a", b"", 1, 0, b"", ())], ""
+
+    async def take(
+        self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
+    ) -> Take:
+        self.looks += 1
+        self.near_limit.append(near_limit)
+        state = "taken" if self.ready else "waiting"
+        return Take(state, "1 of 2", False, 0, 0, 0, ())
+
+    async def ended(self, task_ids: Sequence[str]) -> list[str]:
+        self.looks += 1
+        return list(task_ids) if self.ready else []
+
+    async def complete(self, token: int, group: FinishedGroup, *, full: bool) -> bool:
+        self.full.append(full)
+        return True
+
+
+def make_ledger(limit: int = 1000) -> tuple[Ledger, FakeStore, Wakes, MemoryGauge]:
+    store, wakes, memory = FakeStore(), Wakes(), MemoryGauge(limit)
+    return Ledger(store, wakes, memory), store, wakes, memory
+
+
+async def test_wait_when_found_at_once_then_looks_once() -> None:
+    ledger, store, _, _ = make_ledger()
+    store.ready = True
+    leases, reason = await ledger.lease_tasks("w", 1, 10)
+    assert (len(leases), reason, store.looks) == (1, "", 1)
+
+
+async def test_wait_when_no_time_is_given_then_looks_once_and_gives_the_reason() -> None:
+    ledger, store, _, _ = make_ledger()
+    assert await ledger.lease_tasks("w", 1, 0) == ([], "queue empty")
+    assert store.looks == 1
+
+
+async def test_wait_when_woken_then_looks_again_at_once() -> None:
+    ledger, store, wakes, _ = make_ledger()
+    waiting = asyncio.create_task(ledger.take_batch(1, 1, (), 10))
+    await asyncio.sleep(0.05)
+    assert store.looks == 1
+    wakes.notify(Kind.LEASE)  # somebody else's
+    await asyncio.sleep(0.05)
+    assert store.looks == 1
+    store.ready = True
+    start = time.monotonic()
+    wakes.notify(Kind.TAKE)
+    assert (await waiting).state == "taken"
+    assert time.monotonic() - start < 0.2
+
+
+async def test_wait_when_the_wake_up_comes_during_the_look_then_it_is_not_missed() -> None:
+    ledger, store, wakes, _ = make_ledger()
+    look = store.ended
+
+    async def look_and_change(task_ids: Sequence[str]) -> list[str]:
+        found = await look(task_ids)
+        if not store.ready:
+            store.ready = True
+            wakes.notify(Kind.ENDED)
+        return found
+
+    store.ended = look_and_change  # type: ignore[method-assign]
+    start = time.monotonic()
+    assert await ledger.wait_tasks(["a"], 10) == ["a"]
+    assert time.monotonic() - start < 0.5
+
+
+async def test_wait_when_wake_ups_stream_in_then_looks_are_spaced() -> None:
+    ledger, store, wakes, _ = make_ledger()
+    waiting = asyncio.create_task(ledger.take_batch(1, 1, (), 0.3))
+    for _ in range(300):
+        wakes.notify(Kind.TAKE)
+        await asyncio.sleep(0.001)
+    assert (await waiting).state == "waiting"
+    assert store.looks <= 0.3 / 0.005 + 2
+
+
+async def test_wait_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> None:
+    ledger, store, _, _ = make_ledger()
+    waiting = asyncio.create_task(ledger.wait_tasks(["a"], 10))
+    await asyncio.sleep(0.01)
+    store.ready = True
+    assert await asyncio.wait_for(waiting, 2) == ["a"]
+
+
+async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
+    ledger, _, _, _ = make_ledger()
+    first = asyncio.create_task(ledger.lease_tasks("w1", 1, 0.2))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(ledger.take_batch(1, 7, (), 0.2))
+    await asyncio.sleep(0.05)
+    what, seconds = ledger.oldest_wait()
+    assert what == "tasks for worker w1"
+    assert 0.05 < seconds < 0.2
+    await first
+    assert ledger.oldest_wait()[0] == "batch of step 7"
+    await second
+    assert ledger.oldest_wait() == ("", 0.0)
+
+
+async def test_memory_when_groups_come_in_then_counted_until_the_next_sample() -> None:
+    ledger, store, _, memory = make_ledger(limit=1000)
+    group = FinishedGroup("a", b"x" * 600, 0, (3,), 2, 1.0)
+    await ledger.complete_task(1, group)
+    await ledger.complete_task(1, group)
+    await ledger.complete_task(1, group)
+    assert store.full == [False, False, True]
+    assert memory.near_limit
+    memory.sample(910)
+    assert (memory.near_limit, memory.full) == (True, False)
+    await ledger.take_batch(1, 1, (), 0)
+    memory.sample(100)
+    await ledger.take_batch(1, 1, (), 0)
+    assert store.near_limit == [True, False]
