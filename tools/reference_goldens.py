@@ -1,12 +1,13 @@
 """Record what AReaL and verl compute on random inputs, as golden files for the unit tests.
 
-Runs the functions out of the packages' own source, without installing them (their imports need GPUs and clusters):
+Runs the functions out of the packages' own source, without installing them (their imports need GPUs
+and clusters):
 
     pip download --no-deps --dest /tmp/wheels areal==1.0.4 verl==0.9.1
     python tools/reference_goldens.py /tmp/wheels/areal-1.0.4-*.whl /tmp/wheels/verl-0.9.1-*.whl
 
-writes tests/unit/areal/algorithms/golden/{areal,verl}.npz. Inputs and outputs are padded [rows, columns] arrays in the
-packages' own alignment; the tests translate.
+writes tests/unit/areal/algorithms/golden/{areal,verl}.npz. Inputs and outputs are padded [rows,
+columns] arrays in the packages' own alignment; the tests translate.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SEEDS = range(4)
 
 
 def definitions(wheel: Path, path: str, names: list[str], namespace: dict[str, Any]) -> None:
-    """Execute the named top-level definitions of a file of a wheel, without decorators of their registries."""
+    """Execute named top-level definitions of a file of a wheel, without their registries."""
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(path))
     found = [n for n in tree.body if getattr(n, "name", None) in names]
@@ -39,9 +40,7 @@ def definitions(wheel: Path, path: str, names: list[str], namespace: dict[str, A
             for item in node.body:
                 if isinstance(item, ast.FunctionDef):
                     keep = ("staticmethod", "torch.no_grad()")
-                    item.decorator_list = [
-                        d for d in item.decorator_list if ast.unparse(d) in keep
-                    ]
+                    item.decorator_list = [d for d in item.decorator_list if ast.unparse(d) in keep]
     future = ast.parse("from __future__ import annotations").body
     module = ast.Module(body=[*future, *found], type_ignores=[])
     exec(compile(module, path, "exec"), namespace)
@@ -106,67 +105,79 @@ def record_areal(wheel: Path) -> dict[str, np.ndarray]:
     definitions(wheel, "areal/trainer/ppo/actor.py", actor, ns)
     out: dict[str, np.ndarray] = {}
     for seed in SEEDS:
-        r = rows(seed)
-        for name, value in r.items():
-            out[f"{seed}.{name}"] = value.numpy()
-        common = (r["proximal_logprobs"], r["behavior_logprobs"], r["advantages"])
-        cap = SimpleNamespace(level="token", action="mask", metric="ratio", upper=2.0, lower=None)
-        none = SimpleNamespace(level="token", action="mask", metric="ratio", upper=1e9, lower=None)
-        cases = {
-            "plain": {},
-            "decoupled": {"rejection_sampling": none},
-            "capped": {"rejection_sampling": cap, "eps_clip_higher": 0.28},
-            "dual": {"rejection_sampling": cap, "c_clip": 1.5},
-            "sequence": {"rejection_sampling": none, "importance_sampling_level": "sequence"},
-        }
-        for name, options in cases.items():
-            loss, grad = with_gradient(
-                lambda p, o=options: ns["ppo_actor_loss_fn"](
-                    p, *common, 0.2, r["loss_mask"], **o
-                )[0],
-                r["policy_logprobs"],
-            )
-            out[f"{seed}.{name}.loss"], out[f"{seed}.{name}.grad"] = loss.numpy(), grad.numpy()
+        arrays = areal_case(ns, rows(seed))
+        out |= {f"{seed}.{name}": array for name, array in arrays.items()}
+    return out
+
+
+def areal_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Run AReaL's functions on one set of rows."""
+    out = {name: value.numpy() for name, value in r.items()}
+    common = (r["proximal_logprobs"], r["behavior_logprobs"], r["advantages"])
+    cap = SimpleNamespace(level="token", action="mask", metric="ratio", upper=2.0, lower=None)
+    none = SimpleNamespace(level="token", action="mask", metric="ratio", upper=1e9, lower=None)
+    cases = {
+        "plain": {},
+        "decoupled": {"rejection_sampling": none},
+        "capped": {"rejection_sampling": cap, "eps_clip_higher": 0.28},
+        "dual": {"rejection_sampling": cap, "c_clip": 1.5},
+        "sequence": {"rejection_sampling": none, "importance_sampling_level": "sequence"},
+    }
+    for name, options in cases.items():
         loss, grad = with_gradient(
-            lambda v: ns["ppo_critic_loss_fn"](
-                v, r["values"], r["returns"], 0.2, r["loss_mask"]
-            )[0],
-            r["new_values"],
+            lambda p, o=options: ns["ppo_actor_loss_fn"](p, *common, 0.2, r["loss_mask"], **o)[0],
+            r["policy_logprobs"],
         )
-        out[f"{seed}.critic.loss"], out[f"{seed}.critic.grad"] = loss.numpy(), grad.numpy()
-        approximation = ns["compute_prox_logp_approximations"](
-            r["behavior_logprobs"], r["policy_logprobs"], r["versions"], 5, "loglinear"
+        out[f"{name}.loss"], out[f"{name}.grad"] = loss.numpy(), grad.numpy()
+    loss, grad = with_gradient(
+        lambda v: ns["ppo_critic_loss_fn"](v, r["values"], r["returns"], 0.2, r["loss_mask"])[0],
+        r["new_values"],
+    )
+    out["critic.loss"], out["critic.grad"] = loss.numpy(), grad.numpy()
+    approximation = ns["compute_prox_logp_approximations"](
+        r["behavior_logprobs"], r["policy_logprobs"], r["versions"], 5, "loglinear"
+    )
+    out["loglinear"] = approximation["loglinear"].numpy()
+    for name, gamma, lam, critic, kl in (
+        ("grpo", 1.0, 1.0, False, 0.0),
+        ("gae", 0.97, 0.9, True, 0.1),
+    ):
+        norm = SimpleNamespace(
+            mean_level="group",
+            mean_leave1out=False,
+            std_level="group",
+            std_unbiased=True,
+            group_size=4,
+            eps=1e-5,
         )
-        out[f"{seed}.loglinear"] = approximation["loglinear"].numpy()
-        for name, gamma, lam, critic, kl in (
-            ("grpo", 1.0, 1.0, False, 0.0),
-            ("gae", 0.97, 0.9, True, 0.1),
-        ):
-            norm = SimpleNamespace(
-                mean_level="group", mean_leave1out=False, std_level="group", std_unbiased=True,
-                group_size=4, eps=1e-5,
-            )
-            batch_norm = SimpleNamespace(**{**vars(norm), "mean_level": "batch", "std_level": "batch"})
-            config = SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=True)
-            this = SimpleNamespace(
-                config=config, reward_bias=-0.5, reward_scaling=2.0, reward_clip=3.0,
-                reward_norm=ns["Normalization"](norm), adv_norm=ns["Normalization"](batch_norm),
-                kl_ctl=kl, kl_estimator=ns["KLEstimator"]("k3"), mask_no_eos_with_zero=not critic,
-                discount=gamma, gae_lambda=lam,
-            )
-            data = {
-                "input_ids": torch.zeros_like(r["attention"], dtype=torch.int64),
-                "attention_mask": r["attention"],
-                "loss_mask": r["loss_mask"],
-                "logprobs": r["behavior_logprobs"].clone(),
-                "ref_logp": torch.roll(r["reference_logprobs"], -1, -1),
-                "rewards": r["scores"].clone(),
-            }
-            if critic:
-                data["values"] = r["values"].clone()
-            result = ns["PPOActor"]._compute_advantages(this, data)
-            out[f"{seed}.{name}.advantages"] = result["advantages"].numpy()
-            out[f"{seed}.{name}.returns"] = result["returns"].numpy()
+        batch_norm = SimpleNamespace(**{**vars(norm), "mean_level": "batch", "std_level": "batch"})
+        config = SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=True)
+        this = SimpleNamespace(
+            config=config,
+            reward_bias=-0.5,
+            reward_scaling=2.0,
+            reward_clip=3.0,
+            reward_norm=ns["Normalization"](norm),
+            adv_norm=ns["Normalization"](batch_norm),
+            kl_ctl=kl,
+            kl_estimator=ns["KLEstimator"]("k3"),
+            mask_no_eos_with_zero=not critic,
+            discount=gamma,
+            gae_lambda=lam,
+        )
+        data = {
+            "input_ids": torch.zeros_like(r["attention"], dtype=torch.int64),
+            "attention_mask": r["attention"],
+            "loss_mask": r["loss_mask"],
+            "logprobs": r["behavior_logprobs"].clone(),
+            "ref_logp": torch.roll(r["reference_logprobs"], -1, -1),
+            "rewards": r["scores"].clone(),
+        }
+        if critic:
+            data["values"] = r["values"].clone()
+        result = ns["PPOActor"]._compute_advantages(this, data)
+        out[f"{name}.advantages"] = result["advantages"].numpy()
+        out[f"{name}.returns"] = result["returns"].numpy()
     return out
 
 
@@ -184,40 +195,45 @@ def record_verl(wheel: Path) -> dict[str, np.ndarray]:
     definitions(wheel, "verl/trainer/ppo/core_algos.py", names, ns)
     out: dict[str, np.ndarray] = {}
     for seed in SEEDS:
-        r = rows(100 + seed)
-        for name, value in r.items():
-            out[f"{seed}.{name}"] = value.numpy()
-        mask = r["loss_mask"].float()
-        # Uneven groups.
-        index = np.array([0, 0, 0, 1, 1, 2, 2, 2])
-        out[f"{seed}.index"] = index
-        place = torch.zeros_like(mask)
-        place[torch.arange(8), r["lengths"] - 1] = r["scores"]
-        grpo = ns["compute_grpo_outcome_advantage"](place, mask, index, 1e-5)
-        rloo = ns["compute_rloo_outcome_advantage"](place, mask, index)
-        _, returns = ns["compute_gae_advantage_return"](place, r["values"], mask, 0.97, 0.9)
-        out[f"{seed}.grpo"], out[f"{seed}.rloo"] = grpo[0].numpy(), rloo[0].numpy()
-        out[f"{seed}.gae.returns"] = returns.numpy()
-        for kind in ("k1", "k2", "k3"):
-            kl = ns["kl_penalty_forward"](r["behavior_logprobs"], r["reference_logprobs"], kind)
-            out[f"{seed}.{kind}"] = kl.numpy()
-        config = SimpleNamespace(
-            clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info={}
-        )
-        cases = {
-            "vanilla": lambda p: ns["compute_policy_loss"](
-                r["proximal_logprobs"], p, r["advantages"], mask, 0.2, 0.2, 0.28, 1.5
-            )[0],
-            "cispo": lambda p: ns["compute_policy_loss_cispo"](
-                r["proximal_logprobs"], p, r["advantages"], mask, config=config
-            )[0],
-            "gspo": lambda p: ns["compute_policy_loss_gspo"](
-                r["proximal_logprobs"], p, grpo[0], mask, "token-mean", config
-            )[0],
-        }
-        for name, loss_of in cases.items():
-            loss, grad = with_gradient(loss_of, r["policy_logprobs"])
-            out[f"{seed}.{name}.loss"], out[f"{seed}.{name}.grad"] = loss.numpy(), grad.numpy()
+        arrays = verl_case(ns, rows(100 + seed))
+        out |= {f"{seed}.{name}": array for name, array in arrays.items()}
+    return out
+
+
+def verl_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Run verl's functions on one set of rows."""
+    out = {name: value.numpy() for name, value in r.items()}
+    mask = r["loss_mask"].float()
+    # Uneven groups.
+    index = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    out["index"] = index
+    place = torch.zeros_like(mask)
+    place[torch.arange(8), r["lengths"] - 1] = r["scores"]
+    grpo = ns["compute_grpo_outcome_advantage"](place, mask, index, 1e-5)
+    rloo = ns["compute_rloo_outcome_advantage"](place, mask, index)
+    _, returns = ns["compute_gae_advantage_return"](place, r["values"], mask, 0.97, 0.9)
+    out["grpo"], out["rloo"] = grpo[0].numpy(), rloo[0].numpy()
+    out["gae.returns"] = returns.numpy()
+    for kind in ("k1", "k2", "k3"):
+        kl = ns["kl_penalty_forward"](r["behavior_logprobs"], r["reference_logprobs"], kind)
+        out[kind] = kl.numpy()
+    config = SimpleNamespace(
+        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info={}
+    )
+    cases = {
+        "vanilla": lambda p: ns["compute_policy_loss"](
+            r["proximal_logprobs"], p, r["advantages"], mask, 0.2, 0.2, 0.28, 1.5
+        )[0],
+        "cispo": lambda p: ns["compute_policy_loss_cispo"](
+            r["proximal_logprobs"], p, r["advantages"], mask, config=config
+        )[0],
+        "gspo": lambda p: ns["compute_policy_loss_gspo"](
+            r["proximal_logprobs"], p, grpo[0], mask, "token-mean", config
+        )[0],
+    }
+    for name, loss_of in cases.items():
+        loss, grad = with_gradient(loss_of, r["policy_logprobs"])
+        out[f"{name}.loss"], out[f"{name}.grad"] = loss.numpy(), grad.numpy()
     return out
 
 

@@ -1,7 +1,7 @@
 """Configuration of training: optimizer, micro-batches, normalization, engine and PPO.
 
-Plain dataclasses that OmegaConf can read as structured configs. This module imports no torch, so that any
-process can load and check a trainer's configuration.
+Plain dataclasses that OmegaConf can read as structured configs. This module imports no torch, so
+that any process can load and check a trainer's configuration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class OptimizerConfig:
     lr: float = 1.7e-5
     """Peak learning rate."""
     weight_decay: float = 0.017
-    """Decoupled weight decay; applied to tensors of two or more dimensions only (not to biases or norms)."""
+    """Decoupled weight decay; applied to tensors of two or more dimensions only (not to biases or
+    norms)."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.999
@@ -41,7 +42,8 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
     """Final learning rate over `lr`, for `linear` and `cosine`."""
     warmup_steps_proportion: float = 0.001
-    """Fraction of all optimizer steps spent in a linear warm-up (0 steps when their number is unknown)."""
+    """Fraction of all optimizer steps spent in a linear warm-up (0 steps when their number is
+    unknown)."""
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -143,14 +145,15 @@ class NormConfig:
 
 @dataclass
 class TrainEngineConfig:
-    """A model under training: where it comes from, its precision, its micro-batches, its optimizer."""
+    """A model under training: its source, precision, micro-batches and optimizer."""
 
     path: str = ""
     """Hugging Face model directory."""
     init_from_scratch: bool = False
     """Use the directory's config only, with freshly initialized weights."""
     dtype: str = "auto"
-    """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on CPU)."""
+    """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on
+    CPU)."""
     master_dtype: str = "float32"
     """Precision of the weights that the optimizer updates; never below `dtype`."""
     attn_impl: str = "auto"
@@ -223,7 +226,8 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: float = 20.0
     """Bound of a sequence's absolute reward after bias and scaling."""
     overlong_reward_penalty: bool = False
-    """Subtract a penalty that grows linearly over the last `overlong_tokens` of `max_response_tokens`."""
+    """Subtract a penalty that grows linearly over the last `overlong_tokens` of
+    `max_response_tokens`."""
     overlong_tokens: int = 0
     """Length of the penalized range."""
     overlong_penalty_factor: float = 1.0

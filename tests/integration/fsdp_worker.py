@@ -1,6 +1,7 @@
 """What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
 
-Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?, background?}, run one
+Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?,
+    background?}, run one
 after the other by a fresh engine each.
 """
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(4 * LIMIT_S + 20)
 
 
 class Launches:
-    """Runs jobs in as few processes as possible and holds their results: (tensors, statistics per step)."""
+    """Runs jobs in as few processes as possible and holds their results: (tensors, statistics per
+    step)."""
 
     def __init__(self, folder, model_dir):
         self.folder = folder

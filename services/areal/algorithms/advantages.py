@@ -1,8 +1,8 @@
 """Rewards to advantages: shaping, KL penalty, generalized advantage estimation.
 
-Everything is full length and aligned with `input_ids` (see `areal.algorithms.packing`); advantages exist on tokens
-with `loss_mask`, all other tokens (prompts, tool output) are stepped over: the token after a tool call carries its
-value straight back to the last token before it.
+Everything is full length and aligned with `input_ids` (see `areal.algorithms.packing`); advantages
+exist on tokens with `loss_mask`, all other tokens (prompts, tool output) are stepped over: the
+token after a tool call carries its value straight back to the last token before it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 def discounted_suffix_sums(values: Tensor, lengths: Tensor, coefficient: float) -> Tensor:
     """Compute A_t = values_t + coefficient * A_{t+1} within each segment of a packed tensor.
 
-    A blocked scan instead of a loop over tokens. In reversed time, with weights c^-j inside a block,
-    A_i = c^i (sum_{j<=i} c^-j x_j): one cumulative sum. Each term that the sum adds is at least as large in weight as
-    those before it, so that scaling back loses no precision; at a segment's start the sum so far is taken off, which
-    leaves float64's rounding of the neighboring segments' values. What flows from block to
-    block is the same recurrence with coefficient c^block, solved by recursion.
+    A blocked scan instead of a loop over tokens. In reversed time, with weights c^-j inside a
+    block, A_i = c^i (sum_{j<=i} c^-j x_j): one cumulative sum. Each term that the sum adds is at
+    least as large in weight as those before it, so that scaling back loses no precision; at a
+    segment's start the sum so far is taken off, which leaves float64's rounding of the neighboring
+    segments' values. What flows from block to block is the same recurrence with coefficient
+    c^block, solved by recursion.
 
     Args:
         values: float64 [N].
@@ -55,7 +56,7 @@ def discounted_suffix_sums(values: Tensor, lengths: Tensor, coefficient: float) 
 
 
 def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
-    """B_i = x_i + c B_{i-1}, restarting at each of the ascending `starts` (the first is 0); may overwrite x."""
+    """B_i = x_i + c B_{i-1}, restarting at each of the ascending `starts`; may overwrite x."""
     count = x.numel()
     if count == 0 or c == 0.0:
         return x
@@ -74,10 +75,11 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
         x = torch.nn.functional.pad(x, (0, rows * block - count))
     powers = (torch.arange(block, dtype=torch.float64, device=x.device) * math.log(c)).exp()
     scaled = x.view(rows, block).mul_(powers.reciprocal()).view(-1)
-    # A piece lies in one segment and one block. Blocks are summed cumulatively; at the first token of each piece is
-    # added what makes the sum start at 0, or at what the previous block brings into a segment that spans both.
+    # A piece lies in one segment and one block. Blocks are summed cumulatively; at the first token
+    # of each piece is added what makes the sum start at 0, or at what the previous block brings
+    # into a segment that spans both.
     row_starts = torch.arange(0, count, block, device=x.device)
-    pieces = torch.cat([starts, row_starts]).unique()
+    pieces = torch.cat([starts, row_starts]).unique()  # type: ignore[no-untyped-call]
     opens_row = pieces % block == 0
     opens_segment = torch.zeros_like(opens_row)
     opens_segment[torch.searchsorted(pieces, starts)] = True
@@ -112,8 +114,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438) over the tokens with `loss_mask`.
 
-    delta_t = r_t + discount * V_next - V_t; A_t = delta_t + discount * gae_lambda * A_next, where "next" is the next
-    token with `loss_mask` of the same sequence.
+    delta_t = r_t + discount * V_next - V_t; A_t = delta_t + discount * gae_lambda * A_next, where
+    "next" is the next token with `loss_mask` of the same sequence.
 
     Args:
         rewards: float [T].
@@ -121,18 +123,21 @@ def gae(
         cu_seqlens: int [S+1].
         discount: gamma.
         gae_lambda: lambda.
-        values: float [T]; `values[t]` is the value of the state before token t. None: no critic, 0 everywhere.
-        bootstrap_values: float [S]: value after the last token of a truncated sequence, 0 where it ended.
+        values: float [T]; `values[t]` is the value of the state before token t. None: no critic, 0
+            everywhere.
+        bootstrap_values: float [S]: value after the last token of a truncated sequence, 0 where it
+            ended.
 
     Returns:
-        Advantages and returns (advantages + values), [T] in the dtype of `rewards` (computed in float64), 0 where
-        `loss_mask` is false.
+        Advantages and returns (advantages + values), [T] in the dtype of `rewards` (computed in
+        float64), 0 where `loss_mask` is false.
     """
     chosen = torch.nonzero(loss_mask).flatten()
     # Loss tokens before each sequence boundary; sequences without any vanish from the scan.
     bounds = torch.searchsorted(chosen, cu_seqlens.long())
     used = bounds.diff() > 0
-    # The scan runs backwards in time: from here on index 0 is the last loss token of the last sequence.
+    # The scan runs backwards in time: from here on index 0 is the last loss token of the last
+    # sequence.
     chosen = chosen.flip(0)
     starts = (len(chosen) - bounds[1:][used]).flip(0)
     deltas = rewards.index_select(0, chosen).double()
@@ -154,9 +159,10 @@ def gae(
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) from one sample per position (joschu.net/blog/kl-approx.html).
+    """Estimate KL(policy || reference) from one sample per position.
 
-    With d = logprobs - reference_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; clamped to +-10.
+    The estimators of joschu.net/blog/kl-approx.html. With
+    d = logprobs - reference_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; clamped to +-10.
 
     Raises:
         InvalidInput: unknown estimator.
@@ -178,7 +184,8 @@ def overlong_penalty(
 ) -> Tensor:
     """Return DAPO's soft length penalty (arXiv 2503.14476, equation 13), float64 [S], <= 0.
 
-    0 up to max_response_tokens - overlong_tokens, then linear down to -factor at max_response_tokens.
+    0 up to max_response_tokens - overlong_tokens, then linear down to -factor at
+    max_response_tokens.
     """
     excess = response_lengths.double() - (max_response_tokens - overlong_tokens)
     return -factor * (excess / overlong_tokens).clamp(min=0.0)
@@ -189,11 +196,12 @@ def shape_scores(
 ) -> tuple[Tensor, Tensor]:
     """Turn token rewards into one shaped score per sequence.
 
-    The order is AReaL's: overlong penalty, (reward + bias) * scaling, clip, normalization; then 0 for truncated
-    sequences if `mask_no_eos_with_zero`.
+    The order is AReaL's: overlong penalty, (reward + bias) * scaling, clip, normalization; then 0
+    for truncated sequences if `mask_no_eos_with_zero`.
 
     Args:
-        batch: needs rewards, loss_mask, cu_seqlens, group_index (and truncated for `mask_no_eos_with_zero`).
+        batch: needs rewards, loss_mask, cu_seqlens, group_index (and truncated for
+            `mask_no_eos_with_zero`).
         config: the reward_* and overlong_* fields.
         process_group: data-parallel group for batch-level normalization, or None.
 
@@ -230,8 +238,9 @@ def shape_scores(
 def place_scores(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, scores: Tensor) -> Tensor:
     """Return token rewards whose sum over each sequence is its shaped score.
 
-    Rewards before the last generated token (process rewards) keep their place and size; the last generated token
-    takes the rest. A single outcome thus becomes exactly the score. Sequences without loss tokens get none.
+    Rewards before the last generated token (process rewards) keep their place and size; the last
+    generated token takes the rest. A single outcome thus becomes exactly the score. Sequences
+    without loss tokens get none.
 
     Returns:
         Float64 [T].

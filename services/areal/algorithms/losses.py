@@ -1,11 +1,12 @@
 """Loss functions: sums over tokens, divided once by the engine.
 
-Each loss returns (sum over its tokens, statistics). The engine divides by the global number of loss tokens of the
-step (all micro-batches, all ranks), so that neither micro-batching nor data parallelism changes the result. Tokens
-that a loss leaves out (behavior weight above its cap) still count in that number.
+Each loss returns (sum over its tokens, statistics). The engine divides by the global number of loss
+tokens of the step (all micro-batches, all ranks), so that neither micro-batching nor data
+parallelism changes the result. Tokens that a loss leaves out (behavior weight above its cap) still
+count in that number.
 
-Statistics are float scalars without gradient: sums over loss tokens, which the engine divides by the same number;
-a name that ends in `_max` is combined by maximum instead.
+Statistics are float scalars without gradient: sums over loss tokens, which the engine divides by
+the same number; a name that ends in `_max` is combined by maximum instead.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def behavior_weight(
     proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return w = exp(proximal - behavior) without gradient, and the tokens kept (loss_mask and w <= cap)."""
+    """Return w = exp(proximal - behavior) without gradient, and the loss tokens with w <= cap."""
     weight = _masked_difference(proximal_logprobs, behavior_logprobs, loss_mask).detach().exp()
     kept = loss_mask if cap is None else loss_mask & (weight <= cap)
     return weight, kept
@@ -58,13 +59,15 @@ def ppo_actor_loss(
 ) -> LossResult:
     """Decoupled PPO (AReaL, arXiv 2505.24298, equation 5; Hilton et al., arXiv 2110.00641).
 
-    With ppo_ratio r = exp(policy - proximal), behavior weight w = exp(proximal - behavior), advantage A:
+    With ppo_ratio r = exp(policy - proximal), behavior weight w = exp(proximal - behavior),
+    advantage A:
 
-        l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))      clipped surrogate
-        l = min(l, c_clip |A|) where A < 0                                dual clip (arXiv 1912.09729)
+        l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))    clipped surrogate
+        l = min(l, c_clip |A|) where A < 0                              dual clip (arXiv 1912.09729)
         loss = sum of w l over loss tokens with w <= behavior_weight_cap
 
-    `decoupled=True` multiplies by w whether or not a cap is set. `decoupled=False` is plain PPO around the behavior
+    `decoupled=True` multiplies by w whether or not a cap is set. `decoupled=False` is plain PPO
+    around the behavior
     policy: r = exp(policy - behavior), no weight.
 
     Args:
@@ -78,8 +81,8 @@ def ppo_actor_loss(
         c_clip: dual clip, > 1; None: off.
         decoupled: see above.
         behavior_weight_cap: tokens with a larger w are dropped; None: none.
-        importance_sampling_level: `token`, or `sequence` (GSPO, arXiv 2507.18071: r is the exponential of the
-            sequence's mean log ratio, A its mean advantage).
+        importance_sampling_level: `token`, or `sequence` (GSPO, arXiv 2507.18071: r is the
+            exponential of the sequence's mean log ratio, A its mean advantage).
         cu_seqlens: int [S+1], for the sequence level.
 
     Returns:
@@ -97,7 +100,8 @@ def ppo_actor_loss(
         advantages = _sequence_means(advantages, loss_mask, cu_seqlens)
     elif importance_sampling_level != "token":
         raise InvalidInput(
-            f"importance_sampling_level={importance_sampling_level!r}: expected 'token' or 'sequence'"
+            f"importance_sampling_level={importance_sampling_level!r}: "
+            "expected 'token' or 'sequence'"
         )
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     ratio = log_ratio.exp()
@@ -145,8 +149,9 @@ def cispo_loss(
     decoupled: bool = True,
     behavior_weight_cap: float | None = None,
 ) -> LossResult:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r)) A log policy, so that clipped tokens keep their gradient.
+    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r)) A log policy.
 
+    Unlike PPO's, clipped tokens keep their gradient.
     Arguments, the behavior weight and the result are those of `ppo_actor_loss`.
     """
     center = proximal_logprobs if decoupled else behavior_logprobs
@@ -184,9 +189,10 @@ def loglinear_proximal_logprobs(
 ) -> Tensor:
     """Approximate proximal logprobs between behavior and policy, without a forward pass (A-3PO).
 
-    With v_b the version that sampled a token, v_p the version at the start of the update and v = v_p + 1 the version
-    that the update makes: alpha = clip((v_p - v_b) / (v - v_b), 0, 1) and
-    proximal = behavior + alpha (policy - behavior). A token sampled by v_p keeps its behavior logprob.
+    With v_b the version that sampled a token, v_p the version at the start of the update and v =
+    v_p + 1 the version that the update makes: alpha = clip((v_p - v_b) / (v - v_b), 0, 1) and
+    proximal = behavior + alpha (policy - behavior). A token sampled by v_p keeps its behavior
+    logprob.
 
     Returns:
         Float [T] without gradient, 0 where `loss_mask` is false.
@@ -212,7 +218,9 @@ def critic_loss(
     *,
     eps_clip: float = 0.2,
 ) -> LossResult:
-    """Clipped value loss: half the larger of the squared errors of the new value and of the new value clipped.
+    """Clipped value loss.
+
+    Half the larger of two squared errors: that of the new value and that of the new value clipped.
 
     Args:
         new_values: float [T], with gradient.

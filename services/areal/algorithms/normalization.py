@@ -1,4 +1,4 @@
-"""Normalization of rewards by group and of advantages by batch, in float64, across data-parallel ranks."""
+"""Normalization of rewards by group and of advantages by batch: float64, across ranks."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ def normalize_scores(
 ) -> Tensor:
     """Normalize one score per sequence, by group or by batch.
 
-    Groups have their actual sizes: a group that lost members to rejection is normalized over the rest.
-    A group of one has std 0, so that its result is 0 with `mean_level="group"` (leave-one-out too).
+    Groups have their actual sizes: a group that lost members to rejection is normalized over the
+    rest. A group of one has std 0, so that its result is 0 with `mean_level="group"`, also when it
+    is left out of its own mean.
 
     Args:
         scores: float [S].

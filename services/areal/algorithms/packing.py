@@ -5,21 +5,22 @@ A batch is a plain `dict[str, torch.Tensor]`:
     cu_seqlens         int32 [S+1]   sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s+1]
     group_index        int64 [S]     group of each sequence; a group never spans two ranks
     truncated          bool  [S]     optional: cut off without end-of-sequence
-    bootstrap_values   f32   [S]     optional: value of the state after a truncated sequence's last token
+    bootstrap_values   f32   [S]     optional: value after a truncated sequence's last token
     input_ids          int64 [T]
     loss_mask          bool  [T]     true on tokens that the policy generated
-    behavior_logprobs  f32   [T]     logprob of token t under the sampler (0 where loss_mask is false)
+    behavior_logprobs  f32   [T]     logprob of token t under the sampler, 0 off the loss_mask
     token_versions     int64 [T]     policy version that sampled token t (-1 on prompts)
     rewards            f32   [T]     a single outcome sits on the last generated token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
 
-Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is 0 at a sequence's
-first token. Nothing is shifted; the one place that shifts is the model wrapper, which gathers the logprob of token t
-from the hidden state of token t - 1.
+Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
+0 at a sequence's first token. Nothing is shifted; the one place that shifts is the model wrapper,
+which gathers the logprob of token t from the hidden state of token t - 1.
 
 Example:
-    >>> batch = pack([{"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}, {"input_ids": [8, 9],
-    ...               "loss_mask": [False, True]}], group_index=[0, 1])
+    >>> first = {"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}
+    >>> second = {"input_ids": [8, 9], "loss_mask": [False, True]}
+    >>> batch = pack([first, second], group_index=[0, 1])
     >>> batch["cu_seqlens"].tolist(), batch["input_ids"].tolist()
     ([0, 3, 5], [5, 6, 7, 8, 9])
 """
@@ -74,7 +75,8 @@ def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | No
     """Join sequences into one batch.
 
     Args:
-        sequences: each maps token keys to 1-D tensors or lists of one length; all have the same keys.
+        sequences: each maps token keys to 1-D tensors or lists of one length; all have the same
+            keys.
         group_index: group of each sequence; default: each sequence is a group of its own.
 
     Raises:
@@ -86,7 +88,8 @@ def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | No
         group_index = range(len(sequences))
     if len(group_index) != len(sequences):
         raise InvalidInput(
-            f"group_index has {len(group_index)} entries: expected {len(sequences)}, one per sequence"
+            f"group_index has {len(group_index)} entries: "
+            f"expected {len(sequences)}, one per sequence"
         )
     keys = sequences[0].keys()
     for number, sequence in enumerate(sequences):
@@ -113,7 +116,7 @@ def unpack(batch: Batch) -> list[dict[str, Tensor]]:
     """Split a batch into its sequences: the inverse of `pack` (views, group_index left out)."""
     sizes = sequence_lengths(batch).tolist()
     keys = [k for k in batch if k != "cu_seqlens" and k not in SEQUENCE_KEYS]
-    columns = [batch[key].split(sizes) for key in keys]
+    columns = [torch.split(batch[key], sizes) for key in keys]
     return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
@@ -121,8 +124,8 @@ def check_batch(batch: Batch) -> None:
     """Check the shapes of a batch.
 
     Raises:
-        InvalidInput: a required key is missing, or a tensor's length contradicts `cu_seqlens`; the message names the
-            key, its shape and the expected one.
+        InvalidInput: a required key is missing, or a tensor's length contradicts `cu_seqlens`; the
+            message names the key, its shape and the expected one.
     """
     for key in ("cu_seqlens", "group_index", "input_ids", "loss_mask"):
         if key not in batch:
@@ -130,7 +133,8 @@ def check_batch(batch: Batch) -> None:
     cu_seqlens = batch["cu_seqlens"]
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or int(cu_seqlens[0]) != 0:
         raise InvalidInput(
-            f"batch['cu_seqlens'] has shape {tuple(cu_seqlens.shape)}: expected [S+1], starting with 0"
+            f"batch['cu_seqlens'] has shape {tuple(cu_seqlens.shape)}: "
+            "expected [S+1], starting with 0"
         )
     if len(cu_seqlens) > 1 and int(cu_seqlens.diff().min()) <= 0:
         raise InvalidInput("batch['cu_seqlens'] is not increasing: expected no empty sequence")
@@ -144,7 +148,8 @@ def check_batch(batch: Batch) -> None:
     starts = cu_seqlens[:-1].long()
     if bool(batch["loss_mask"][starts].any()):
         raise InvalidInput(
-            "batch['loss_mask'] is true on a sequence's first token: expected false, nothing precedes it"
+            "batch['loss_mask'] is true on a sequence's first token: "
+            "expected false, nothing precedes it"
         )
 
 
@@ -176,8 +181,8 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
 def dummy_like(batch: Batch) -> Batch:
     """Return one two-token sequence of zeros with the keys of `batch`.
 
-    A rank with fewer micro-batches than the others runs it with weight 0, so that all ranks take part in the same
-    collectives.
+    A rank with fewer micro-batches than the others runs it with weight 0, so that all ranks take
+    part in the same collectives.
     """
     result = {
         key: value.new_zeros(1 if key in SEQUENCE_KEYS else 2)
@@ -197,7 +202,8 @@ def assign_groups(lengths: Sequence[int], world_size: int) -> list[list[int]]:
         world_size: number of ranks.
 
     Returns:
-        For each rank the ascending indices of its groups. Deterministic: every rank computes the same answer.
+        For each rank the ascending indices of its groups. Deterministic: every rank computes the
+        same answer.
     """
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     # Equal loads go to the rank with fewer groups, then to the lower rank.
@@ -219,8 +225,8 @@ def split_minibatches(batch: Batch, count: int) -> list[list[int]]:
     """Deal the groups of a batch into `count` minibatches balanced by tokens.
 
     Returns:
-        For each minibatch the ascending indices of its sequences. A batch with fewer groups than `count` is dealt
-        by sequence; with fewer sequences some minibatches are empty.
+        For each minibatch the ascending indices of its sequences. A batch with fewer groups than
+        `count` is dealt by sequence; with fewer sequences some minibatches are empty.
     """
     units = group_units(batch)
     if len(units) < count:

@@ -1,7 +1,7 @@
 """Which groups are worth training on: functions of one group's rewards, free of torch.
 
-A filter takes the rewards of one group (the `n_samples` siblings of a task) and says whether to accept it. Rejecting
-a group frees its place in the staleness budget.
+A filter takes the rewards of one group (the `n_samples` siblings of a task) and says whether to
+accept it. Rejecting a group frees its place in the staleness budget.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def accept_all(rewards: Sequence[float]) -> bool:
 
 
 def rewards_differ(rewards: Sequence[float], tolerance: float = 1e-6) -> bool:
-    """Accept a group only if its rewards differ (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
+    """Accept a group only if its rewards differ.
 
-    A group of equal rewards has zero group-normalized advantages, hence no gradient.
+    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group of equal rewards
+    has zero group-normalized advantages, hence no gradient.
 
     Example:
         >>> rewards_differ([0.0, 1.0]), rewards_differ([1.0, 1.0]), rewards_differ([1.0])

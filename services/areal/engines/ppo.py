@@ -1,4 +1,4 @@
-"""PPO for a policy: proximal logprobs, advantages, updates. Pure training: no service is called here.
+"""PPO for a policy: proximal logprobs, advantages, updates. No service is called here.
 
 GRPO, RLOO, Dr. GRPO, REINFORCE++, GSPO and CISPO are settings of `PPOActorConfig`.
 """
@@ -36,14 +36,15 @@ class PPOActor:
         self.engine = engine
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Return the current policy's logprobs of the loss tokens, [T], 0 elsewhere (collective)."""
+        """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
         return self.engine.forward(batch, temperature=self.config.temperature)
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Add `advantages` and `returns` to this rank's batch (collective with batch-level normalization).
+        """Add `advantages` and `returns` to this rank's batch; collective.
 
-        Rewards are shaped and normalized per sequence, placed on the last generated token, joined by the KL penalty,
-        turned into advantages by GAE, and normalized. `rewards` is left as it is.
+        Rewards are shaped and normalized per sequence, placed on the last generated token, joined
+        by the KL penalty, turned into advantages by GAE, and normalized. `rewards` is left as it
+        is.
 
         Args:
             batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
@@ -83,18 +84,19 @@ class PPOActor:
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take `ppo_n_minibatches` optimizer steps (collective).
 
-        Proximal logprobs are those of the weights at the start of the update. With several minibatches they take a
-        forward pass of their own; with a single one they equal, to the bit, the policy logprobs of its only forward
-        pass and are taken from there.
+        Proximal logprobs are those of the weights at the start of the update. With several
+        minibatches they take a forward pass of their own; with a single one they equal, to the bit,
+        the policy logprobs of its only forward pass and are taken from there.
 
         Args:
-            batch: this rank's share, after `compute_advantages`. `proximal_logprobs` are used if there.
+            batch: this rank's share, after `compute_advantages`. `proximal_logprobs` are used if
+                there.
 
         Returns:
-            Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss, averaged over
-            minibatches by loss tokens, and `reward`, `response_tokens` (means over sequences), `advantage_abs`,
-            `staleness`, `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
-            `update_seconds`.
+            Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
+            averaged over minibatches by loss tokens, and `reward`, `response_tokens` (means over
+            sequences), `advantage_abs`, `staleness`, `staleness_max` (policy version less a
+            sequence's oldest token), `n_sequences`, `update_seconds`.
         """
         started = time.perf_counter()
         config = self.config

@@ -28,8 +28,8 @@ class TrainEngine(abc.ABC):
     """One model under training, spread over all ranks of the job.
 
     Every rank calls the same methods in the same order, each with its own share of a batch (see
-    `areal.algorithms.packing`). Methods that compute or save are collective: a rank that does not call them makes the
-    others wait until the collective deadline.
+    `areal.algorithms.packing`). Methods that compute or save are collective: a rank that does not
+    call them makes the others wait until the collective deadline.
     """
 
     @property
@@ -45,19 +45,20 @@ class TrainEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def process_group(self) -> Any:
-        """Data-parallel torch.distributed group for CPU tensors; None when there is a single rank."""
+        """Data-parallel torch.distributed group for CPU tensors; None on a single rank."""
 
     @abc.abstractmethod
     def initialize(self, total_train_steps: int | None = None) -> None:
         """Join the process group, load and shard the model, make the optimizer.
 
         Args:
-            total_train_steps: planned optimizer steps, for the learning-rate schedule; None: a constant rate.
+            total_train_steps: planned optimizer steps, for the learning-rate schedule; None: a
+                constant rate.
         """
 
     @abc.abstractmethod
     def destroy(self) -> None:
-        """Wait for a background save, free the model, leave the process group if `initialize` joined it."""
+        """Finish a background save, free the model, leave the process group if it was joined."""
 
     @abc.abstractmethod
     def train_batch(
@@ -68,7 +69,9 @@ class TrainEngine(abc.ABC):
         *,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """Take one optimizer step on the loss sum of all micro-batches of all ranks over the sum of their weights.
+        """Take one optimizer step; collective.
+
+        The loss is the sum over all micro-batches of all ranks over the sum of their weights.
 
         Args:
             batch: this rank's share; may be empty.
@@ -77,9 +80,10 @@ class TrainEngine(abc.ABC):
             temperature: divides the logits.
 
         Returns:
-            Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`, `n_loss_tokens`,
-            `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not finite, in which case the weights
-            and the optimizer are left as they were), `seconds`, and each of the loss's statistics.
+            Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`,
+            `n_loss_tokens`, `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not
+            finite, in which case the weights and the optimizer are left as they were), `seconds`,
+            and each of the loss's statistics.
         """
 
     @abc.abstractmethod
@@ -114,11 +118,11 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: str | Path, dtype: str | None = None) -> None:
-        """Write a Hugging Face directory (weights, config, tokenizer files); collective, rank 0 writes."""
+        """Write a Hugging Face directory, tokenizer included; collective, rank 0 writes."""
 
     @abc.abstractmethod
     def load(self, directory: str | Path) -> None:
-        """Load weights from a Hugging Face directory of the same architecture; the optimizer is kept."""
+        """Load weights from a directory of the same architecture; the optimizer is kept."""
 
     @abc.abstractmethod
     def save_checkpoint(
@@ -128,7 +132,9 @@ class TrainEngine(abc.ABC):
         *,
         background: bool = False,
     ) -> Future[None]:
-        """Write everything needed to resume: weights, optimizer, schedule, random states, version; collective.
+        """Write what a resume needs; collective.
+
+        Weights, optimizer, schedule, random states and version.
 
         Args:
             directory: written to directly; renaming into place is the caller's.
@@ -136,8 +142,8 @@ class TrainEngine(abc.ABC):
             background: return once the state is copied to CPU memory; a thread writes it.
 
         Returns:
-            A future that is done once this rank's part is written (already done without `background`). All ranks'
-            futures together mean a complete checkpoint.
+            A future that is done once this rank's part is written (already done without
+            `background`). All ranks' futures together mean a complete checkpoint.
         """
 
     @abc.abstractmethod

@@ -1,8 +1,9 @@
-"""A tiny Qwen2 model that really learns on a CPU, with a byte-level tokenizer, as a Hugging Face directory.
+"""A tiny Qwen2 model that really learns on a CPU, with a byte-level tokenizer.
 
-Hidden 128, 3 layers, 4 heads (2 for keys and values), intermediate 384, tied embeddings: 0.62 M parameters. The
-tokenizer has 261 tokens: id b is byte b, then `<|pad|>`, `<|system|>`, `<|user|>`, `<|assistant|>`, `<|end|>`. A chat
-turn costs one token for its role, its bytes, and `<|end|>` after the assistant's.
+Hidden 128, 3 layers, 4 heads (2 for keys and values), intermediate 384, tied embeddings: 0.62 M
+parameters, saved as a Hugging Face directory. The tokenizer has 261 tokens: id b is byte b, then
+`<|pad|>`, `<|system|>`, `<|user|>`, `<|assistant|>`, `<|end|>`. A chat turn costs one token
+for its role, its bytes, and `<|end|>` after the assistant's.
 
 Example:
     >>> make_tiny_model("runs/tiny", seed=0)
@@ -17,8 +18,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN = "<|pad|>", "<|system|>", "<|user|>"  # noqa: S105
-ASSISTANT_TOKEN, END_TOKEN = "<|assistant|>", "<|end|>"  # noqa: S105
+PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN = "<|pad|>", "<|system|>", "<|user|>"
+ASSISTANT_TOKEN, END_TOKEN = "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, END_TOKEN)
 PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID = range(256, 261)
 VOCAB_SIZE = 261
@@ -33,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def _byte_characters() -> list[str]:
-    """Return the printable character that byte-level tokenizers use for each byte (GPT-2's table)."""
+    """Return the character that byte-level tokenizers use for each byte (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0
     for byte in range(256):
@@ -70,7 +71,8 @@ def save_tokenizer(directory: str | Path) -> None:
         "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": END_TOKEN,
         "pad_token": PAD_TOKEN,
-        # Never produced; named so that transformers' Qwen2Tokenizer does not add a token of its own.
+        # Never produced; named so that transformers' Qwen2Tokenizer does not add a token of its
+        # own.
         "unk_token": END_TOKEN,
         "model_max_length": 2048,
         "clean_up_tokenization_spaces": False,
@@ -103,8 +105,8 @@ def make_tiny_model(
         max_position_embeddings: longest sequence.
 
     Returns:
-        The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json and
-        tokenizer_config.json.
+        The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json
+        and tokenizer_config.json.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 from omegaconf import OmegaConf
@@ -57,7 +58,7 @@ def test_learning_rate_when_scheduled_then_warms_up_and_decays():
     assert rates[10] == 1.0
     assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
     assert rates[100] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[10:]))
     linear = OptimizerConfig(lr=2.0, lr_scheduler_type="linear", warmup_steps_proportion=0.0)
     assert [linear.learning_rate(s, 4) for s in range(6)] == [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
     assert linear.learning_rate(3, None) == 2.0

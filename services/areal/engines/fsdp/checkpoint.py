@@ -1,8 +1,8 @@
 """Checkpoints of the trainer, with torch.distributed.checkpoint.
 
-A directory holds `trainer_state.json` (version, optimizer steps, the caller's extra), one file of tensors per rank, and
-`.metadata`, which is written last: a directory without it is not a checkpoint. Tensors are saved by their global
-shape, so that any number of ranks can resume.
+A directory holds `trainer_state.json` (version, optimizer steps, the caller's extra), one file of
+tensors per rank, and `.metadata`, which is written last: a directory without it is not a
+checkpoint. Tensors are saved by their global shape, so that any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import random
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from areal.errors import InvalidInput
 
@@ -28,7 +31,8 @@ METADATA_FILE = ".metadata"
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter the optimizer state that its first step would make.
 
-    A checkpoint before the first step then has the same tensors as any other, and loading has tensors to fill.
+    A checkpoint before the first step then has the same tensors as any other, and loading has
+    tensors to fill.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -46,7 +50,7 @@ def _step_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dev
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by name: references to the live ones, and this rank's random state."""
+    """Return a checkpoint's tensors by name: the live ones, and this rank's random state."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
@@ -69,20 +73,18 @@ def save(
     *,
     background: bool,
 ) -> Future[None]:
-    """Write a checkpoint; collective over `process_group`, which no one else uses while a save runs."""
+    """Write a checkpoint; collective over `process_group`, which is used for nothing else."""
     directory.mkdir(parents=True, exist_ok=True)
     if dist.get_rank(process_group) == 0:
         (directory / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n")
     if not background:
-        dcp.save(tensors, checkpoint_id=directory, process_group=process_group)
+        save_distributed(tensors, checkpoint_id=directory, process_group=process_group)
         done: Future[None] = Future()
         done.set_result(None)
         return done
     # Copies to CPU memory before it returns, then writes in a thread.
-    pending: Future[None] = dcp.async_save(
-        tensors, checkpoint_id=directory, process_group=process_group
-    )
-    return pending
+    pending = async_save(tensors, checkpoint_id=directory, process_group=process_group)
+    return cast("Future[None]", pending)
 
 
 def load(
@@ -102,19 +104,20 @@ def load(
                 f"checkpoint {str(directory)!r} has no {name}: expected a finished one"
             )
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
     for name in [name for name in tensors if name.startswith("random.") and name not in saved]:
         # Written by fewer ranks: this rank goes on with the random state it has.
         del tensors[name]
     for name, tensor in tensors.items():
         if name not in saved:
             raise InvalidInput(f"checkpoint {str(directory)!r} has no tensor {name!r}")
-        shape = tuple(saved[name].size)
+        shape = tuple(getattr(saved[name], "size", ()))
         if shape != tuple(tensor.shape):
             raise InvalidInput(
-                f"checkpoint {str(directory)!r}: {name} has shape {shape}, expected {tuple(tensor.shape)}"
+                f"checkpoint {str(directory)!r}: {name} has shape {shape}, "
+                f"expected {tuple(tensor.shape)}"
             )
-    dcp.load(tensors, checkpoint_id=directory, process_group=process_group)
+    load_distributed(tensors, checkpoint_id=directory, process_group=process_group)
     if f"random.torch.{rank}" in tensors:
         torch.set_rng_state(tensors[f"random.torch.{rank}"])
     if f"random.python.{rank}" in tensors:

@@ -22,7 +22,8 @@ def local_device() -> torch.device:
 def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
     """Join the default process group unless someone has.
 
-    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set) its group; else a group of one, without network.
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set) its group; else a group of one,
+    without network.
 
     Args:
         device: NCCL carries its tensors if it is a GPU; gloo carries CPU tensors.
@@ -39,7 +40,11 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=timeout,
         )
     return True
 

@@ -1,17 +1,20 @@
 """FSDP2 training engine: packed sequences, micro-batches by token budget, one optimizer.
 
-    rank's batch --split by tokens--> micro-batch 1..n    (n is the largest of all ranks; a rank with fewer runs
-                                          |                two dummy tokens with weight 0)
-                      forward (packed, prefixes once) -> logprobs at loss tokens -> loss_fn -> loss sum
-                                          |
-                      backward of loss sum x world_size / W     (W: loss tokens of all micro-batches of all ranks;
-                                          |                      FSDP averages gradients over ranks)
-                      global gradient norm -> clip -> AdamW, or skip if not finite
+    this rank's batch
+          | split by tokens, into as many micro-batches as the rank that needs most
+          v                        (a rank with fewer runs two dummy tokens with weight 0)
+    forward, packed, prefixes once -> logprobs at loss tokens -> loss_fn -> loss sum
+          |
+          v
+    backward of loss sum x world_size / W      (W: loss tokens of all micro-batches of all
+          |                                     ranks; FSDP averages gradients over ranks)
+          v
+    global gradient norm -> clip -> AdamW, or skip if it is not finite
 
 | consumes | waits for | unblocked by |
 |---|---|---|
-| this rank's share of a batch | the other ranks, in collectives | every rank calling the same method; the process group's timeout otherwise |
-| a finished background save | the writing thread, at the next save and at `destroy` | the file system |
+| a share of a batch | the other ranks | every rank calling the same method; the timeout |
+| a background save | the writing thread | the file system; or the same timeout |
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def count_loss_tokens(batch: Batch) -> int:
 class FSDPEngine(TrainEngine):
     """A transformers causal language model trained with FSDP2; see `TrainEngine` for the contract.
 
-    Runs under torchrun with any number of ranks (gloo on CPU, NCCL on GPU), or alone in any process.
+    Runs under torchrun with any number of ranks (gloo on CPU, NCCL on GPU), or alone in any
+    process.
 
     Example:
         >>> engine = FSDPEngine(TrainEngineConfig(path="runs/tiny"))
@@ -68,7 +72,7 @@ class FSDPEngine(TrainEngine):
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
 
-    # -- life cycle ---------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------
 
     def initialize(self, total_train_steps: int | None = None) -> None:  # noqa: D102
         config = self.config
@@ -186,7 +190,7 @@ class FSDPEngine(TrainEngine):
     def set_version(self, version: int) -> None:  # noqa: D102
         self._version = version
 
-    # -- computing ----------------------------------------------------------------------------------------------
+    # -- computing -----------------------------------------------------------------------------
 
     def train_batch(  # noqa: D102
         self,
@@ -214,10 +218,10 @@ class FSDPEngine(TrainEngine):
             logprobs, entropies = self._logprobs(mb, temperature)
             loss_sum, stats = loss_fn(logprobs, entropies, mb)
             used = float(index is not None and weight > 0)
-            (loss_sum * (scale * used)).backward()
+            torch.autograd.backward(loss_sum * (scale * used))
             stats = {**stats, "loss": loss_sum.detach(), "entropy": entropies.sum()}
-            for name, value in stats.items():
-                value = value.detach().double() * used
+            for name, raw in stats.items():
+                value = raw.detach().double() * used
                 if name.endswith("_max"):
                     sums[name] = torch.maximum(sums[name], value) if name in sums else value
                 else:
@@ -246,7 +250,7 @@ class FSDPEngine(TrainEngine):
         assert config is not None
         lr = config.learning_rate(self.optimizer_steps, self._total_train_steps)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
         grad_norm = float(norm)
@@ -278,10 +282,11 @@ class FSDPEngine(TrainEngine):
         return result.to(batch["input_ids"].device)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int] | None, Batch]]:
-        """Split this rank's share into as many micro-batches as every other rank; (None, dummy) fills up."""
+        """Split this rank's share into as many micro-batches as all ranks; a dummy has no index."""
         spec = self.config.mb_spec
         count = spec.n_mbs
-        # A larger smallest number can only make more bins: this ends at the largest number of bins of any rank.
+        # A larger smallest number can only make more bins: this ends at the largest number of bins
+        # of any rank.
         while True:
             split = packing.split_micro_batches(batch, spec.max_tokens_per_mb, count)
             largest = int(self.reduce_stats({"n_max": float(max(len(split), 1))})["n_max"])
@@ -307,7 +312,8 @@ class FSDPEngine(TrainEngine):
         """Logprobs and entropies of a micro-batch, full length, 0 where loss_mask is false."""
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         layout = build_layout(mb, share_prefixes=self.config.share_prefixes and not self._flash)
-        # A micro-batch without loss tokens still takes part in the collectives of forward and backward.
+        # A micro-batch without loss tokens still takes part in the collectives of forward and
+        # backward.
         wanted = targets if len(targets) else targets.new_ones(1)
         logprobs, entropies = self.model(mb, layout, wanted, temperature)
         if not len(targets):
@@ -319,7 +325,7 @@ class FSDPEngine(TrainEngine):
     def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:  # noqa: D102
         return reduce_scalars(sums, self.process_group)
 
-    # -- weights and checkpoints --------------------------------------------------------------------------------
+    # -- weights and checkpoints ---------------------------------------------------------------
 
     @torch.no_grad()
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:  # noqa: D102

@@ -1,8 +1,8 @@
 """The module that is sharded and trained: a causal language model from packed tokens to logprobs.
 
-The language-model head runs only where a logprob is wanted, in chunks, so that [T, vocabulary] logits never exist at
-once for a large vocabulary. All of it happens inside one `forward`, because FSDP gathers the root's parameters (the
-embedding and the head) around that call.
+The language-model head runs only where a logprob is wanted, in chunks, so that [T, vocabulary]
+logits never exist at once for a large vocabulary. All of it happens inside one `forward`, because
+FSDP gathers the root's parameters (the embedding and the head) around that call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class PackedCausalLM(nn.Module):
 
         Args:
             hf: transformers causal language model.
-            flash: attention is transformers' flash_attention_2; else it is `packed_attention`, which is set here.
+            flash: attention is transformers' flash_attention_2; else it is `packed_attention`,
+                which is set here.
             chunk_elements: largest logits tensor.
 
         Raises:
@@ -69,8 +70,8 @@ class PackedCausalLM(nn.Module):
             temperature: divides the logits.
 
         Returns:
-            log p(token | tokens before it) [N] with gradient, and the entropy of that distribution [N] without;
-            float32, or float64 from a float64 model.
+            log p(token | tokens before it) [N] with gradient, and the entropy of that distribution
+            [N] without; float32, or float64 from a float64 model.
         """
         attention: dict[str, Any] = {"packed_layout": layout}
         if self.flash:
@@ -105,7 +106,9 @@ class PackedCausalLM(nn.Module):
         # Logits are computed again in the backward pass, chunk by chunk.
         parts = [
             checkpoint(chunk, part, part_labels, use_reentrant=False)
-            for part, part_labels in zip(hidden.split(size), labels.split(size), strict=True)
+            for part, part_labels in zip(
+                torch.split(hidden, size), torch.split(labels, size), strict=True
+            )
         ]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)

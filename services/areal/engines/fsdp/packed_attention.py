@@ -1,16 +1,17 @@
-"""Attention over packed sequences without a [T, T] mask and without padding anything but attention itself.
+"""Attention over packed sequences: no [T, T] mask, and padding inside attention only.
 
-Projections, norms and MLPs see the packed tokens only. Inside attention the queries, keys and values of similarly long
-sequences are gathered into [sequences, longest] blocks; the padding lies behind every sequence's end, where a causal
-mask already hides it, so that no mask tensor is needed.
+Projections, norms and MLPs see the packed tokens only. Inside attention the queries, keys and
+values of similarly long sequences are gathered into [sequences, longest] blocks; the padding lies
+behind every sequence's end, where a causal mask already hides it, so that no mask tensor is needed.
 
     tokens of a batch   A = p q x y     B = p q z        (same group, common prefix p q)
     computed tokens     p q x y z                        each distinct prefix once
     bucket              [[p q x y],
-                         [p q z .]]                      '.' is any token: it comes after z, z never sees it
+                         [p q z .]]                      '.' comes after z, which never sees it
 
-A token's hidden states depend on the tokens up to it and on nothing else, so the common prefix of a group's sequences
-is the same wherever it stands and is computed once (the gradients of all its copies add up through the gather).
+A token's hidden states depend on the tokens up to it and on nothing else, so the common prefix of a
+group's sequences is the same wherever it stands and is computed once (the gradients of all its
+copies add up through the gather).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from areal.algorithms.packing import Batch, position_ids, sequence_index, sequen
 
 NAME = "areal_packed"
 
-# Below this length one batched matmul is faster than SDPA's tiled kernel on CPU (measured: 21 against 31 ms for
-# 512 x 25 tokens, forward and backward).
+# Below this length one batched matmul is faster than SDPA's tiled kernel on CPU (measured: 21
+# against 31 ms for 512 x 25 tokens, forward and backward).
 _SHORT = 64
 
 
@@ -35,7 +36,8 @@ class Bucket:
     """Sequences of similar length, attended together."""
 
     index: Tensor
-    """Computed token at each place, int64 [sequences * longest]; places behind an end hold any token."""
+    """Computed token at each place, int64 [sequences * longest]; places behind an end hold any
+    token."""
     sequences: int
     longest: int
 
@@ -60,7 +62,8 @@ def build_layout(batch: Batch, *, share_prefixes: bool) -> PackedLayout:
 
     Args:
         batch: packed batch.
-        share_prefixes: compute the prefix that a sequence has in common with its group's first sequence once.
+        share_prefixes: compute the prefix that a sequence has in common with its group's first
+            sequence once.
     """
     cu_seqlens = batch["cu_seqlens"].long()
     offsets = position_ids(cu_seqlens)
@@ -75,7 +78,7 @@ def build_layout(batch: Batch, *, share_prefixes: bool) -> PackedLayout:
 
 
 def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:
-    """For each token the position of the equal token of its group's first sequence while the prefixes agree."""
+    """Map each token to its equal in its group's first sequence, as long as prefixes agree."""
     ids, cu_seqlens = batch["input_ids"], batch["cu_seqlens"].long()
     owner = sequence_index(cu_seqlens)
     _, group = torch.unique(batch["group_index"], return_inverse=True)
@@ -176,7 +179,7 @@ def _visible(length: int, sliding_window: int | None, device: torch.device) -> T
 def _short_attention(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """[S, L, heads, D] -> [S, L, heads, D]; the query heads of a key head are folded into the query length."""
+    """[S, L, heads, D] -> the same; query heads of one key head are folded into the length."""
     sequences, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     fold = heads // kv_heads

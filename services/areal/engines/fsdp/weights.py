@@ -81,7 +81,7 @@ class _RMSNorm(nn.Module):
 
 @torch.no_grad()
 def _use_exact_norms(hf: Any) -> None:
-    """Replace norms that compute in float32 whatever their input is; a float64 model would be one in name only."""
+    """Replace norms that compute in float32 even in a float64 model."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
@@ -118,7 +118,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 def write_directory(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], hf: Any, source: Path
 ) -> None:
-    """Write a Hugging Face directory: weights in shards, config, generation config, tokenizer files.
+    """Write a Hugging Face directory: weights, config, generation config, tokenizer files.
 
     Args:
         directory: made if missing.

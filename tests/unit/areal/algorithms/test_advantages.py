@@ -76,9 +76,7 @@ def test_gae_when_there_is_no_critic_then_every_token_gets_the_outcome(seed):
 
 def test_gae_when_no_token_is_in_the_loss_then_is_zero():
     rewards, mask = torch.ones(4), torch.zeros(4, dtype=torch.bool)
-    ours, _ = advantages.gae(
-        rewards, mask, torch.tensor([0, 2, 4]), discount=0.9, gae_lambda=0.9
-    )
+    ours, _ = advantages.gae(rewards, mask, torch.tensor([0, 2, 4]), discount=0.9, gae_lambda=0.9)
     assert ours.tolist() == [0.0] * 4
 
 

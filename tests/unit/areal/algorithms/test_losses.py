@@ -1,6 +1,7 @@
 """Losses against loops over tokens, on several seeds and all settings."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,9 +22,7 @@ def inputs(seed, count=60):
     return policy, proximal, behavior, advantages, mask
 
 
-def loop_ppo(
-    policy, proximal, behavior, advantages, mask, *, low, high, c_clip, cap, decoupled
-):
+def loop_ppo(policy, proximal, behavior, advantages, mask, *, low, high, c_clip, cap, decoupled):
     """The formulas of the docstring, one token at a time."""
     total = 0.0
     for p, q, b, a, m in zip(policy, proximal, behavior, advantages, mask, strict=True):
@@ -46,9 +45,7 @@ def loop_ppo(
 @pytest.mark.parametrize("cap", [None, 1.5, 5.0])
 @pytest.mark.parametrize("c_clip", [None, 1.1, 3.0])
 @pytest.mark.parametrize("higher", [None, 0.4])
-def test_ppo_actor_loss_when_settings_vary_then_equals_a_loop(
-    seed, decoupled, cap, c_clip, higher
-):
+def test_ppo_actor_loss_when_settings_vary_then_equals_a_loop(seed, decoupled, cap, c_clip, higher):
     tensors = inputs(seed)
     ours, _ = losses.ppo_actor_loss(
         *tensors,
@@ -101,9 +98,7 @@ def test_ppo_actor_loss_when_masked_tokens_are_not_finite_then_ignores_them():
     for tensor in (policy, proximal, behavior):
         tensor[~mask] = float("nan")
     policy.requires_grad_()
-    ours, stats = losses.ppo_actor_loss(
-        policy, proximal, behavior, advantages, mask, c_clip=2.0
-    )
+    ours, stats = losses.ppo_actor_loss(policy, proximal, behavior, advantages, mask, c_clip=2.0)
     ours.backward()
     torch.testing.assert_close(ours.detach(), expected)
     assert bool(torch.isfinite(policy.grad).all())
@@ -125,7 +120,7 @@ def test_ppo_actor_loss_when_sequence_level_then_equals_a_loop(seed):
         cu_seqlens=cu_seqlens,
     )
     total = 0.0
-    for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for begin, end in pairwise(cu_seqlens.tolist()):
         m = mask[begin:end]
         if not m.any():
             continue
@@ -162,9 +157,7 @@ def test_losses_when_split_into_parts_then_sums_add_up():
     tensors = inputs(3)
     whole, whole_stats = losses.ppo_actor_loss(*tensors, c_clip=2.0, behavior_weight_cap=2.0)
     parts = [
-        losses.ppo_actor_loss(
-            *(t[a:b] for t in tensors), c_clip=2.0, behavior_weight_cap=2.0
-        )
+        losses.ppo_actor_loss(*(t[a:b] for t in tensors), c_clip=2.0, behavior_weight_cap=2.0)
         for a, b in ((0, 13), (13, 50), (50, 60))
     ]
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)

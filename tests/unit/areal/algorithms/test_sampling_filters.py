@@ -14,7 +14,13 @@ from areal.errors import InvalidInput
 
 @pytest.mark.parametrize(
     ("rewards", "accepted"),
-    [([0.0, 1.0], True), ([1.0, 1.0, 1.0], False), ([1.0], False), ([], False), ([0.1, 0.1 + 1e-9], False)],
+    [
+        ([0.0, 1.0], True),
+        ([1.0, 1.0, 1.0], False),
+        ([1.0], False),
+        ([], False),
+        ([0.1, 0.1 + 1e-9], False),
+    ],
 )
 def test_rewards_differ_when_given_a_group_then_accepts_only_a_signal(rewards, accepted):
     assert rewards_differ(rewards) is accepted
@@ -46,4 +52,9 @@ def test_all_of_when_combined_then_needs_every_filter():
 )
 def test_module_when_imported_then_does_not_import_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False, env={"PYTHONPATH": "services"}).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], timeout=60, check=False, env={"PYTHONPATH": "services"}
+        ).returncode
+        == 0
+    )

@@ -145,14 +145,10 @@ def test_train_batch_when_clipping_then_bounds_the_update_only(make_engine):
     batch = make_batch(groups=2)
     norms = []
     for limit in (0.0, 0.05):
-        engine = make_engine(
-            optimizer=OptimizerConfig(lr=0.0, gradient_clipping=limit, beta1=0.0)
-        )
+        engine = make_engine(optimizer=OptimizerConfig(lr=0.0, gradient_clipping=limit, beta1=0.0))
         stats = engine.train_batch(batch, weighted_loss)
         # With beta1 = 0 the first moment is the gradient that the optimizer saw.
-        seen = sum(
-            float(s["exp_avg"].square().sum()) for s in engine.optimizer.state.values()
-        )
+        seen = sum(float(s["exp_avg"].square().sum()) for s in engine.optimizer.state.values())
         norms.append((stats["grad_norm"], seen**0.5))
     assert norms[0][0] == pytest.approx(norms[0][1], rel=1e-5)
     assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-6)
@@ -271,7 +267,7 @@ def test_save_when_loaded_then_transformers_and_the_engine_agree(make_engine, tm
     assert not torch.equal(fresh.forward(batch), trained)
     fresh.load(tmp_path)
     assert torch.equal(fresh.forward(batch), trained)
-    with pytest.raises(InvalidInput, match="no model.safetensors"):
+    with pytest.raises(InvalidInput, match=r"no model\.safetensors"):
         fresh.load(tmp_path / "nowhere")
 
 
@@ -313,9 +309,9 @@ def test_checkpoint_when_resumed_then_continues_bit_for_bit(
 
 def test_load_checkpoint_when_it_is_not_one_then_names_what_is_missing(make_engine, tmp_path):
     engine = make_engine()
-    with pytest.raises(InvalidInput, match="trainer_state.json"):
+    with pytest.raises(InvalidInput, match=r"trainer_state\.json"):
         engine.load_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path / "c")
     (tmp_path / "c" / ".metadata").unlink()
-    with pytest.raises(InvalidInput, match=".metadata"):
+    with pytest.raises(InvalidInput, match=r"\.metadata"):
         engine.load_checkpoint(tmp_path / "c")

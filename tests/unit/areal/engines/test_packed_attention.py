@@ -58,7 +58,8 @@ def test_build_layout_when_sequences_share_prefixes_then_computes_them_once():
         group_index=[0, 0, 0, 1, 1],
     )
     layout = build_layout(batch, share_prefixes=True)
-    # Group 0: 1 2 3 4, then 9; group 1 starts over: 1 2 3 4, then 7 2 3 (differs from the first token on).
+    # Group 0: 1 2 3 4, then 9; group 1 starts over: 1 2 3 4, then 7 2 3 (differs from the first
+    # token on).
     assert batch["input_ids"][layout.computed].tolist() == [1, 2, 3, 4, 9, 1, 2, 3, 4, 7, 2, 3]
     assert layout.locate.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11]
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 0, 1, 2]

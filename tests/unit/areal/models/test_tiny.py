@@ -56,6 +56,6 @@ def test_chat_template_when_rendered_then_costs_two_tokens_besides_the_text(tmp_
     # A process without transformers renders the same from tokenizer_config.json.
     template = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
     messages += [{"role": "assistant", "content": "15"}]
-    text = jinja2.Environment(autoescape=False).from_string(template).render(messages=messages)  # noqa: S701
+    text = jinja2.Environment(autoescape=False).from_string(template).render(messages=messages)
     assert text == "<|user|>7+8=<|assistant|>15<|end|>"
     assert auto.apply_chat_template(messages, tokenize=False) == text
