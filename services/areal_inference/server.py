@@ -19,6 +19,7 @@ from areal.errors import ConfigError
 from areal.observability.logging import get_logger
 from areal_inference.config import InferenceConfig
 from areal_inference.control import control_routes
+from areal_inference.engine import EngineError
 from areal_inference.generation import generate_route
 from areal_inference.info import info_routes
 from areal_inference.model_config import ModelConfig
@@ -79,19 +80,27 @@ async def serve(config: InferenceConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     log.info("listening", url=f"http://{host}:{port}", model_path=config.model_path)
+    stopping = asyncio.create_task(stop.wait())
+    loading = asyncio.create_task(service.engine.start())
     try:
-        await service.engine.start()
-        # What was loaded so far never dies: keep the collector from walking it (0.1 s) again.
-        gc.freeze()
-        service.ready = True
-        log.info("ready", weight_version=config.weight_version)
-        await _first(stop.wait(), serving)
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            # What was loaded so far never dies: keep the collector from walking it (0.1 s) again.
+            gc.freeze()
+            service.ready = True
+            log.info("ready", weight_version=config.weight_version)
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         log.info("stopping", running=len(service.live))
+        stopping.cancel()
         await _drain(service)
         server.should_exit = True
         await serving
-        await service.engine.stop(_DRAIN_S)
+        # A thread that still loads a model, or sits in a long step, ends with the process.
+        with contextlib.suppress(EngineError):
+            await service.engine.stop(_DRAIN_S)
+        loading.cancel()
     for failure in failures:
         log.error("engine_failed", exc_info=failure)
     return 1 if failures else 0
@@ -101,15 +110,9 @@ async def _drain(service: Service) -> None:
     """Refuse new requests and finish the running ones with what they have."""
     service.draining = True
     if service.ready and service.engine.failure is None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(_DRAIN_S):
                 await service.abort(None, "server is shutting down")
-
-
-async def _first(*awaitables: object) -> None:
-    tasks = [asyncio.ensure_future(a) for a in awaitables]  # type: ignore[call-overload]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    tasks[0].cancel()
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -88,6 +88,13 @@ def test_health_when_starting_then_503_until_ready(folder: Path):
         assert server.stop() == 0
 
 
+def test_stop_when_still_starting_then_exit_0(folder: Path):
+    server = ServerProcess(start_process(folder))
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 15
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_when_requests_run_then_partials_with_200_and_exit_0(folder: Path, number: int):
     body = {
