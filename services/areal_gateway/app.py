@@ -27,7 +27,7 @@ from areal.errors import (
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 from areal_gateway.metrics import GatewayMetrics
-from areal_gateway.middleware import BodyLimit, RequestCount
+from areal_gateway.middleware import RequestCount
 from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json, task_from_model
 
 STATIC = Path(__file__).parent / "static"
@@ -68,9 +68,9 @@ def build_app(
         summary="Tasks, trajectories and the state of a run.",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
+        max_body_size=config.max_body_bytes,
         default_response_class=Json,
     )
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(RequestCount, metrics=metrics)
     _add_errors(app)
     _add_pages(app, metrics)
@@ -88,6 +88,12 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(_: Request, error: ArealError) -> Json:
         code = next((c for kind, c in _STATUS_OF.items() if isinstance(error, kind)), 502)
         return Json({"error": str(error)}, status_code=code)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Json:
+        # A bug: the trace goes to the log, the client learns where to look.
+        text = f"{request.method} {request.url.path}: {type(error).__name__}; see the gateway's log"
+        return Json({"error": text}, status_code=500)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Json:

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from areal.clients.buffer_types import TaskRecord
 from areal.types import Purpose, Task, Trajectory, WorkflowSpec
 from areal.wire import TRAJECTORY_ARRAYS, parse_json_object
 
 MAX_TASKS = 10_000
+
+
+def _travels(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what Python's JSON reads and protobuf cannot carry."""
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def _encodes(value: str) -> str:
+    if not value.isascii():
+        value.encode()  # half of a surrogate pair: UnicodeEncodeError is a ValueError
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodes)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_travels)]
 
 
 class _Model(BaseModel):
@@ -22,9 +41,9 @@ class _Model(BaseModel):
 class WorkflowIn(_Model):
     """How to run the task; the default samples once and scores with "math"."""
 
-    name: str = "rlvr"
-    recipe_digest: str = ""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    name: Text = "rlvr"
+    recipe_digest: Text = ""
+    kwargs: JsonObject = Field(default_factory=dict)
 
 
 class TaskIn(_Model):
@@ -33,9 +52,9 @@ class TaskIn(_Model):
     task_id: str = Field(default="", max_length=200, pattern=r"^[A-Za-z0-9._:-]*$")
     purpose: Literal["serve", "train"] = "serve"
     workflow: WorkflowIn = Field(default_factory=WorkflowIn)
-    data: dict[str, Any]
+    data: JsonObject
     time_to_live_s: float | None = Field(default=None, gt=0)
-    traceparent: str = ""
+    traceparent: Text = ""
 
 
 class SubmitIn(_Model):
@@ -47,15 +66,15 @@ class SubmitIn(_Model):
 class QueryIn(_Model):
     """Body of POST /v1/tasks/query."""
 
-    task_ids: list[str] = Field(min_length=1, max_length=MAX_TASKS)
+    task_ids: list[Text] = Field(min_length=1, max_length=MAX_TASKS)
     include_trajectories: bool = False
 
 
 class CancelIn(_Model):
     """Body of POST /v1/tasks/cancel."""
 
-    task_ids: list[str] = Field(min_length=1, max_length=MAX_TASKS)
-    reason: str = ""
+    task_ids: list[Text] = Field(min_length=1, max_length=MAX_TASKS)
+    reason: Text = ""
 
 
 def explain(errors: list[Any], body: Any) -> str:
@@ -68,6 +87,8 @@ def explain(errors: list[Any], body: Any) -> str:
     path = path.removeprefix(".") or "body"
     if error["type"] == "json_invalid":
         return f"body: not JSON ({error['ctx']['error']})"
+    if isinstance(body, bytes):  # what FastAPI passes on unread: a foreign page cannot post it
+        return "body: expected JSON with the header Content-Type: application/json"
     who = ""
     if location[:1] == ["tasks"] and len(location) > 1 and isinstance(body, dict):
         task = body["tasks"][location[1]]
