@@ -68,6 +68,8 @@ class LocalStack:
         self.stack_id = f"{config.namespace}:{uuid.uuid4().hex}"
         self.plan = StackPlan(config)
         self.started = time.time()
+        self.ready_seconds: float | None = None
+        """From the first process (a model that had to be made does not count) to serving."""
         self.supervisor = Supervisor(
             self.stack_id,
             RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
@@ -119,8 +121,10 @@ class LocalStack:
             await self._prepare_model()
         if self.plan.inference and (why := missing_model(self.config)):
             raise ConfigError(why)
-        await self._start_all(time.monotonic() + self.config.stack.ready_timeout_s)
-        self.events.report("info", "stack", f"ready after {time.time() - self.started:.1f} s")
+        began = time.monotonic()
+        await self._start_all(began + self.config.stack.ready_timeout_s)
+        self.ready_seconds = round(time.monotonic() - began, 2)
+        self.events.report("info", "stack", f"ready after {self.ready_seconds:.1f} s")
         self._set(StackState.READY)
 
     async def wait(self) -> None:
@@ -278,6 +282,7 @@ class LocalStack:
                 "trial": self.config.trial_name,
                 "state": self.state.value,
                 "started": self.started,
+                "ready_seconds": self.ready_seconds,
                 "launcher": {"pid": os.getpid(), "log": str(self.folder.log_of("launcher"))},
                 "guard": {"pid": self._guard.pid if self._guard else 0},
                 "config": str(self.folder.config_file),

@@ -30,7 +30,8 @@ class LogTail:
             return []
         self._position += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        # A progress bar draws over itself with carriage returns: its last state is the line.
+        return [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
 
 
 def humanize(line: str) -> str:

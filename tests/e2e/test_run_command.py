@@ -1,0 +1,149 @@
+"""`areal run` from end to end with a real recipe: finishes, survives, resumes, accounts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "examples" / "arithmetic_grpo.py"
+BATCH, SAMPLES = 8, 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from areal.models.tiny import make_tiny_model
+
+    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
+
+
+def arguments(model: Path, trial: str, steps: int, allocation: str) -> list[str]:
+    return [
+        str(RECIPE),
+        f"model.path={model}",
+        f"trial_name={trial}",
+        f"total_train_steps={steps}",
+        f"allocation_mode={allocation}",
+        f"train_dataset.batch_size={BATCH}",
+        f"gconfig.n_samples={SAMPLES}",
+        "heldout_problems=20",
+        "train_problems=400",
+        "rollout.max_concurrent_rollouts=32",
+        "checkpoint.freq_steps=1",
+    ]
+
+
+def rows_of(stack: RunningStack) -> list[dict[str, Any]]:
+    file = stack.run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def check_books(summary: dict[str, Any], steps: int) -> None:
+    """Every task is somewhere, none is left over, and what was trained is steps x B."""
+    accounts = dict(summary["accounting"])
+    assert accounts.pop("submitted") == sum(accounts.values())
+    assert accounts["trained"] == steps * BATCH
+    assert accounts["dead_lettered"] == accounts["rejected"] == accounts["expired"] == 0
+    for live in ("queued", "running", "completed", "batched"):
+        assert accounts[live] == 0, f"a finished run cancels its surplus: {accounts}"
+    assert 0 <= summary["staleness"]["max"] <= 2
+
+
+def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
+    model: Path, tmp_path: Path
+) -> None:
+    steps = 5
+    stack = RunningStack(tmp_path / "runs" / "arithmetic" / "killed")
+    log = tmp_path / "out.jsonl"
+    launcher = areal_background(
+        "run",
+        "--json",
+        *arguments(model, "killed", steps, "sglang:d2+fsdp:d1"),
+        cwd=tmp_path,
+        log=log,
+    )
+    try:
+        eventually(lambda: len(rows_of(stack)) >= 2, "two steps", 120.0)
+        os.kill(stack.process("trainer")["pid"], signal.SIGKILL)
+        assert launcher.wait(180.0) == 0, log.read_text()
+        stack.assert_gone()
+    finally:
+        launcher.kill()
+        stack.clean_up()
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert [line["step"] for line in lines if line["event"] == "step"][-1] == steps
+    assert lines[-1]["event"] == "summary"
+    summary = json.loads((stack.run_dir / "summary.json").read_text())
+    assert {**summary, "event": "summary"} == lines[-1]
+    assert summary["status"] == "finished"
+    assert summary["steps"] == steps
+    assert summary["restarts"] == {"trainer": 1}
+    assert [row["step"] for row in rows_of(stack)] == list(range(1, steps + 1))
+    check_books(summary, steps)
+    assert summary["samples"] == steps * BATCH * SAMPLES
+    assert 0 <= summary["heldout_before"] <= 1
+    assert 0 <= summary["heldout_after"] <= 1
+    assert summary["weight_updates"]["count"] >= steps
+    assert summary["weight_updates"]["aborted_requests"] == 0
+    assert summary["cpu_s"] > 0
+    assert 0 < summary["memory_mb"]["total"] < 5 * 1024
+    assert (stack.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (stack.run_dir / "config.yaml").stat().st_mode & 0o077 == 0
+
+
+def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(
+    model: Path, tmp_path: Path
+) -> None:
+    steps = 4
+    stack = RunningStack(tmp_path / "runs" / "arithmetic" / "again")
+    command = arguments(model, "again", steps, "sglang:d1+fsdp:d2")
+    launcher = areal_background("run", *command, cwd=tmp_path, log=tmp_path / "out.log")
+    try:
+        eventually(lambda: len(rows_of(stack)) >= 1, "a step", 150.0)
+        assert len(stack.processes()) >= 8
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(90.0) == 130, (tmp_path / "out.log").read_text()
+        stack.assert_gone()
+        interrupted = json.loads((stack.run_dir / "summary.json").read_text())
+        assert interrupted["status"] == "interrupted"
+
+        again = areal("run", *command, cwd=tmp_path, timeout=180.0)
+        assert again.returncode == 0, again.stdout + again.stderr + stack.log("trainer")
+        stack.assert_gone()
+    finally:
+        launcher.kill()
+        stack.clean_up()
+    summary = json.loads((stack.run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert [row["step"] for row in rows_of(stack)] == list(range(1, steps + 1))
+    check_books(summary, steps)
+    assert "finished after 4 steps" in again.stdout
+
+
+def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
+    model: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "fails.py"
+    recipe.write_text("def main(argv):\n    raise RuntimeError('the moon is in the way')\n")
+    stack = RunningStack(tmp_path / "runs" / "experiment" / "trial0")
+    try:
+        done = areal(
+            *("run", str(recipe), f"model.path={model}", "model.context_length=64"),
+            *("allocation_mode=sglang:d1+fsdp:d1", "stack.max_restarts=1"),
+            cwd=tmp_path,
+        )
+        stack.assert_gone()
+    finally:
+        stack.clean_up()
+    assert done.returncode == 1
+    assert "the moon is in the way" in done.stdout
+    assert json.loads((stack.run_dir / "summary.json").read_text())["status"] == "failed"

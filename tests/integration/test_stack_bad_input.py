@@ -1,0 +1,98 @@
+"""Bad input to `areal run` and `areal up`: one clear line, exit code 2, nothing started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.integration.stack_tools import areal, environment
+
+GOOD = "def main(argv): pass\n"
+
+
+def make_model(folder: Path) -> Path:
+    """Enough of a model to pass the launcher's look at it; nothing will be started."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "expected"),
+    [
+        (
+            GOOD,
+            ["rollout.max_head_ofpolicyness=1"],
+            "did you mean 'rollout.max_head_offpolicyness'",
+        ),
+        (GOOD, ["gconfig.n_samples=many"], "gconfig.n_samples"),
+        (GOOD, ["total_train_steps"], "override 'total_train_steps': expected key=value"),
+        (GOOD, ["allocation_mode=vllm:d1"], "allocation_mode 'vllm:d1': expected e.g."),
+        (GOOD, ["model.path=nowhere"], "model.path 'nowhere': no config.json there"),
+        (GOOD, ["model.path=''"], "model.path '': expected a Hugging Face model directory"),
+        (GOOD, ["--config", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
+        ("def main(argv)\n    pass\n", [], "recipe.py:1: expected ':'"),
+        ("import nowhere\n", [], "recipe.py:1: ModuleNotFoundError"),
+        ("x = 1\n", [], "expected a function main(argv)"),
+        (None, [], "recipe 'recipe.py': No such file or directory"),
+    ],
+)
+def test_run_when_input_is_bad_then_one_line_and_nothing_started(
+    tmp_path: Path, recipe: str | None, arguments: list[str], expected: str
+) -> None:
+    make_model(tmp_path / "model")
+    if recipe is not None:
+        (tmp_path / "recipe.py").write_text(recipe)
+    done = areal("run", "recipe.py", "model.path=model", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert expected in done.stderr
+    assert done.stderr.startswith("areal: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_run_when_an_earlier_run_must_not_be_resumed_then_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "recipe.py").write_text(GOOD)
+    (tmp_path / "runs" / "experiment" / "trial0" / "redis").mkdir(parents=True)
+    done = areal(
+        *("run", "recipe.py", "model.path=model", "checkpoint.recover=never"), cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "checkpoint.recover 'never'" in done.stderr
+    assert "choose another trial_name" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "down", "submit", "logs", "dead-letters"])
+def test_command_when_no_stack_runs_then_says_where_it_looked(tmp_path: Path, command: str) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1"}\n')
+    arguments = {"submit": ["tasks.jsonl"], "dead-letters": ["list"]}.get(command, [])
+    done = areal(command, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("areal: no running stack under 'runs'")
+
+
+def test_service_when_its_port_is_in_use_then_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("experiment_name: ports\n")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "areal_buffer", "--config", str(config), "--listen", address],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"areal-buffer: --listen {address}: cannot listen there: Address already in use\n"
+    )
