@@ -128,6 +128,9 @@ class Stack:
         self.processes.pop(process).end()
 
     def close(self) -> None:
+        # First of all: it hands its leases to the ledger.
+        if "rollout" in self.processes:
+            self.end("rollout")
         for process in self.processes.values():
             if process._process.poll() is None:
                 process.terminate()

@@ -16,6 +16,7 @@ away the last answer stands.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from areal.engines.server_table import ServerTable
@@ -24,6 +25,9 @@ from areal.observability.logging import get_logger
 from areal.servers import InferenceServer
 
 _REFRESH_S = 2.0
+# After a refresh of d seconds none for 4 d: a thousand servers that change one after the other must
+# not keep the process busy with listings.
+_REST, _MAX_REST_S = 4.0, 0.25
 
 ListServers = Callable[[], Awaitable[tuple[Sequence[InferenceServer], int]]]
 
@@ -60,7 +64,9 @@ class Membership:
         """Refreshes at every announcement, and at the latest every two seconds."""
         while True:
             self._announced.clear()
+            began = time.monotonic()
             await self.refresh()
+            await asyncio.sleep(min(_REST * (time.monotonic() - began), _MAX_REST_S))
             try:
                 async with asyncio.timeout(_REFRESH_S):
                     await self._announced.wait()

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.rollout_stack import free_port, start_stack
 
 from areal.clients.buffer import BufferClient
@@ -21,6 +24,14 @@ from areal.types import (
     Task,
     TaskState,
     WorkflowSpec,
+)
+from areal.weights import (
+    build_manifest,
+    publish_dir,
+    read_manifest,
+    staging_dir,
+    version_dir,
+    write_manifest,
 )
 
 RECIPE = b'''
@@ -228,12 +239,58 @@ async def test_cancel_when_it_runs_then_it_ends_cancelled_and_the_rest_goes_on(c
     assert record.reason == "changed my mind"
 
 
+def _new_weights(config, version):
+    """What a trainer does: the model plus a little noise, published as a folder."""
+    weights = load_file(Path(config.model.path) / "model.safetensors")
+    rng = np.random.default_rng(version)
+    root = (config.run_dir / "weights").resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    staging = staging_dir(root, version, 1)
+    staging.mkdir()
+    noisy = {k: (w + rng.normal(0, 1e-3, w.shape)).astype(w.dtype) for k, w in weights.items()}
+    save_file(noisy, staging / "model.safetensors")
+    shutil.copy(Path(config.model.path) / "config.json", staging)
+    write_manifest(build_manifest(staging, version, 1), staging)
+    publish_dir(staging, final := version_dir(root, version, 1))
+    return read_manifest(final)
+
+
+async def test_weights_when_updated_in_flight_then_tokens_carry_their_own_versions(stack, client):
+    weight_sync = WeightSyncClient(stack.config.endpoints.weight_sync)
+    await weight_sync.wait_for("two servers", lambda s: s.confirmed_servers == 2, timeout=60)
+    ids = [f"update-{i}" for i in range(4)]
+    await client.submit_tasks([task(i, rlvr(2, 700, min_new_tokens=700)) for i in ids])
+    await asyncio.sleep(0.5)
+    for version in (1, 2):
+        await weight_sync.publish_version(_new_weights(stack.config, version))
+        await weight_sync.wait_confirmed(version, timeout=30)
+    await client.submit_tasks([task("update-late", rlvr(2, 20, min_new_tokens=20))])
+    records = await finished(client, [*ids, "update-late"])
+    for name, record in records.items():
+        assert record.state is TaskState.DELIVERED
+        for trajectory in record.group.trajectories:
+            versions = trajectory.token_versions[trajectory.loss_mask]
+            assert (np.diff(versions) >= 0).all()
+            assert set(versions) <= {0, 1, 2}
+            assert name != "update-late" or set(versions) == {2}
+            assert len(versions) == (20 if name == "update-late" else 700)
+    crossed = [
+        set(trajectory.token_versions[trajectory.loss_mask])
+        for name in ids
+        for trajectory in records[name].group.trajectories
+    ]
+    assert {0, 2} <= set.union(*crossed)
+    assert any(len(versions) > 1 for versions in crossed)
+    assert (await weight_sync.status()).aborted_requests == 0
+    await weight_sync.close()
+
+
 async def test_worker_when_told_to_leave_then_the_next_continues_its_tokens(stack, client):
     """SIGTERM in the middle of long generations: the tokens go on in another worker."""
     ids = [f"drain-{i}" for i in range(4)]
     spec = rlvr(2, 900, min_new_tokens=900)
     await client.submit_tasks([task(i, spec) for i in ids])
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     first = stack.processes.pop("rollout")
     start = time.monotonic()
     first.terminate()
@@ -262,7 +319,7 @@ async def test_server_when_killed_then_its_requests_end_elsewhere(stack):
     weight_sync = WeightSyncClient(stack.config.endpoints.weight_sync)
     ids = [f"kill-{i}" for i in range(8)]
     await client.submit_tasks([task(i, rlvr(2, 600, min_new_tokens=600)) for i in ids])
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     stack.processes["inference-1"].kill()
     records = await finished(client, ids, timeout=90)
     assert {r.state for r in records.values()} == {TaskState.DELIVERED}

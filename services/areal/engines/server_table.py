@@ -64,6 +64,7 @@ class ServerTable:
         self._servers: dict[str, Server] = {}
         self._admissible: dict[int, list[Server]] = {}
         self._affinity: OrderedDict[str, Server] = OrderedDict()
+        self._blocked: set[Server] = set()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -145,10 +146,9 @@ class ServerTable:
     async def changed(self, timeout: float) -> None:
         """Returns at the next change, when a block ends, or after `timeout` seconds."""
         now = asyncio.get_running_loop().time()
-        blocks = [s.blocked_until - now for s in self._servers.values() if s.serving]
-        for remaining in blocks:
-            if remaining > 0:
-                timeout = min(timeout, remaining)
+        self._blocked = {s for s in self._blocked if s.serving and s.blocked_until > now}
+        for server in self._blocked:
+            timeout = min(timeout, server.blocked_until - now)
         try:
             async with asyncio.timeout(timeout):
                 await self._changed.wait()
@@ -171,6 +171,7 @@ class ServerTable:
             return False
         server.blocked_until = now + min(_BLOCK_S * 2.0 ** min(server.failures, 10), _MAX_BLOCK_S)
         server.failures += 1
+        self._blocked.add(server)
         return True
 
     def describe(self) -> str:
