@@ -18,8 +18,8 @@ from areal.algorithms.packing import Batch, sequence_index
 from areal.config_train import PPOActorConfig
 from areal.errors import InvalidInput
 
-# Weights within a block of the scan span at most e^460 = 1e200, which float64 holds.
-_MAX_LOG_WEIGHT = 460.0
+# Weights within a block of the scan span at most 1e200 (1e26), which float64 (float32) holds.
+_MAX_LOG_WEIGHT = {torch.float64: 460.0, torch.float32: 60.0}
 _BLOCK = 256
 # No healthy policy's token reaches this; AReaL clamps there too.
 _MAX_KL = 10.0
@@ -38,17 +38,17 @@ def discounted_suffix_sums(values: Tensor, lengths: Tensor, coefficient: float) 
     A blocked scan instead of a loop over tokens. In reversed time, with weights c^-j inside a
     block, A_i = c^i (sum_{j<=i} c^-j x_j): one cumulative sum. Each term that the sum adds is at
     least as large in weight as those before it, so that scaling back loses no precision; at a
-    segment's start the sum so far is taken off, which leaves float64's rounding of the neighboring
+    segment's start the sum so far is taken off, which leaves the rounding of the neighboring
     segments' values. What flows from block to block is the same recurrence with coefficient
     c^block, solved by recursion.
 
     Args:
-        values: float64 [N].
+        values: float32 or float64 [N].
         lengths: int64 [M], tokens of each segment, sum N, all > 0.
         coefficient: in [0, 1].
 
     Returns:
-        Float64 [N].
+        [N] in the dtype of `values`.
     """
     ends = lengths.flip(0).cumsum(0)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -60,13 +60,11 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
     count = x.numel()
     if count == 0 or c == 0.0:
         return x
-    if c == 1.0:
-        totals = _piece_sums(x, starts)
-        x[starts[1:]] -= totals[:-1]
-        return x.cumsum_(0)
-    block = min(_BLOCK, count, int(_MAX_LOG_WEIGHT / -math.log(c)))
+    block = min(_BLOCK, count)
+    if c < 1.0:
+        block = min(block, int(_MAX_LOG_WEIGHT[x.dtype] / -math.log(c)))
     if block < 2:
-        # c < e^-230: a step back is all that float64 can see.
+        # c is so small that a step back is all that the precision can see.
         previous = torch.cat([x.new_zeros(1), x[:-1]])
         previous[starts] = 0.0
         return x.add_(previous, alpha=c)
@@ -74,7 +72,10 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
     if count % block:
         x = torch.nn.functional.pad(x, (0, rows * block - count))
     powers = (torch.arange(block, dtype=torch.float64, device=x.device) * math.log(c)).exp()
-    scaled = x.view(rows, block).mul_(powers.reciprocal()).view(-1)
+    scaled = x.view(rows, block)
+    if c < 1.0:
+        scaled.mul_(powers.reciprocal().to(x.dtype))
+    scaled = scaled.view(-1)
     # A piece lies in one segment and one block. Blocks are summed cumulatively; at the first token
     # of each piece is added what makes the sum start at 0, or at what the previous block brings
     # into a segment that spans both.
@@ -83,7 +84,7 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
     opens_row = pieces % block == 0
     opens_segment = torch.zeros_like(opens_row)
     opens_segment[torch.searchsorted(pieces, starts)] = True
-    totals = _piece_sums(scaled, pieces)
+    totals = _piece_sums(scaled, pieces).double()
     brought = torch.zeros_like(totals)
     if rows > 1:
         # B at the end of each block but the last: the same recurrence, one level up.
@@ -92,8 +93,11 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
         carry = _discounted_prefix_sums_(powers[-1] * totals[last], restarts, c**block)
         crossing = opens_row & ~opens_segment
         brought[crossing] = c * carry[pieces[crossing] // block - 1]
-    scaled[pieces] += torch.where(opens_row, brought, -(totals + brought).roll(1))
-    return scaled.view(rows, block).cumsum_(1).mul_(powers).view(-1)[:count]
+    scaled[pieces] += torch.where(opens_row, brought, -(totals + brought).roll(1)).to(x.dtype)
+    sums = scaled.view(rows, block).cumsum_(1)
+    if c < 1.0:
+        sums.mul_(powers.to(x.dtype))
+    return sums.view(-1)[:count]
 
 
 def _piece_sums(x: Tensor, starts: Tensor) -> Tensor:
@@ -129,8 +133,8 @@ def gae(
             ended.
 
     Returns:
-        Advantages and returns (advantages + values), [T] in the dtype of `rewards` (computed in
-        float64), 0 where `loss_mask` is false.
+        Advantages and returns (advantages + values), [T] in the dtype of `rewards`, 0 where
+        `loss_mask` is false. Float32 is accurate to about 1e-6 of the largest of a sequence's sums.
     """
     chosen = torch.nonzero(loss_mask).flatten()
     # Loss tokens before each sequence boundary; sequences without any vanish from the scan.
@@ -140,22 +144,22 @@ def gae(
     # sequence.
     chosen = chosen.flip(0)
     starts = (len(chosen) - bounds[1:][used]).flip(0)
-    deltas = rewards.index_select(0, chosen).double()
+    deltas = rewards.index_select(0, chosen)
     v = None
     if values is not None:
-        v = values.index_select(0, chosen).double()
+        v = values.index_select(0, chosen).to(deltas.dtype)
         following = torch.empty_like(v)
         following[1:] = v[:-1]
         following[starts] = (
-            0.0 if bootstrap_values is None else bootstrap_values[used].flip(0).double()
+            0.0 if bootstrap_values is None else bootstrap_values[used].flip(0).to(v.dtype)
         )
         deltas.add_(following, alpha=discount).sub_(v)
     compact = _discounted_prefix_sums_(deltas, starts, discount * gae_lambda)
-    advantages = torch.zeros_like(rewards).index_copy_(0, chosen, compact.to(rewards.dtype))
+    advantages = torch.zeros_like(rewards).index_copy_(0, chosen, compact)
     if v is None:
         return advantages, advantages.clone()
     returns = torch.zeros_like(rewards)
-    return advantages, returns.index_copy_(0, chosen, compact.add_(v).to(rewards.dtype))
+    return advantages, returns.index_copy_(0, chosen, compact.add_(v))
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:

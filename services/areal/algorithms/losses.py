@@ -11,6 +11,8 @@ the same number; a name that ends in `_max` is combined by maximum instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,13 +35,52 @@ def _sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return (totals / counts)[owner]
 
 
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradient is known: two passes instead of autograd's one per operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        """Return `value`; its derivative by `x` is `gradient`."""
+        del x
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        """Scale the known gradient."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None, None
+
+
+def _with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    result: Tensor = _WithGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.no_grad()
 def behavior_weight(
     proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return w = exp(proximal - behavior) without gradient, and the loss tokens with w <= cap."""
-    weight = _masked_difference(proximal_logprobs, behavior_logprobs, loss_mask).detach().exp()
-    kept = loss_mask if cap is None else loss_mask & (weight <= cap)
-    return weight, kept
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute w = exp(proximal - behavior).
+
+    Args:
+        proximal_logprobs: float [T].
+        behavior_logprobs: float [T].
+        loss_mask: bool [T].
+        cap: largest weight; None: any.
+
+    Returns:
+        The weight, [T], 0 for tokens above the cap and off the mask; and statistics.
+    """
+    weight = _masked_difference(proximal_logprobs, behavior_logprobs, loss_mask).exp_()
+    weight.masked_fill_(~loss_mask, 0.0)
+    capped = torch.zeros_like(loss_mask) if cap is None else weight > cap
+    stats = {
+        "behavior_weight": weight.sum(),
+        "behavior_weight_max": weight.amax() if len(weight) else weight.sum(),
+        "behavior_weight_capped_ratio": capped.sum(),
+    }
+    return weight if cap is None else weight.masked_fill(capped, 0.0), stats
 
 
 def ppo_actor_loss(
@@ -91,50 +132,53 @@ def ppo_actor_loss(
     Raises:
         InvalidInput: unknown level, or the sequence level without cu_seqlens.
     """
-    center = proximal_logprobs if decoupled else behavior_logprobs
-    log_ratio = _masked_difference(policy_logprobs, center.detach(), loss_mask)
-    if importance_sampling_level == "sequence":
-        if cu_seqlens is None:
-            raise InvalidInput("cu_seqlens=None: expected a tensor at the sequence level")
-        log_ratio = _sequence_means(log_ratio, loss_mask, cu_seqlens)
-        advantages = _sequence_means(advantages, loss_mask, cu_seqlens)
-    elif importance_sampling_level != "token":
-        raise InvalidInput(
-            f"importance_sampling_level={importance_sampling_level!r}: "
-            "expected 'token' or 'sequence'"
-        )
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + higher)
-    loss = torch.maximum(unclipped, clipped)
-    is_clipped = clipped.detach() > unclipped.detach()
-    is_dual_clipped = torch.zeros_like(is_clipped)
-    if c_clip is not None:
-        bound = c_clip * advantages.abs()
-        is_dual_clipped = (advantages < 0) & (loss.detach() > bound)
-        loss = torch.where(is_dual_clipped, bound, loss)
-    kept, weight_stats = loss_mask, {}
-    if decoupled:
-        weight, kept = behavior_weight(
-            proximal_logprobs, behavior_logprobs, loss_mask, behavior_weight_cap
-        )
-        loss = loss * torch.where(kept, weight, 0.0)
-        weight_stats = {
-            "behavior_weight": (weight * loss_mask).sum(),
-            "behavior_weight_max": (weight * loss_mask).amax() if len(weight) else weight.sum(),
-            "behavior_weight_capped_ratio": (loss_mask & ~kept).sum(),
+    with torch.no_grad():
+        center = proximal_logprobs if decoupled else behavior_logprobs
+        log_ratio = _masked_difference(policy_logprobs, center, loss_mask)
+        advantages = advantages.masked_fill(~loss_mask, 0.0)
+        if importance_sampling_level == "sequence":
+            if cu_seqlens is None:
+                raise InvalidInput("cu_seqlens=None: expected a tensor at the sequence level")
+            log_ratio = _sequence_means(log_ratio, loss_mask, cu_seqlens)
+            advantages = _sequence_means(advantages, loss_mask, cu_seqlens)
+        elif importance_sampling_level != "token":
+            raise InvalidInput(
+                f"importance_sampling_level={importance_sampling_level!r}: "
+                "expected 'token' or 'sequence'"
+            )
+        ratio = log_ratio.exp()
+        unclipped = (ratio * advantages).neg_()
+        clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher).mul_(advantages).neg_()
+        is_clipped = clipped > unclipped
+        loss = torch.maximum(unclipped, clipped)
+        # d(-A r) / d(log r) is -A r again; it vanishes where the ratio is clipped.
+        slope = unclipped.masked_fill_(is_clipped, 0.0)
+        stats = {
+            "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
+            "clip_ratio": (is_clipped & loss_mask).sum(),
         }
-    loss_sum = torch.where(kept, loss, 0.0).sum()
-    detached = log_ratio.detach()
-    stats = {
-        "ppo_ratio": (ratio.detach() * loss_mask).sum(),
-        "approx_kl": (torch.expm1(detached) - detached).sum(),
-        "clip_ratio": (is_clipped & loss_mask).sum(),
-        "dual_clip_ratio": (is_dual_clipped & loss_mask).sum(),
-        **weight_stats,
-    }
-    return loss_sum, stats
+        if c_clip is not None:
+            bound = advantages.abs().mul_(c_clip)
+            is_dual_clipped = (advantages < 0).logical_and_(loss > bound)
+            loss = torch.where(is_dual_clipped, bound, loss)
+            slope.masked_fill_(is_dual_clipped, 0.0)
+            stats["dual_clip_ratio"] = (is_dual_clipped & loss_mask).sum()
+        if decoupled:
+            weight, weight_stats = behavior_weight(
+                proximal_logprobs, behavior_logprobs, loss_mask, behavior_weight_cap
+            )
+            stats |= weight_stats
+        else:
+            weight = loss_mask.to(loss.dtype)
+        loss_sum = torch.dot(loss, weight.to(loss.dtype))
+        slope.mul_(weight)
+        if importance_sampling_level == "sequence" and cu_seqlens is not None:
+            # Each token moves the mean that all tokens of its sequence share.
+            slope = _sequence_means(slope, loss_mask, cu_seqlens) * loss_mask
+        log_ratio.masked_fill_(~loss_mask, 0.0)
+        stats["approx_kl"] = torch.expm1(log_ratio).sub_(log_ratio).sum()
+    return _with_gradient(policy_logprobs, loss_sum, slope), stats
 
 
 def cispo_loss(
@@ -154,30 +198,26 @@ def cispo_loss(
     Unlike PPO's, clipped tokens keep their gradient.
     Arguments, the behavior weight and the result are those of `ppo_actor_loss`.
     """
-    center = proximal_logprobs if decoupled else behavior_logprobs
-    log_ratio = _masked_difference(policy_logprobs, center, loss_mask).detach()
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher)
-    factor, kept, weight_stats = clipped, loss_mask, {}
-    if decoupled:
-        weight, kept = behavior_weight(
-            proximal_logprobs, behavior_logprobs, loss_mask, behavior_weight_cap
-        )
-        factor = clipped * weight
-        weight_stats = {
-            "behavior_weight": (weight * loss_mask).sum(),
-            "behavior_weight_max": (weight * loss_mask).amax() if len(weight) else weight.sum(),
-            "behavior_weight_capped_ratio": (loss_mask & ~kept).sum(),
+    with torch.no_grad():
+        center = proximal_logprobs if decoupled else behavior_logprobs
+        log_ratio = _masked_difference(policy_logprobs, center, loss_mask)
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher)
+        stats = {
+            "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
+            "approx_kl": torch.expm1(log_ratio).sub_(log_ratio).sum(),
+            "clip_ratio": ((clipped != ratio) & loss_mask).sum(),
         }
-    loss_sum = torch.where(kept, -factor * advantages * policy_logprobs, 0.0).sum()
-    stats = {
-        "ppo_ratio": (ratio * loss_mask).sum(),
-        "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
-        "clip_ratio": ((clipped != ratio) & loss_mask).sum(),
-        **weight_stats,
-    }
-    return loss_sum, stats
+        weight = loss_mask
+        if decoupled:
+            weight, weight_stats = behavior_weight(
+                proximal_logprobs, behavior_logprobs, loss_mask, behavior_weight_cap
+            )
+            stats |= weight_stats
+        slope = -clipped * weight * advantages.masked_fill(~loss_mask, 0.0)
+        loss_sum = (slope * policy_logprobs.masked_fill(~loss_mask, 0.0)).sum()
+    return _with_gradient(policy_logprobs, loss_sum, slope), stats
 
 
 def loglinear_proximal_logprobs(

@@ -107,7 +107,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights one by one for export; collective.
+        """Gather the weights one by one for export; collective: every rank runs it to its end.
 
         Args:
             dtype: `float32`, `bfloat16`, ... to cast floating tensors to; None: as trained.
