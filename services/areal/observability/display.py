@@ -116,7 +116,8 @@ class LiveDisplay(PlainDisplay):
         self._view = LiveView(stack, usage)
         self._view.snapshot = poller.snapshot
         # Drawn by the event loop, not by a thread: the view never sees half a change.
-        self._live = Live(self._view, console=self._console, auto_refresh=False, transient=True)
+        # On the alternate screen: what the user had in the terminal comes back at the end.
+        self._live = Live(self._view, console=self._console, auto_refresh=False, screen=True)
         self._live.start(refresh=True)
 
     async def run(self) -> None:

@@ -124,11 +124,10 @@ class LiveView:
         trainer = self.snapshot.trainer
         elapsed = duration(time.time() - self._stack.started)
         if trainer is None:
-            doing = (
-                "starting"
-                if self._stack.state == "starting"
-                else f"{self._stack.state}, no trainer"
-            )
+            doing = str(self._stack.state)
+            if doing == "ready":
+                has_one = "trainer" in self._stack.supervisor.processes
+                doing += ", the trainer is starting" if has_one else ", no trainer"
             return Text.assemble((doing, "bold"), ("   " + elapsed, _MUTED))
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(no_wrap=True)
