@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.staleness import admission_headroom, oldest_admissible_version, staleness
@@ -9,6 +9,7 @@ steps = st.integers(1, 10_000)
 etas = st.integers(0, 16)
 
 
+@settings(deadline=None)
 @given(step=steps, eta=etas)
 def test_oldest_admissible_version_when_taken_then_staleness_is_the_bound(
     step: int, eta: int
@@ -23,6 +24,7 @@ def test_staleness_when_generated_by_the_current_weights_then_zero() -> None:
     assert staleness(step=8, head_version=5) == 2
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 512), eta=etas, version=st.integers(0, 1000), data=st.data())
 def test_headroom_when_no_group_was_lost_then_equals_the_papers_bound(
     size: int, eta: int, version: int, data: st.DataObject

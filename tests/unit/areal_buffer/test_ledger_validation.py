@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ledger_support import make_group, make_task
 
@@ -13,11 +13,13 @@ from areal_buffer.config import LedgerConfig
 from areal_buffer.validation import check_group, check_task, check_task_id, check_task_ids
 
 
+@settings(deadline=None)
 @given(st.from_regex(r"[A-Za-z0-9._:-]{1,200}", fullmatch=True))
 def test_task_id_when_of_the_alphabet_then_taken(task_id: str) -> None:
     assert check_task_id(task_id) == task_id
 
 
+@settings(deadline=None)
 @given(
     st.text().filter(
         lambda text: any(not (c.isascii() and (c.isalnum() or c in "._:-")) for c in text)
@@ -42,6 +44,7 @@ def test_task_when_valid_then_its_bytes_are_the_message() -> None:
     assert task.body == message.SerializeToString()
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_task_when_bytes_are_random_then_a_message_is_valid_or_refused(data: bytes) -> None:
     from google.protobuf.message import DecodeError
