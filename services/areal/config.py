@@ -222,7 +222,7 @@ class GRPOConfig(BaseExperimentConfig):
     total_train_steps: int = 100
     """Train steps of the run."""
     async_training: bool = True
-    """prepare_batch (generation runs ahead) rather than rollout_batch."""
+    """For the recipe to read: prepare_batch (generation runs ahead) or rollout_batch."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)

@@ -32,16 +32,16 @@ from areal.errors import InvalidInput, NotFound
 from areal.observability.logging import get_logger
 from areal.servers import InferenceServer, ServerState, SyncStatus
 from areal.weights import (
-    DigestCache,
     PolicyVersion,
     build_manifest,
     check_same_tensors,
-    collect_garbage,
 )
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine import Engine, Fault
+from areal_weight_sync.feed import Feed
 from areal_weight_sync.member import Member
+from areal_weight_sync.published import DigestCache, collect_garbage
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
 
 
@@ -97,30 +97,6 @@ class Observer(Protocol):
 
     def failed(self, fault: Fault) -> None:
         """A server was quarantined."""
-
-
-class Feed:
-    """Ids of servers changed since the last read; the empty id stands for the version."""
-
-    def __init__(self) -> None:
-        self._ids: dict[str, None] = {}
-        self._event = asyncio.Event()
-
-    def put(self, server_id: str) -> None:
-        """Marks one as changed."""
-        self._ids[server_id] = None
-        self._event.set()
-
-    async def take(self, timeout: float | None = None) -> list[str]:
-        """Waits for a change; empty when `timeout` seconds passed without one."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._event.wait()
-        except TimeoutError:
-            return []
-        self._event.clear()
-        ids, self._ids = list(self._ids), {}
-        return ids
 
 
 class Coordinator:

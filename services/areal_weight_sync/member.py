@@ -23,10 +23,11 @@ from typing import Protocol, cast
 from areal.errors import InvalidInput
 from areal.observability.logging import get_logger
 from areal.servers import ServerState
-from areal.weights import DigestCache, PolicyVersion
+from areal.weights import PolicyVersion
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
+from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import (
     DRAINING,
     JOINING,

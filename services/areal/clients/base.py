@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from tenacity import (
     AsyncRetrying,
     retry_if_exception_type,
@@ -19,6 +20,8 @@ from areal import errors
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
+# A call that may wait max_wait on the server is given this much longer to come back.
+LONG_POLL_MARGIN_S = 15.0
 _MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 _ERROR_KEY = "areal-error"
 
@@ -64,6 +67,13 @@ def from_rpc_error(
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.CapacityExceeded(text)
     return errors.ArealError(f"{text} ({code.name})")
+
+
+def to_duration(seconds: float) -> Duration:
+    """Whole milliseconds; a negative time is none at all."""
+    duration = Duration()
+    duration.FromMilliseconds(max(0, int(seconds * 1000)))
+    return duration
 
 
 class Client:

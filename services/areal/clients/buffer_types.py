@@ -7,7 +7,14 @@ from enum import StrEnum
 
 from areal.types import Task, TaskState, TrajectoryGroup
 from areal.v1 import trajectory_pb2
-from areal.wire import STATE_FROM_PB, group_from_pb, task_from_pb
+from areal.wire import (
+    STATE_FROM_PB,
+    STATE_TO_PB,
+    group_from_pb,
+    group_to_pb,
+    task_from_pb,
+    task_to_pb,
+)
 
 
 class ReturnCause(StrEnum):
@@ -127,3 +134,21 @@ def record_from_pb(message: trajectory_pb2.TaskRecord) -> TaskRecord:
         group=group_from_pb(message.group) if message.HasField("group") else None,
         step=message.step,
     )
+
+
+def record_to_pb(record: TaskRecord) -> trajectory_pb2.TaskRecord:
+    """Encodes a record; the inverse of `record_from_pb`."""
+    message = trajectory_pb2.TaskRecord(
+        task=task_to_pb(record.task),
+        state=STATE_TO_PB[record.state],
+        reason=record.reason,
+        attempts=record.attempts,
+        infrastructure_attempts=record.infrastructure_attempts,
+        step=record.step,
+    )
+    message.submit_time.FromMicroseconds(round(record.submit_time * 1e6))
+    if record.end_time is not None:
+        message.end_time.FromMicroseconds(round(record.end_time * 1e6))
+    if record.group is not None:
+        message.group.CopyFrom(group_to_pb(record.group))
+    return message

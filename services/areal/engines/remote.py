@@ -317,7 +317,7 @@ class RemoteSGLangEngine:
             f"results of evaluation {name!r}",
             timeout=RETRY_S,
         )
-        rewards = [
+        rewards: list[float] = [
             t.reward
             for record in records
             for t in (record.group.trajectories if record.group else ())

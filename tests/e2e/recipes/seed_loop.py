@@ -33,6 +33,8 @@ def prepare_model(config):
         make_tiny_model(config.model.path, seed=config.seed)
 
 
+# The loop below stays word for word, with what a linter has against it.
+# ruff: noqa: B007, F841, RUF003
 # fmt: off
 def main(args):
     config, _ = load_expr_config(args, GRPOConfig)

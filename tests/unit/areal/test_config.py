@@ -38,7 +38,7 @@ def test_build_config_when_file_and_override_then_override_wins(tmp_path):
         ("allocation_mode=d2", ["allocation_mode", "d2", "expected"]),
         ("allocation_mode=sglang:d2+fsdp:d1t2", ["parallelism"]),
         ("weight_sync.interrupt=maybe", ["weight_sync.interrupt", "maybe", "in_place"]),
-        ("rollout.max_head_offpolicyness=-1", ["rollout.max_head_offpolicyness", "-1", "0 or more"]),
+        ("rollout.max_head_offpolicyness=-1", ["max_head_offpolicyness", "-1", "0 or more"]),
         ("actor.eps_clip=7", ["eps_clip", "7"]),
         ("oops", ["override 'oops'", "key=value"]),
     ],

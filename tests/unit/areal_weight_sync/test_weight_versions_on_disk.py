@@ -15,12 +15,10 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
 from areal import weights
 from areal.errors import InvalidInput
 from areal.weights import (
-    DigestCache,
     PolicyVersion,
     WeightTensor,
     build_manifest,
     check_same_tensors,
-    collect_garbage,
     from_json,
     publish_dir,
     read_manifest,
@@ -31,6 +29,7 @@ from areal.weights import (
     write_manifest,
 )
 from areal.wire_policy import version_from_pb, version_to_pb
+from areal_weight_sync.published import DigestCache, collect_garbage
 
 
 def test_manifest_when_built_then_matches_safetensors_and_survives_json_and_proto(tmp_path):

@@ -36,10 +36,9 @@ from areal.engines.fsdp import checkpoint, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
 from areal.engines.fsdp.model import PackedCausalLM
 from areal.engines.fsdp.packed_attention import build_layout
+from areal.engines.fsdp.setup import DTYPES, make_optimizer, resolve_precision, shard
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, WaitTimeout
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def count_loss_tokens(batch: Batch) -> int:
@@ -82,7 +81,7 @@ class FSDPEngine(TrainEngine):
         self._owns_group = join_process_group(self.device, config.distributed_timeout_seconds)
         # Saves run their collectives in a thread: beside, not between, those of training.
         self._checkpoint_group = dist.new_group(backend="gloo")
-        compute, master, flash = self._resolve_precision()
+        compute, master, flash = resolve_precision(config, self.device)
         hf = weights.load_model(
             config.path,
             master,
@@ -98,60 +97,13 @@ class FSDPEngine(TrainEngine):
         model = PackedCausalLM(hf, flash=flash, chunk_elements=config.logits_chunk_elements)
         self._sharded = self.world_size > 1 or compute != master or config.fsdp_at_world_size_1
         if self._sharded:
-            self._shard(model, compute, master)
+            shard(model, self.device, compute, master)
         model.to(self.device)
         self._model = model
         self._total_train_steps = total_train_steps
         if config.optimizer is not None:
-            self.optimizer = self._make_optimizer(model)
+            self.optimizer = make_optimizer(model, config.optimizer)
             checkpoint.make_optimizer_state(self.optimizer)
-
-    def _resolve_precision(self) -> tuple[torch.dtype, torch.dtype, bool]:
-        config = self.config
-        on_gpu = self.device.type == "cuda"
-        name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-        compute = _DTYPES[name]
-        # The larger of the two: master weights are never below the compute precision.
-        master = max(compute, _DTYPES[config.master_dtype], key=lambda dtype: dtype.itemsize)
-        flash = config.attn_impl == "flash_attention_2"
-        if config.attn_impl == "auto" and on_gpu and compute == torch.bfloat16:
-            from transformers.utils import is_flash_attn_2_available
-
-            flash = bool(is_flash_attn_2_available())
-        return compute, master, flash
-
-    def _shard(self, model: PackedCausalLM, compute: torch.dtype, master: torch.dtype) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute if compute != master else None, reduce_dtype=master
-        )
-        layer_classes = set(model.hf._no_split_modules or ())
-        for module in list(model.hf.modules()):
-            if type(module).__name__ in layer_classes:
-                fully_shard(module, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    def _make_optimizer(self, model: PackedCausalLM) -> torch.optim.AdamW:
-        config = self.config.optimizer
-        assert config is not None
-        parameters = list(model.parameters())
-        groups = [
-            {
-                "params": [p for p in parameters if p.ndim >= 2],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
 
     def destroy(self) -> None:  # noqa: D102
         self._wait_for_save()
@@ -340,7 +292,7 @@ class FSDPEngine(TrainEngine):
             full = full.full_tensor() if hasattr(full, "full_tensor") else full
             if self.rank != 0:
                 continue
-            target = _DTYPES[dtype] if dtype and full.is_floating_point() else full.dtype
+            target = DTYPES[dtype] if dtype and full.is_floating_point() else full.dtype
             # A copy, so that the next step does not change what the caller holds.
             yield name, full.to(device="cpu", dtype=target, copy=True)
 

@@ -1,0 +1,175 @@
+"""The trainer's calls of BufferService: register, take a batch, fetch its groups, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import grpc
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
+
+from areal.clients.base import LONG_POLL_MARGIN_S, Client, from_rpc_error, to_duration
+from areal.clients.buffer_types import GroupManifest, Registration, TakeResult, TakeState
+from areal.errors import NotFound, Unavailable
+from areal.types import TrajectoryGroup
+from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import buffer_service_pb2_grpc
+from areal.wire import group_from_pb
+
+
+class TrainerBufferClient(Client):
+    """What only a trainer calls; `BufferClient` adds the rest.
+
+    All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
+    """
+
+    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
+        """Opens a channel to host:port unless one is given."""
+        super().__init__(address, channel)
+        self._stub = buffer_service_pb2_grpc.BufferServiceStub(self._channel)
+
+    async def register_trainer(
+        self,
+        *,
+        resume_step: int,
+        batch_size: int,
+        max_head_offpolicyness: int,
+        max_concurrent_rollouts: int,
+        timeout: float = 30.0,
+        retry_for: float = 60.0,
+    ) -> Registration:
+        """A trainer starts or resumes at a checkpoint's step; fences off the one before.
+
+        Raises:
+            WrongStep: The batches after resume_step were let go, or were never taken.
+        """
+        request = pb.RegisterTrainerRequest(
+            resume_step=resume_step,
+            batch_size=batch_size,
+            max_head_offpolicyness=max_head_offpolicyness,
+            max_concurrent_rollouts=max_concurrent_rollouts,
+        )
+        response = await self._call(
+            self._stub.RegisterTrainer, request, timeout=timeout, retry_for=retry_for
+        )
+        return Registration(
+            response.incarnation, response.last_taken_step, response.last_committed_step
+        )
+
+    async def take_batch(
+        self,
+        incarnation: int,
+        step: int,
+        max_wait_s: float,
+        *,
+        task_ids: Sequence[str] = (),
+        retry_for: float = 30.0,
+    ) -> TakeResult:
+        """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
+
+        Args:
+            incarnation: From register_trainer.
+            step: Finished steps + 1.
+            max_wait_s: The service waits at most 30 s a call.
+            task_ids: Exactly these, once all have ended; empty: the oldest B.
+            retry_for: Seconds to retry Unavailable.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            WrongStep: Not the next step, nor one whose batch is still kept.
+            WorkflowError: Every task of task_ids ended without a group.
+        """
+        request = pb.TakeBatchRequest(
+            incarnation=incarnation, step=step, max_wait=to_duration(max_wait_s), task_ids=task_ids
+        )
+        response = await self._call(
+            self._stub.TakeBatch,
+            request,
+            timeout=max_wait_s + LONG_POLL_MARGIN_S,
+            retry_for=retry_for,
+        )
+        return TakeResult(
+            state=TakeState(pb.TakeState.Name(response.state).removeprefix("TAKE_STATE_").lower()),
+            groups=tuple(
+                GroupManifest(group.task_id, tuple(group.lengths), group.head_version)
+                for group in response.groups
+            ),
+            waiting_for=response.waiting_for,
+            replay=response.replay,
+            queued=response.queued,
+            running=response.running,
+            completed=response.completed,
+        )
+
+    async def fetch_groups(
+        self,
+        incarnation: int,
+        step: int,
+        task_ids: Sequence[str],
+        *,
+        timeout: float = 120.0,
+        retry_for: float = 60.0,
+    ) -> list[TrajectoryGroup]:
+        """The groups of a taken step, in the order asked; arrays are read-only.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            NotFound: An id is not part of that step's batch, or its payload was let go.
+        """
+        groups: dict[str, TrajectoryGroup] = {}
+        since = time.monotonic()
+
+        async def missing() -> None:
+            wanted = [task_id for task_id in task_ids if task_id not in groups]
+            if not wanted:
+                return
+            request = pb.FetchGroupsRequest(incarnation=incarnation, step=step, task_ids=wanted)
+            try:
+                async for response in self._stub.FetchGroups(request, timeout=timeout):
+                    group = group_from_pb(response.group)
+                    groups[group.group_id] = group
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, "FetchGroups", self.address, since) from None
+
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(Unavailable),
+            stop=stop_after_delay(retry_for),
+            wait=wait_exponential_jitter(multiplier=0.1, max=3.0),
+            reraise=True,
+        ):
+            with attempt:
+                await missing()
+        absent = [task_id for task_id in task_ids if task_id not in groups]
+        if absent:
+            raise NotFound(f"step {step}: the ledger sent no group for task {absent[0]!r}")
+        return [groups[task_id] for task_id in task_ids]
+
+    async def commit_step(
+        self,
+        incarnation: int,
+        step: int,
+        oldest_retained_step: int,
+        *,
+        timeout: float = 60.0,
+        retry_for: float = 60.0,
+    ) -> int:
+        """Everything up to `step` is in a checkpoint; returns the last committed step.
+
+        Payloads of steps up to oldest_retained_step (the oldest checkpoint kept) are let go.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            WrongStep: Above the last taken step.
+        """
+        request = pb.CommitStepRequest(
+            incarnation=incarnation, step=step, oldest_retained_step=oldest_retained_step
+        )
+        response = await self._call(
+            self._stub.CommitStep, request, timeout=timeout, retry_for=retry_for
+        )
+        return response.last_committed_step

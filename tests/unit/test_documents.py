@@ -1,0 +1,73 @@
+"""What the documents point at exists, and they say what is true now."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("services/**/README.md"),
+    ]
+)
+_SYMBOL = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
+
+
+def has_symbol(file: Path, dotted: str) -> bool:
+    """Whether a module defines `Class.method`, a function or a name."""
+    body: list[ast.stmt] = ast.parse(file.read_text()).body
+    for part in dotted.split("."):
+        found = [node for node in body if part in _names(node)]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign):
+        return [node.target.id] if isinstance(node.target, ast.Name) else []
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def test_house_tour_when_followed_then_eight_stops_of_symbols_that_exist() -> None:
+    text = (ROOT / "docs" / "house-tour.md").read_text()
+    assert len(re.findall(r"^## \d\.", text, re.MULTILINE)) == 8
+    assert len(_SYMBOL.findall(text)) >= 20
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_document_when_it_names_a_symbol_or_file_then_it_exists(document: Path) -> None:
+    text = document.read_text()
+    gone = [
+        f"{name}::{symbol}"
+        for name, symbol in _SYMBOL.findall(text)
+        if not (ROOT / name).is_file() or not has_symbol(ROOT / name, symbol)
+    ]
+    gone += [
+        link
+        for link in _LINK.findall(text)
+        if "://" not in link and not link.startswith("mailto:")
+        if not (document.parent / link).exists()
+    ]
+    assert gone == []
+
+
+def test_symbol_when_missing_then_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "m.py"
+    file.write_text("X: int = 1\nclass A:\n    async def run(self): ...\n")
+    assert has_symbol(file, "A.run")
+    assert has_symbol(file, "X")
+    assert not has_symbol(file, "A.walk")
+    assert not has_symbol(file, "run")
