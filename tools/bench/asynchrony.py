@@ -26,9 +26,10 @@ from typing import Any
 
 import aiohttp
 
-ROOT = Path(__file__).resolve().parents[2]
 from areal.clients.trainer import TrainerClient
 from areal.errors import ArealError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 POLL_S = 0.05
 WARM_UP_STEPS = 10
@@ -48,7 +49,7 @@ class Outcome:
 async def watch_sampling(run_dir: Path, ended: asyncio.Event) -> float:
     """The share of training time in which tokens were sampled."""
     stack = run_dir / "stack.json"
-    while not (stack.exists() and json.loads(stack.read_text())["state"] == "running"):
+    while not (stack.exists() and json.loads(stack.read_text())["state"] == "ready"):
         if ended.is_set():
             return float("nan")
         await asyncio.sleep(POLL_S)
