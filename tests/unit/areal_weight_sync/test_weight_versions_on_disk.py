@@ -29,6 +29,7 @@ from areal.weights import (
     write_manifest,
 )
 from areal.wire_policy import version_from_pb, version_to_pb
+from areal_weight_sync import published
 from areal_weight_sync.published import DigestCache, collect_garbage
 
 
@@ -120,7 +121,7 @@ def test_verify_when_a_file_is_hashed_once_then_again_only_after_it_changed(tmp_
     version = publish_folder(tmp_path, 1)
     hashed = []
     real = weights.file_digest
-    monkeypatch.setattr(weights, "file_digest", lambda f: hashed.append(f.name) or real(f))
+    monkeypatch.setattr(published, "file_digest", lambda f: hashed.append(f.name) or real(f))
     cache = DigestCache()
     for _ in range(3):
         cache.verify(version)
