@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Histogram
 
 from areal import errors
@@ -29,6 +32,40 @@ STATUS_OF: dict[type[errors.ArealError], grpc.StatusCode] = {
 }
 
 
+# gRPC percent-encodes the message into a header, three characters for one byte at worst, and gives
+# up on headers above 8 KiB.
+_MAX_MESSAGE_BYTES = 2000
+
+
+class _NotAMessage:
+    """Stands for a request whose bytes could not be decoded."""
+
+
+def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Garbage must reach the interceptor: gRPC itself would answer UNKNOWN and log a traceback."""
+    if decode is None:
+        return None
+
+    def decode_or_mark(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return _NotAMessage()
+
+    return decode_or_mark
+
+
+def _checked(request: Any, method: str) -> Any:
+    if isinstance(request, _NotAMessage):
+        raise errors.InvalidInput(f"request: not a message of {method}")
+    return request
+
+
+async def _all_checked(requests: AsyncIterator[Any], method: str) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request, method)
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Times calls, maps `ArealError` to its status, turns anything else into INTERNAL."""
 
@@ -47,48 +84,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wraps the handler of one method."""
+        """Wraps the handler of one method, health and reflection included."""
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if handler is None or not method.startswith("/areal."):
-            return handler
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                self._unary(handler.unary_unary, method),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                self._stream(handler.unary_stream, method),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
+        if handler is None:
+            return None
+        for kind in ("unary_unary", "unary_stream", "stream_stream"):
+            call = getattr(handler, kind)
+            if call:
+                return getattr(grpc, f"{kind}_rpc_method_handler")(
+                    self._wrapped(call, method.lstrip("/"), streamed_in=kind == "stream_stream"),
+                    _decoder(handler.request_deserializer),
+                    handler.response_serializer,
+                )
         return handler
 
-    def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
+    def _wrapped(
+        self, call: Callable[..., Any], method: str, *, streamed_in: bool
+    ) -> Callable[..., Awaitable[Any]]:
         async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             start = time.perf_counter()
             code = grpc.StatusCode.OK
+            check = _all_checked if streamed_in else _checked
             try:
-                return await call(request, context)
-            except Exception as error:
-                code, message = self._translate(error, method, context)
-                await context.abort(code, message)
-            finally:
-                self._observe(method, code, start)
-
-        return wrapped
-
-    def _stream(self, call: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., Any]:
-        async def wrapped(
-            request: Any, context: grpc.aio.ServicerContext[Any, Any]
-        ) -> AsyncIterator[Any]:
-            start = time.perf_counter()
-            code = grpc.StatusCode.OK
-            try:
-                async for response in call(request, context):
-                    yield response
+                answer = call(check(request, method), context)
+                if not inspect.isasyncgen(answer):
+                    return await answer
+                async with aclosing(answer):
+                    async for response in answer:
+                        await context.write(response)
+            except grpc.aio.AbortError:
+                code = context.code()
+                raise
             except Exception as error:
                 code, message = self._translate(error, method, context)
                 await context.abort(code, message)
@@ -105,10 +132,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tuple[grpc.StatusCode, str]:
         """Status and message for the client; one log line."""
+        message = str(error).encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
         if isinstance(error, errors.ArealError):
             code = STATUS_OF.get(type(error), grpc.StatusCode.UNKNOWN)
             context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
-            self._log.info("rpc_refused", method=method, code=code.name, error=str(error))
-            return code, str(error)[:4000]
+            self._log.info("rpc_refused", method=method, code=code.name, error=message)
+            return code, message
         self._log.error("rpc_failed", method=method, exc_info=error)
-        return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:4000]
+        return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {message}"
