@@ -18,7 +18,7 @@ from areal.errors import InvalidInput, NotFound, WaitTimeout
 from areal.launchers.log_tail import LogTail, humanize
 from areal.launchers.processes import last_lines
 from areal.launchers.run_folder import RunFolder, find_run
-from areal.launchers.tags import end_tagged
+from areal.launchers.tags import end_tagged, leaders_of
 from areal.observability.poller import Snapshot, StackPoller
 from areal.types import TaskState
 
@@ -130,7 +130,7 @@ def stop_stack(run: Path | None) -> int:
     stack = folder.read_stack()
     pid = int(stack["launcher"]["pid"])
     if not folder.held():
-        leftovers = end_tagged(stack["stack_id"])
+        leftovers = end_tagged(stack["stack_id"], leaders=leaders_of(stack))
         ended = f"; ended {leftovers} leftover processes" if leftovers else ""
         print(f"{folder.path}: not running{ended}")  # noqa: T201
         return 0
@@ -139,7 +139,7 @@ def stop_stack(run: Path | None) -> int:
     if not _wait_released(folder, STOP_TIMEOUT_S):
         print(f"launcher {pid} does not end: killing the stack")  # noqa: T201
         _signal(pid, signal.SIGKILL)
-        end_tagged(stack["stack_id"])
+        end_tagged(stack["stack_id"], leaders=leaders_of(stack))
         if not _wait_released(folder, KILL_TIMEOUT_S):
             raise WaitTimeout(f"the end of {folder.path}", on=f"launcher {pid}", since=since)
     print(f"{folder.path}: stopped in {time.monotonic() - since:.1f} s")  # noqa: T201

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from areal.launchers.processes import python_environment
-from areal.launchers.tags import end_tagged, find_tagged
+from areal.launchers.tags import end_tagged, find_tagged, leaders_of
 
 READY_S = 90.0
 
@@ -103,12 +103,12 @@ class RunningStack:
         return file.read_text() if file.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        return find_tagged(self.content["stack_id"])
+        return find_tagged(self.content["stack_id"], leaders=leaders_of(self.content))
 
     def assert_gone(self, timeout: float = 20.0) -> None:
         """No process of it lives, and its guard has let the run go."""
         stack = self.content
-        eventually(lambda: not find_tagged(stack["stack_id"]), "all processes are gone", timeout)
+        eventually(lambda: not self.processes(), "all processes are gone", timeout)
         guard = stack["guard"]["pid"]
         eventually(lambda: not lives(guard, "areal.launchers.guard"), "the guard is gone", timeout)
 
@@ -118,4 +118,4 @@ class RunningStack:
             launcher = stack["launcher"]["pid"]
             if lives(launcher, "areal.cli"):
                 psutil.Process(launcher).kill()
-            end_tagged(stack["stack_id"])
+            end_tagged(stack["stack_id"], leaders=leaders_of(stack))

@@ -20,17 +20,22 @@ DEFAULT_GRACE_S = 8.0
 
 
 def main(argv: list[str]) -> int:
-    """Waits for EOF on stdin, then ends the stack `argv[0]` within `argv[1]` seconds."""
+    """Waits for EOF on stdin, then ends the stack of a stack.json within `argv[1]` seconds."""
     # The terminal's and the launcher's signals are not for us: only the end of the pipe is.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    stack_id = argv[0]
+    stack_file = argv[0]
     grace_s = float(argv[1]) if len(argv) > 1 else DEFAULT_GRACE_S
     while os.read(0, 4096):
         pass
-    from areal.launchers.tags import end_tagged  # psutil only now: until here a few MB suffice
+    # psutil only now: until here a few MB suffice.
+    import json
+    from pathlib import Path
 
-    end_tagged(stack_id, grace_s=grace_s)
+    from areal.launchers.tags import end_tagged, leaders_of
+
+    stack = json.loads(Path(stack_file).read_text())
+    end_tagged(stack["stack_id"], grace_s=grace_s, leaders=leaders_of(stack))
     return 0
 
 

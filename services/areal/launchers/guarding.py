@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from areal.launchers.processes import child_environment
 from areal.launchers.supervisor import Report
@@ -13,9 +14,10 @@ from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE
 class Guard:
     """A guard process whose stdin is held open for as long as this process lives."""
 
-    def __init__(self, stack_id: str, lock: int, report: Report) -> None:
+    def __init__(self, stack_id: str, stack_file: Path, lock: int, report: Report) -> None:
         """`lock`: the run's lock, which the guard keeps until it has cleaned up."""
         self._stack_id = stack_id
+        self._stack_file = stack_file
         self._lock = lock
         self._report = report
         self._process: asyncio.subprocess.Process | None = None
@@ -41,7 +43,7 @@ class Guard:
         for variable in (STACK_VARIABLE, PROCESS_VARIABLE):
             del environment[variable]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal.launchers.guard", self._stack_id),
+            *(sys.executable, "-m", "areal.launchers.guard", str(self._stack_file.resolve())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,

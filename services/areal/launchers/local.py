@@ -99,7 +99,10 @@ class LocalStack:
             )
             self.config = self.plan.config
             self._save_config()
-            self._guard = Guard(self.stack_id, self._lock, self.events.report)
+            self._write_stack()  # the guard reads it
+            self._guard = Guard(
+                self.stack_id, self.folder.stack_file, self._lock, self.events.report
+            )
             await self._guard.start()
         except BaseException:
             os.close(self._lock)
@@ -290,6 +293,7 @@ class LocalStack:
                 "processes": {
                     name: {
                         "pid": process.pid,
+                        "spawned": process.spawned,
                         "state": process.state.value,
                         "address": process.spec.address,
                         "metrics": process.spec.metrics,

@@ -74,6 +74,7 @@ def redis_spec(folder: RunFolder, port: int) -> ProcessSpec:
         "appendfsync": "everysec",
         "save": "",
         "daemonize": "no",
+        "set-proc-title": "no",  # a title is written over the environment, by which it is found
     }
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
     return ProcessSpec(

@@ -83,6 +83,8 @@ class Supervised:
         self.spec = spec
         self.state = ProcessState.STOPPED
         self.pid = 0
+        self.spawned = 0.0
+        """Unix seconds at which `pid` was started."""
         self.restarts = 0
         self.since = time.time()
         self._stack_id = stack_id
@@ -167,7 +169,9 @@ class Supervised:
         except OSError as error:
             self._give_up(f"cannot be started: {error}")
             return None
-        self.pid = child.pid
+        self.pid, self.spawned = child.pid, time.time()
+        # Known to the guard before it can have hidden its environment behind a title.
+        self._report("state", self.spec.name, "spawned")
         exited = asyncio.ensure_future(child.wait())
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:

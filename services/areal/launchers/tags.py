@@ -2,7 +2,8 @@
 
 Each child of a stack carries `AREAL_STACK` (and `AREAL_PROCESS`, its name) in its environment, and
 so do its own children: torchrun puts its workers into sessions of their own, which a process group
-would miss. Only a process that clears its environment escapes; its descent is followed as well.
+would miss. A program that writes its title over its environment (Redis and SGLang do) cannot be
+read; it is found by its session, whose leader `stack.json` names, and by its descent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 
@@ -17,12 +20,28 @@ STACK_VARIABLE = "AREAL_STACK"
 PROCESS_VARIABLE = "AREAL_PROCESS"
 
 
-def find_tagged(stack_id: str, process: str = "") -> list[psutil.Process]:
+# Between what we note as a process's start and what the kernel says.
+_START_TOLERANCE_S = 5.0
+
+Leaders = Mapping[int, float]
+"""Session leaders of a stack: pid -> when it was started, in Unix seconds."""
+
+
+def leaders_of(stack: Mapping[str, Any]) -> dict[int, float]:
+    """The session leaders that a `stack.json` names."""
+    entries = stack.get("processes", {}).values()
+    return {int(e["pid"]): float(e.get("spawned", 0.0)) for e in entries if e.get("pid")}
+
+
+def find_tagged(
+    stack_id: str, process: str = "", leaders: Leaders | None = None
+) -> list[psutil.Process]:
     """Living processes of a stack (of one named process of it) and all their descendants.
 
     Args:
         stack_id: The value of `AREAL_STACK`.
         process: The value of `AREAL_PROCESS`; empty: any.
+        leaders: Everything in their sessions belongs to it too.
     """
     tagged: set[int] = set()
     parents: dict[int, int] = {}
@@ -33,6 +52,8 @@ def find_tagged(stack_id: str, process: str = "") -> list[psutil.Process]:
                 continue
             found[candidate.pid] = candidate
             parents[candidate.pid] = candidate.ppid()
+            if _in_session(candidate, leaders or {}):
+                tagged.add(candidate.pid)
             environment = candidate.environ()
         except (psutil.Error, OSError):
             continue  # gone meanwhile, or another user's
@@ -48,19 +69,35 @@ def find_tagged(stack_id: str, process: str = "") -> list[psutil.Process]:
     return [found[pid] for pid in sorted(tagged)]
 
 
-def end_tagged(stack_id: str, process: str = "", *, grace_s: float = 0.0) -> int:
+def _in_session(candidate: psutil.Process, leaders: Leaders) -> bool:
+    """Whether its session is that of a leader.
+
+    A session's number is not given away while a member lives. Once all are gone another process
+    may get it: then its start differs.
+    """
+    session = os.getsid(candidate.pid)
+    if session not in leaders:
+        return False
+    if candidate.pid != session:
+        return True
+    return abs(candidate.create_time() - leaders[session]) < _START_TOLERANCE_S
+
+
+def end_tagged(
+    stack_id: str, process: str = "", *, grace_s: float = 0.0, leaders: Leaders | None = None
+) -> int:
     """Ends what `find_tagged` finds: SIGTERM, then SIGKILL after `grace_s`; blocks meanwhile.
 
     Returns:
         How many processes were found alive at first.
     """
-    first = find_tagged(stack_id, process)
+    first = find_tagged(stack_id, process, leaders)
     deadline = time.monotonic() + grace_s
     if grace_s > 0:
         _signal(first, signal.SIGTERM)
         _wait_gone(first, grace_s)
     # New ones may be born while we look: look again until nobody is left, within bounds.
-    while remaining := find_tagged(stack_id, process):
+    while remaining := find_tagged(stack_id, process, leaders):
         _signal(remaining, signal.SIGKILL)
         _wait_gone(remaining, 1.0)
         if time.monotonic() > deadline + 10.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -29,11 +30,32 @@ def spawn(stack_id: str, code: str, name: str = "service") -> subprocess.Popen[b
     )
 
 
-def spawn_guard(stack_id: str, grace_s: float, **options: object) -> subprocess.Popen[bytes]:
+HIDE_ENVIRONMENT = """
+import ctypes, time
+fields = open("/proc/self/stat").read().rsplit(")", 1)[1].split()
+start, end = int(fields[47]), int(fields[48])  # env_start, env_end
+ctypes.memset(start, 0, end - start)
+print("hidden", flush=True)
+time.sleep(60)
+"""
+
+
+def write_stack(file: Path, stack_id: str, *children: subprocess.Popen[bytes]) -> Path:
+    processes = {
+        f"p{child.pid}": {"pid": child.pid, "spawned": psutil.Process(child.pid).create_time()}
+        for child in children
+    }
+    file.write_text(json.dumps({"stack_id": stack_id, "processes": processes}))
+    return file
+
+
+def spawn_guard(
+    stack_id: str, stack_file: Path, grace_s: float, **options: object
+) -> subprocess.Popen[bytes]:
     environment = child_environment(stack_id, "guard", {})
     del environment["AREAL_STACK"]
     return subprocess.Popen(
-        [sys.executable, "-m", "areal.launchers.guard", stack_id, str(grace_s)],
+        [sys.executable, "-m", "areal.launchers.guard", str(stack_file), str(grace_s)],
         stdin=subprocess.PIPE,
         env=environment,
         start_new_session=True,
@@ -59,7 +81,7 @@ def test_guard_when_pipe_closes_then_ends_children_and_grandchildren(tmp_path: P
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     children = [spawn(stack_id, nested), spawn(stack_id, stubborn, "other")]
     grandchild = psutil.Process(int(wait_for(note)))
-    guard = spawn_guard(stack_id, 0.3)
+    guard = spawn_guard(stack_id, write_stack(tmp_path / "stack.json", stack_id), 0.3)
     assert guard.poll() is None
     assert len(find_tagged(stack_id)) == 3
     guard.stdin.close()  # type: ignore[union-attr]
@@ -68,10 +90,39 @@ def test_guard_when_pipe_closes_then_ends_children_and_grandchildren(tmp_path: P
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
-def test_guard_when_signalled_then_keeps_guarding() -> None:
+def test_guard_when_a_child_wrote_over_its_environment_then_ends_it_too(tmp_path: Path) -> None:
+    stack_id = f"test/{uuid.uuid4().hex}"
+    child = subprocess.Popen(
+        [sys.executable, "-c", HIDE_ENVIRONMENT],
+        env=child_environment(stack_id, "titled", {}),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"hidden\n"
+    child.stdout.close()
+    assert find_tagged(stack_id) == []
+    guard = spawn_guard(stack_id, write_stack(tmp_path / "stack.json", stack_id, child), 0.0)
+    guard.stdin.close()  # type: ignore[union-attr]
+    assert guard.wait(20.0) == 0
+    assert child.wait(5.0) == -signal.SIGKILL
+
+
+def test_find_tagged_when_a_leaders_pid_was_given_to_another_then_spared() -> None:
+    child = spawn(f"test/{uuid.uuid4().hex}", SLEEP)
+    try:
+        started = psutil.Process(child.pid).create_time()
+        assert [p.pid for p in find_tagged("x", leaders={child.pid: started})] == [child.pid]
+        assert find_tagged("x", leaders={child.pid: started - 3600}) == []
+    finally:
+        child.kill()
+        child.wait(5.0)
+
+
+def test_guard_when_signalled_then_keeps_guarding(tmp_path: Path) -> None:
     stack_id = f"test/{uuid.uuid4().hex}"
     child = spawn(stack_id, SLEEP)
-    guard = spawn_guard(stack_id, 0.0)
+    guard = spawn_guard(stack_id, write_stack(tmp_path / "stack.json", stack_id), 0.0)
     # Until its handlers are set a signal would end it: the launcher has no reason to send any.
     deadline = time.monotonic() + 10.0
     while Path(f"/proc/{guard.pid}/wchan").exists() and time.monotonic() < deadline:
@@ -117,7 +168,8 @@ def test_lock_when_a_guard_still_cleans_up_then_waits_for_it(tmp_path: Path) -> 
     stack_id = f"test/{uuid.uuid4().hex}"
     descriptor = folder.lock()
     child = spawn(stack_id, SLEEP)
-    guard = spawn_guard(stack_id, 0.0, pass_fds=(descriptor,))
+    stack_file = write_stack(tmp_path / "stack.json", stack_id)
+    guard = spawn_guard(stack_id, stack_file, 0.0, pass_fds=(descriptor,))
     os.close(descriptor)
     folder.lock_file.write_text("999999999\n")  # the launcher is dead
     guard.stdin.close()  # type: ignore[union-attr]
