@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from areal.clients.stores import connect_redis
+from areal.observability.waits import Waits
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.wire import group_to_pb, task_to_pb
 from areal_buffer.config import LedgerConfig
@@ -170,7 +171,7 @@ async def open_book(url: str, **changes: object) -> AsyncIterator[Book]:
     config = ledger_config(url, **changes)
     client = connect_redis(url)
     try:
-        store = RedisStore(client, config)
+        store = RedisStore(client, config, Waits())
         yield Book(store, client, store.wake_channel.removesuffix("wake"))
     finally:
         await client.aclose()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from areal.launchers.processes import last_lines
 from areal.launchers.run_folder import RunFolder, find_run
 from areal.launchers.tags import end_tagged, leaders_of
 from areal.observability.poller import Snapshot, StackPoller
+from areal.observability.watchdog import ask_waits
 from areal.types import TaskState
 
 STOP_TIMEOUT_S = 90.0
@@ -32,10 +34,16 @@ def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
 
     async def ask() -> Snapshot:
         config = load_service_config(folder.config_file)
-        with_trainer = "trainer" in folder.read_stack().get("processes", {})
-        poller = StackPoller(config.endpoints, with_trainer=with_trainer)
+        processes = folder.read_stack().get("processes", {})
+        poller = StackPoller(config.endpoints, with_trainer="trainer" in processes)
+        addresses = {name: entry["metrics"] for name, entry in processes.items()}
         try:
-            return await poller.refresh(timeout)
+            snapshot, (waits, silent) = await asyncio.gather(
+                poller.refresh(timeout), ask_waits(addresses, timeout)
+            )
+            snapshot.waits = waits
+            snapshot.problems = {**silent, **snapshot.problems}
+            return snapshot
         finally:
             await poller.close()
 
@@ -88,6 +96,7 @@ def _as_json(snapshot: Snapshot) -> dict[str, Any]:
             }
             for server in snapshot.servers
         ],
+        "waits": {name: [asdict(wait) for wait in waits] for name, waits in snapshot.waits.items()},
         "problems": snapshot.problems,
     }
 
@@ -109,6 +118,9 @@ def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) 
     for server in snapshot.servers:
         cause = f" ({server.cause})" if server.cause else ""
         console.print(f"server     {server.url} {server.state} at version {server.version}{cause}")
+    waiting = {name: waits[0] for name, waits in snapshot.waits.items() if waits}
+    for name, wait in sorted(waiting.items(), key=lambda each: -each[1].seconds):
+        console.print(f"waits      {name}: {wait}", soft_wrap=True, markup=False)
     for service, problem in snapshot.problems.items():
         console.print(f"[yellow]{service}[/]: {problem}", soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")

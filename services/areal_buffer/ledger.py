@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from areal.observability.waits import Waits
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, StoredLease, Take
 from areal_buffer.wakes import Kind, Wakes
@@ -39,6 +40,13 @@ MAX_WAIT_S = 30.0
 _FALLBACK_S = 1.0
 # Between two looks of one call, so that a stream of wake-ups does not become a stream of scripts.
 _COALESCE_S = 0.005
+
+# Kind of wait and whom it is on, for the watchdog.
+_WAITS_FOR = {
+    Kind.LEASE: ("lease", "queue and admission"),
+    Kind.TAKE: ("batch", "rollout workers"),
+    Kind.ENDED: ("end", "rollout workers"),
+}
 
 T = TypeVar("T")
 
@@ -64,11 +72,11 @@ class Store(Protocol):
 class Ledger:
     """Waits on top of the store."""
 
-    def __init__(self, store: Store, wakes: Wakes, memory: MemoryGauge) -> None:
+    def __init__(self, store: Store, wakes: Wakes, memory: MemoryGauge, waits: Waits) -> None:
         self._store = store
         self._wakes = wakes
         self._memory = memory
-        self._waiting_since: dict[object, tuple[str, float]] = {}
+        self._waits = waits
 
     async def lease_tasks(
         self, worker_id: str, max_tasks: int, max_wait_s: float
@@ -79,7 +87,7 @@ class Ledger:
             lambda: self._store.lease(worker_id, max_tasks),
             lambda found: bool(found[0]),
             max_wait_s,
-            f"tasks for worker {worker_id}",
+            f"worker {worker_id}",
         )
 
     async def take_batch(
@@ -93,7 +101,7 @@ class Ledger:
             ),
             lambda take: take.state != "waiting",
             max_wait_s,
-            f"batch of step {step}",
+            f"step {step}",
         )
 
     async def wait_tasks(self, task_ids: Sequence[str], max_wait_s: float) -> list[str]:
@@ -103,7 +111,7 @@ class Ledger:
             lambda: self._store.ended(task_ids),
             bool,
             max_wait_s,
-            f"end of one of {len(task_ids)} tasks",
+            f"one of {len(task_ids)} tasks",
         )
 
     async def complete_task(self, token: int, group: FinishedGroup) -> bool:
@@ -112,27 +120,18 @@ class Ledger:
         self._memory.add(len(group.payload))
         return recorded
 
-    def oldest_wait(self) -> tuple[str, float]:
-        """What the longest-waiting call waits for, and for how many seconds."""
-        if not self._waiting_since:
-            return "", 0.0
-        what, since = min(self._waiting_since.values(), key=lambda each: each[1])
-        return what, asyncio.get_running_loop().time() - since
-
     async def _until(
         self,
         kind: Kind,
         look: Callable[[], Awaitable[T]],
         found: Callable[[T], bool],
         max_wait_s: float,
-        what: str,
+        detail: str,
     ) -> T:
         loop = asyncio.get_running_loop()
         start = loop.time()
         deadline = start + min(max(max_wait_s, 0.0), MAX_WAIT_S)
-        ticket = object()
-        self._waiting_since[ticket] = (what, start)
-        try:
+        with self._waits.on(*_WAITS_FOR[kind], detail):
             while True:
                 changed = self._wakes.next(kind)
                 result = await look()
@@ -142,5 +141,3 @@ class Ledger:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), min(left, _FALLBACK_S))
                 await asyncio.sleep(min(left, _COALESCE_S))
-        finally:
-            del self._waiting_since[ticket]

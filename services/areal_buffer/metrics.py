@@ -27,7 +27,6 @@ class BufferMetrics:
         self._regenerated = gauge("regenerated_groups", "Groups generated again: too stale.")
         self._memory = gauge("redis_memory_bytes", "Memory that Redis uses.")
         self._queue_age = gauge("oldest_queued_seconds", "Age of the oldest queued task.")
-        self._wait_age = gauge("oldest_wait_seconds", "Age of the longest waiting call here.")
         self._groups = counter("completed_groups", "Groups completed through this process.")
         self._bytes = counter("completed_bytes", "Bytes of those groups.")
         self._tokens = counter("generated_tokens", "Tokens sampled in those groups.")
@@ -63,7 +62,7 @@ class BufferMetrics:
         self._expired.inc(swept.requeued)
         self._extended.inc(swept.extended)
 
-    def sampled(self, stats: Stats, memory_bytes: int, now_ms: int, oldest_wait_s: float) -> None:
+    def sampled(self, stats: Stats, memory_bytes: int, queue_age_s: float) -> None:
         """The ledger's gauges, once a second."""
         for state, tasks in stats.counts.items():
             self._tasks.labels(state.value).set(tasks)
@@ -74,6 +73,4 @@ class BufferMetrics:
         self._headroom.set(stats.admission_headroom)
         self._regenerated.set(stats.regenerated)
         self._memory.set(memory_bytes)
-        age_ms = now_ms - stats.oldest_queued_ms if stats.oldest_queued_ms else 0
-        self._queue_age.set(max(0, age_ms) / 1000)
-        self._wait_age.set(oldest_wait_s)
+        self._queue_age.set(queue_age_s)

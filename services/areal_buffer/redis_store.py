@@ -19,6 +19,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from areal import errors
 from areal.clients.stores import redis_prefix
+from areal.observability.waits import Waits
 from areal.types import Purpose, TaskState
 from areal_buffer.config import LedgerConfig
 from areal_buffer.records import (
@@ -81,8 +82,9 @@ class RedisStore:
     Raises, all methods: Unavailable while Redis is away, CapacityExceeded when it is out of memory.
     """
 
-    def __init__(self, client: redis.Redis, config: LedgerConfig) -> None:
+    def __init__(self, client: redis.Redis, config: LedgerConfig, waits: Waits) -> None:
         self._redis = client
+        self._waits = waits
         self._config = config
         self._prefix = redis_prefix(config.namespace)
         self._scripts = load_scripts(config)
@@ -91,10 +93,11 @@ class RedisStore:
     async def _run(self, name: str, *args: str | int | bytes) -> Any:
         script = self._scripts[name]
         try:
-            try:
-                return await self._redis.evalsha(script.sha, 1, self._prefix, *args)
-            except NoScriptError:
-                return await self._redis.eval(script.text, 1, self._prefix, *args)
+            with self._waits.on("answer", "redis", name):
+                try:
+                    return await self._redis.evalsha(script.sha, 1, self._prefix, *args)
+                except NoScriptError:
+                    return await self._redis.eval(script.text, 1, self._prefix, *args)
         except RedisError as error:
             raise self._translate(error) from None
 

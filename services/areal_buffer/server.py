@@ -30,12 +30,11 @@ class BufferService(Service):
         self._redis = connect_redis(config.redis_url)
         wakes, memory = Wakes(), MemoryGauge(config.max_memory_bytes)
         metrics = BufferMetrics(context.registry)
-        store = RedisStore(self._redis, config)
-        ledger = Ledger(store, wakes, memory)
+        store = RedisStore(self._redis, config, context.waits)
+        ledger = Ledger(store, wakes, memory, context.waits)
         self._servicer = BufferServicer(ledger, store, memory, metrics, config)
-        self._sweeper = Sweeper(
-            store, ledger, wakes, memory, metrics, config.sweep_interval_ms / 1000
-        )
+        self._sweeper = Sweeper(store, wakes, memory, metrics, config.sweep_interval_ms / 1000)
+        context.waits.watch(self._sweeper.waits)
 
     def registrations(self) -> Sequence[Registration]:
         """BufferService."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from areal.errors import ArealError
 from areal.observability.logging import get_logger
-from areal_buffer.ledger import Ledger
+from areal.observability.waits import Wait
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
 from areal_buffer.redis_store import RedisStore
@@ -36,18 +37,17 @@ class Sweeper:
     def __init__(
         self,
         store: RedisStore,
-        ledger: Ledger,
         wakes: Wakes,
         memory: MemoryGauge,
         metrics: BufferMetrics,
         interval_s: float,
     ) -> None:
         self._store = store
-        self._ledger = ledger
         self._wakes = wakes
         self._memory = memory
         self._metrics = metrics
         self._interval_s = interval_s
+        self._oldest_queued: tuple[float, str] | None = None
         self._log = get_logger("areal_buffer.sweeper")
 
     async def sweep_forever(self) -> None:
@@ -85,9 +85,19 @@ class Sweeper:
         """Reads memory and counters once; raises Unavailable."""
         self._memory.sample(await self._store.used_memory())
         stats = await self._store.stats()
-        _, oldest_wait_s = self._ledger.oldest_wait()
-        now_ms = int(time.time() * 1000)
-        self._metrics.sampled(stats, self._memory.used_bytes, now_ms, oldest_wait_s)
+        age_s = 0.0
+        self._oldest_queued = None
+        if stats.oldest_queued_ms:
+            age_s = max(0.0, time.time() - stats.oldest_queued_ms / 1000)
+            room = "a rollout worker" if stats.admission_headroom > 0 else "admission: the trainer"
+            self._oldest_queued = (time.monotonic() - age_s, room)
+        self._metrics.sampled(stats, self._memory.used_bytes, age_s)
+
+    def waits(self) -> Iterator[Wait]:
+        """The oldest queued task, for the watchdog."""
+        if self._oldest_queued is not None:
+            since, whom = self._oldest_queued
+            yield Wait("queued_task", whom, time.monotonic() - since)
 
     async def listen_forever(self, client: redis.Redis) -> None:
         """Turns published wake-ups into events."""

@@ -24,6 +24,7 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
+from areal.observability.waits import Waits
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 from areal_gateway.metrics import GatewayMetrics
@@ -53,7 +54,11 @@ class Json(Response):
 
 
 def build_app(
-    hub: StatusHub, rollout: RolloutClient | None, metrics: GatewayMetrics, config: GatewayConfig
+    hub: StatusHub,
+    rollout: RolloutClient | None,
+    metrics: GatewayMetrics,
+    waits: Waits,
+    config: GatewayConfig,
 ) -> FastAPI:
     """Makes the application.
 
@@ -61,6 +66,7 @@ def build_app(
         hub: What status, steps and events are read from.
         rollout: The task API behind /v1/tasks; None: those routes answer 503.
         metrics: Counters; also what /metrics shows.
+        waits: The watchdog's record.
         config: Limits.
     """
     app = FastAPI(
@@ -71,7 +77,7 @@ def build_app(
         max_body_size=config.max_body_bytes,
         default_response_class=Json,
     )
-    app.add_middleware(RequestCount, metrics=metrics)
+    app.add_middleware(RequestCount, metrics=metrics, waits=waits)
     _add_errors(app)
     _add_pages(app, metrics)
     _add_state(app, hub, metrics, config)

@@ -21,10 +21,12 @@ import asyncio
 import bisect
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
+
+from areal.observability.waits import Wait
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")
@@ -154,6 +156,13 @@ class StatusHub:
     def rows_after(self, step: int) -> list[dict[str, Any]]:
         """Step rows above `step`, oldest first."""
         return self._rows[bisect.bisect_right(self._rows, step, key=_step) :]
+
+    def waits(self) -> Iterator[Wait]:
+        """Sources that do not answer, for the watchdog."""
+        for name, health in self._health.items():
+            if health["configured"] and not health["ok"]:
+                since = max(0.0, self._clock() - health["since"])
+                yield Wait("answer", name, since, health["error"])
 
     @property
     def last_step(self) -> int:

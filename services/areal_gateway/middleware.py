@@ -1,19 +1,24 @@
-"""Around every request: a count of its answer."""
+"""Around every request: a count of its answer, and how long it takes."""
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areal.observability.waits import Waits
 from areal_gateway.metrics import GatewayMetrics
+
+# Open for as long as its page is: no wait.
+_STREAM = "/v1/events"
 
 
 class RequestCount:
-    """ASGI middleware: counts answers by route and status code."""
+    """ASGI middleware: counts answers by route and status code, records what is unanswered."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, waits: Waits) -> None:
         """Wraps `app`."""
         self._app = app
         self._metrics = metrics
+        self._waits = waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Notes the status when the answer begins."""
@@ -28,4 +33,8 @@ class RequestCount:
                 self._metrics.requests.labels(route, message["status"]).inc()
             await send(message)
 
-        await self._app(scope, receive, noted)
+        if scope["path"] == _STREAM:
+            await self._app(scope, receive, noted)
+            return
+        with self._waits.on("request", "rollout", f"{scope['method']} {scope['path']}"):
+            await self._app(scope, receive, noted)

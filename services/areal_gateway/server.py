@@ -68,7 +68,8 @@ class GatewayService(Service):
             configured=[name for name, client in configured.items() if client is not None],
         )
         metrics = GatewayMetrics(context.registry)
-        app = build_app(self._hub, self._rollout, metrics, self._limits)
+        context.waits.watch(self._hub.waits)
+        app = build_app(self._hub, self._rollout, metrics, context.waits, self._limits)
         self._http = _HttpServer(
             uvicorn.Config(
                 app,

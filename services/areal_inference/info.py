@@ -36,6 +36,7 @@ def info_routes(service: Service) -> list[StarletteRoute]:
             ("/get_server_info", info.server_info),
             ("/v1/loads", info.loads),
             ("/metrics", info.metrics),
+            ("/waits", info.waits),
         )
     ]
 
@@ -149,6 +150,10 @@ class _Info:
                 ],
             }
         )
+
+    async def waits(self, _: HttpRequest) -> Response:
+        """The oldest request that waits, for the watchdog."""
+        return json_response(self._service.metrics.waits.as_json("inference"))
 
     async def metrics(self, _: HttpRequest) -> Response:
         """Prometheus text."""

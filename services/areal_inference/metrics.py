@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from areal.observability.waits import Waits, WaitsCollector
 from areal_inference.request import Request
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Metrics:
 
     def __init__(self, model_name: str):
         self._model_name = model_name
+        self.waits = Waits()
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
             "sglang:time_to_first_token_seconds", "From arrival to the first output token."
@@ -40,6 +42,7 @@ class Metrics:
         """The exposition text."""
         snapshot = CollectorRegistry()
         snapshot.register(_Snapshot(scheduler, max_total_tokens, self._model_name))
+        WaitsCollector("inference", self.waits, snapshot)
         return generate_latest(snapshot) + generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:

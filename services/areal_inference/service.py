@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.errors import ConfigError, Unavailable
 from areal.observability.logging import get_logger
+from areal.observability.waits import Wait
 from areal_inference.api import GenerateCall, Limits, RequestError
 from areal_inference.config import InferenceConfig
 from areal_inference.engine import Engine
@@ -55,6 +56,7 @@ class Service:
         self.draining = False
         self.ready = False
         self.engine = Engine(self._build, on_failure)
+        self.metrics.waits.watch(self._oldest_requests)
 
     def _build(self) -> Scheduler:
         """Load the model; runs in the engine's thread."""
@@ -87,6 +89,22 @@ class Service:
             max_prefill_tokens=config.max_prefill_tokens,
             weight_version=config.weight_version,
         )
+
+    def _oldest_requests(self) -> Iterator[Wait]:
+        scheduler = self.engine.scheduler
+        if scheduler is None:
+            yield Wait("start", "the model's files", time.time() - self.started_at)
+            return
+        paused = scheduler.pause_mode is not None
+        for kind, requests, whom in (
+            ("request", scheduler.running, "continue_generation" if paused else "its next tokens"),
+            ("queued_request", scheduler.waiting, "a row of the cache"),
+            ("held_request", scheduler.held, "a weight update"),
+        ):
+            # A copy: the engine's thread changes them.
+            oldest = min(list(requests), key=lambda r: r.received_at, default=None)
+            if oldest is not None:
+                yield Wait(kind, whom, max(0.0, time.time() - oldest.received_at), oldest.rid)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -28,7 +28,7 @@ class RewardService(Service):
         self._context = context
         self._buffer = BufferClient(config.endpoints.buffer) if config.endpoints.buffer else None
         self._pool = WorkerPool(self._config, self._start_worker, RewardMetrics(context.registry))
-        self._servicer = RewardServicer(self._pool, RecipeCache(self._get_recipe))
+        self._servicer = RewardServicer(self._pool, RecipeCache(self._get_recipe), context.waits)
 
     def registrations(self) -> Sequence[Registration]:
         """RewardService."""

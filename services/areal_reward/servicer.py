@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from areal.errors import InvalidInput, NotFound
+from areal.observability.waits import Waits
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
 from areal.wire import parse_json_object
@@ -18,10 +19,11 @@ from areal_reward.recipes import RecipeCache
 class RewardServicer(pb_grpc.RewardServiceServicer):
     """Scores batches."""
 
-    def __init__(self, pool: WorkerPool, recipes: RecipeCache) -> None:
-        """Takes the core and where recipes come from."""
+    def __init__(self, pool: WorkerPool, recipes: RecipeCache, waits: Waits) -> None:
+        """Takes the core, where recipes come from, and the record of waits."""
         self._pool = pool
         self._recipes = recipes
+        self._waits = waits
 
     async def Score(  # noqa: N802
         self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -34,8 +36,12 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         recipe = None
         if reward.recipe_digest:
             try:
-                recipe = await self._recipes.get(reward.recipe_digest)
+                with self._waits.on("recipe", "buffer", reward.recipe_digest[:12]):
+                    recipe = await self._recipes.get(reward.recipe_digest)
             except NotFound as error:
                 unknown = failure(pb.SCORE_ERROR_INVALID, str(error))
                 return pb.ScoreResponse(results=[unknown] * len(request.items))
-        return pb.ScoreResponse(results=await self._pool.score(reward, list(request.items), recipe))
+        detail = f"{reward.name}, {len(request.items)} items"
+        with self._waits.on("scores", "worker processes", detail):
+            results = await self._pool.score(reward, list(request.items), recipe)
+        return pb.ScoreResponse(results=results)

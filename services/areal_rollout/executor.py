@@ -25,12 +25,14 @@ import asyncio
 import random
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from areal.clients.buffer_types import Lease, ReturnCause
 from areal.errors import ArealError
 from areal.observability.logging import get_logger
+from areal.observability.waits import Wait
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
 from areal_rollout.config import ExecutorConfig
@@ -41,6 +43,13 @@ from areal_rollout.journal import CallKey, decode
 from areal_rollout.ports import Generation, Ledger, Observer, Scorer, Workflows
 
 _RENEW_CHUNK = 2000
+# Whom the lease loop waits for, by the reason.
+_WHO_STARVES = {
+    "no_server": "weight-sync: no server takes traffic",
+    "ledger": "buffer",
+    "admission": "trainer",
+    "queue": "whoever submits",
+}
 
 
 class Stop(Enum):
@@ -96,6 +105,7 @@ class Executor:
         self._run_ended.set()
         self._settled = asyncio.Event()
         self._busy_since = 0.0
+        self._starved: tuple[str, float] | None = None
 
     @property
     def running(self) -> int:
@@ -106,6 +116,21 @@ class Executor:
         """Age of the oldest running episode."""
         began = min((e.began for e in self._episodes.values()), default=None)
         return 0.0 if began is None else time.monotonic() - began
+
+    def waits(self) -> Iterator[Wait]:
+        """The oldest episode, and since when no task came, for the watchdog."""
+        now = time.monotonic()
+        if self._episodes:
+            episode = min(self._episodes.values(), key=lambda each: each.began)
+            at = "handing in" if episode.handing_in else ""
+            if not at and episode.task is not None:
+                at = where_it_waits(episode.task)[0]
+            whom = "buffer" if episode.handing_in else "its workflow"
+            detail = f"{episode.lease.task.task_id}, {at}"
+            yield Wait("episode", whom, now - episode.began, detail)
+        if self._starved is not None:
+            reason, since = self._starved
+            yield Wait("task", _WHO_STARVES[reason], now - since, reason)
 
     # ------------------------------------------------------------ leasing
 
@@ -123,7 +148,7 @@ class Executor:
                     continue
                 since = time.monotonic()
                 if not await self._generation.wait_ready(config.lease_wait_s):
-                    self._observer.waited("no_server", time.monotonic() - since)
+                    self._waited("no_server", since)
                     continue
                 try:
                     leases, reason = await self._ledger.lease_tasks(
@@ -135,16 +160,24 @@ class Executor:
                     delay = min(delay * 2 or 0.1, 3.0)
                     self._room.clear()
                     await _either(self._room, delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-                    self._observer.waited("ledger", time.monotonic() - since)
+                    self._waited("ledger", since)
                     continue
                 delay = 0.0
+                if leases:
+                    self._starved = None
                 for lease in leases:
                     self._begin(lease)
                 if not leases:
                     kind = "admission" if reason.startswith("admission") else "queue"
-                    self._observer.waited(kind, time.monotonic() - since)
+                    self._waited(kind, since)
         finally:
             self._run_ended.set()
+
+    def _waited(self, reason: str, since: float) -> None:
+        """No task could be leased since then; the first time counts for the watchdog."""
+        self._observer.waited(reason, time.monotonic() - since)
+        if self._starved is None or self._starved[0] != reason:
+            self._starved = (reason, since)
 
     def _begin(self, lease: Lease) -> None:
         now = time.monotonic()

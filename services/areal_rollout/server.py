@@ -95,6 +95,7 @@ class Rollout(Service):
             observer=self._metrics,
         )
         self._executor = executor
+        self._context.waits.watch(executor.waits)
         self._metrics.watch(lambda: executor.running, executor.oldest_s, lambda: len(table))
         spawn(membership.follow(), "membership")
         spawn(self._subscribe(membership), "announcements")

@@ -87,6 +87,7 @@ def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Any:
     check_port_free(listen, "--listen")
     context = ServiceContext("trainer", listen, background=None)
     TrainerCollector(session.status, context.registry)
+    context.waits.watch(session.waits.oldest)
     return session.call(
         start_servers(context, TrainerStatusService(session), metrics), "the status server"
     )

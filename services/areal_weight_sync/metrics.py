@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from areal.observability.waits import Wait
+from areal.servers import ServerState
 from areal_weight_sync.engine import Fault
 
 if TYPE_CHECKING:
@@ -41,6 +44,20 @@ class Metrics(Collector):
     def failed(self, fault: Fault) -> None:
         """A server was quarantined."""
         self._failures.labels(fault.value).inc()
+
+    def waits(self) -> Iterator[Wait]:
+        """Servers that do not serve the current version, for the watchdog."""
+        if self.coordinator is None:
+            return
+        current = self.coordinator.status().current
+        for server in self.coordinator.servers():
+            since, detail = server.since, f"{server.state}: {server.cause}".rstrip(": ")
+            if server.state is ServerState.SERVING:
+                if current is None or server.version == current.version:
+                    continue
+                since = max(since, current.publish_time)
+                detail = f"version {current.version}, it has {server.version}"
+            yield Wait("server", server.url, max(0.0, time.time() - since), detail)
 
     def collect(self) -> Iterable[Metric]:
         """Gauges of the moment."""

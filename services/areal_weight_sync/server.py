@@ -33,9 +33,12 @@ class WeightSync(Service):
         self._context = context
         self._servicer = WeightSyncServicer()
         self._redis = connect_redis(settings.redis)
-        self._store = RedisStore(self._redis, settings.namespace, settings.lease_ttl_s)
+        self._store = RedisStore(
+            self._redis, settings.namespace, settings.lease_ttl_s, context.waits
+        )
         self._announcer = Announcer(settings.nats, settings.namespace)
         self._metrics = Metrics(context.registry)
+        context.waits.watch(self._metrics.waits)
         self._coordinator: Coordinator | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -55,7 +58,8 @@ class WeightSync(Service):
         """Becomes the active coordinator, then takes over what Redis remembers."""
         settings, spawn = self._settings, self._context.background.spawn
         self._session = open_session()
-        await self._store.acquire()
+        with self._context.waits.on("lease", "the active coordinator, or redis"):
+            await self._store.acquire()
         spawn(self._store.keep_lease(), "lease")
         snapshot = await self._store.load()
         coordinator = Coordinator(

@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 from areal.clients.stores import redis_prefix
 from areal.errors import StaleIncarnation, Unavailable, WrongStep
 from areal.observability.logging import get_logger
+from areal.observability.waits import Waits
 from areal.weights import PolicyVersion, from_json, to_json
 from areal_weight_sync.coordinator import Coordinator, Snapshot, Totals
 from areal_weight_sync.server_state import ServerRecord
@@ -37,10 +38,13 @@ class LeaseTaken(Exception):
 class RedisStore:
     """The truth. Raises Unavailable while Redis is away."""
 
-    def __init__(self, client: redis.Redis, namespace: str, lease_ttl_s: float) -> None:
+    def __init__(
+        self, client: redis.Redis, namespace: str, lease_ttl_s: float, waits: Waits
+    ) -> None:
         prefix = redis_prefix(namespace)
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self._client = client
+        self._waits = waits
         self._ttl = lease_ttl_s
         self._weights = f"{prefix}weights"
         self._servers = f"{prefix}weights:servers"
@@ -181,8 +185,9 @@ class RedisStore:
     async def _run(self, script: Any, keys: list[str], arguments: list[Any]) -> Any:
         try:
             # A retrying client may take longer than the lease; the caller comes again.
-            async with asyncio.timeout(max(1.0, self._ttl)):
-                return await script(keys=keys, args=arguments)
+            with self._waits.on("answer", "redis"):
+                async with asyncio.timeout(max(1.0, self._ttl)):
+                    return await script(keys=keys, args=arguments)
         except TimeoutError:
             raise Unavailable(f"redis: no answer within {max(1.0, self._ttl):.1f} s") from None
         except RedisError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,8 +198,30 @@ def test_status_when_running_then_the_states_add_up_and_servers_serve(
     assert counts["submitted"] == sum(v for k, v in counts.items() if k != "submitted")
     assert [server["state"] for server in content["servers"]] == ["serving", "serving"]
     assert content["problems"] == {}
+    # With nothing to do the worker waits for a task, and the ledger knows that it does.
+    assert set(content["waits"]) == {name for name, entry in processes(stack) if entry["metrics"]}
+    starved = {wait["what"]: wait for wait in content["waits"]["rollout-0"]}["task"]
+    assert (starved["on"], starved["detail"]) == ("whoever submits", "queue")
+    assert starved["seconds"] > 0
     plain = areal("status", "--run", str(stack.run_dir), cwd=tmp_path)
     assert "rollout-0" in plain.stdout
+    assert "waits      rollout-0: task (queue) on whoever submits for " in plain.stdout
+
+
+def processes(stack: RunningStack) -> list[tuple[str, dict[str, Any]]]:
+    return list(stack.content["processes"].items())
+
+
+def test_metrics_when_scraped_then_every_service_has_the_age_of_its_oldest_wait(
+    stack: RunningStack,
+) -> None:
+    for name, entry in processes(stack):
+        if not entry["metrics"]:
+            continue
+        with urllib.request.urlopen(f"http://{entry['metrics']}/metrics", timeout=5) as reply:
+            text = reply.read().decode()
+        service = re.sub(r"-\d+$", "", name).replace("-", "_")
+        assert f"# TYPE areal_{service}_oldest_wait_seconds gauge" in text, name
 
 
 def test_logs_when_a_process_is_named_then_its_log(stack: RunningStack, tmp_path: Path) -> None:

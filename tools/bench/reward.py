@@ -128,6 +128,7 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
     from prometheus_client import CollectorRegistry
 
     from areal.clients.reward import RewardClient
+    from areal.observability.waits import Waits
     from areal.rewards.types import ScoreItem
     from areal.v1 import reward_service_pb2_grpc as pb_grpc
     from areal_reward.config import PoolConfig
@@ -147,7 +148,7 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
     await pool.wait_ready()
     server = grpc.aio.server()
     pb_grpc.add_RewardServiceServicer_to_server(
-        RewardServicer(pool, RecipeCache(get_recipe)), server
+        RewardServicer(pool, RecipeCache(get_recipe), Waits()), server
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -39,6 +39,7 @@ from areal.chassis.interceptors import CallInterceptor
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
 from areal.observability.logging import configure_logging, get_logger
+from areal.observability.waits import Waits, WaitsCollector
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 
@@ -47,7 +48,7 @@ Registration = tuple[str, Callable[[grpc.aio.Server], None]]
 
 
 class ServiceContext:
-    """What the chassis lends a service: background tasks and a metrics registry."""
+    """What the chassis lends a service: background tasks, metrics, the record of its waits."""
 
     def __init__(self, name: str, listen: str, background: Background | None) -> None:
         self.name = name
@@ -56,6 +57,8 @@ class ServiceContext:
         self._background = background
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+        self.waits = Waits()
+        WaitsCollector(name, self.waits, self.registry)
 
     @property
     def background(self) -> Background:
@@ -114,8 +117,13 @@ async def _start_http(
             {"service": context.name, "serving": ready}, status=200 if ready else 503
         )
 
+    async def waits(_: web.Request) -> web.Response:
+        return web.json_response(context.waits.as_json(context.name))
+
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])
+    app.add_routes(
+        [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/waits", waits)]
+    )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, port = split_address(address, "--metrics")

@@ -36,6 +36,7 @@ from areal.engines.checkpoints import Checkpoint, CheckpointFolder
 from areal.engines.run_files import RunFiles
 from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
+from areal.observability.waits import Wait, Waits
 from areal.types import Purpose
 from areal.weights import PolicyVersion
 
@@ -105,6 +106,7 @@ class TrainerSession:
         self.rank = rank
         self.world_size = world_size
         self.bridge = AsyncBridge()
+        self.waits = Waits()
         self.buffer, self.weight_sync = self.call(self._connect(), "opening channels")
         self.folder = CheckpointFolder(config.run_dir / "checkpoints", config.checkpoint.keep)
         self.status = TrainerStatus(config.total_train_steps, world_size)
@@ -119,6 +121,8 @@ class TrainerSession:
         self.checkpoint_extra: dict[str, Callable[[], Any]] = {}
         """Named providers of what a checkpoint carries beside tensors (the dataset cursor)."""
         self.stop_requested = False
+        self.waits.watch(self.status.waits)
+        self.waits.watch(self._checkpoint_waits)
         self._actor: Checkpointable | None = None
         self._pending: _Pending | None = None
         self._files: RunFiles | None = None
@@ -210,7 +214,14 @@ class TrainerSession:
 
     def call(self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S) -> Any:
         """Runs one client coroutine from the recipe's thread."""
-        return self.bridge.call(coroutine, timeout=timeout, what=what)
+        with self.waits.on("call", "buffer or weight-sync", what):
+            return self.bridge.call(coroutine, timeout=timeout, what=what)
+
+    def _checkpoint_waits(self) -> Iterator[Wait]:
+        """A checkpoint that is being written, for the watchdog."""
+        if (pending := self._pending) is not None:
+            seconds = time.monotonic() - pending.since
+            yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")
 
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Runs `function` on rank 0 and gives every rank its result, or its error."""

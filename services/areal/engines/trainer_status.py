@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal.observability.waits import Wait
 from areal.v1 import trainer_service_pb2 as pb
 
 
@@ -30,6 +33,7 @@ class TrainerStatus:
         self._lock = threading.Lock()
         self._state: pb.TrainerState.ValueType = pb.TRAINER_STATE_STARTING
         self._detail = ""
+        self._since = time.monotonic()
         self._step = 0
         self._incarnation = 0
         self._rows: list[dict[str, Any]] = []
@@ -69,7 +73,18 @@ class TrainerStatus:
 
     def _set(self, state: pb.TrainerState.ValueType, detail: str) -> None:
         with self._lock:
-            self._state, self._detail = state, detail
+            self._state, self._detail, self._since = state, detail, time.monotonic()
+
+    def waits(self) -> Iterator[Wait]:
+        """What the recipe's thread is held up by, for the watchdog."""
+        with self._lock:
+            state, detail, seconds = self._state, self._detail, time.monotonic() - self._since
+        if state == pb.TRAINER_STATE_WAITING:
+            yield Wait("batch", "buffer", seconds, detail)
+        elif state == pb.TRAINER_STATE_SAVING:
+            yield Wait("saving", "the weights folder and weight-sync", seconds, detail)
+        elif state == pb.TRAINER_STATE_STARTING:
+            yield Wait("start", "buffer, weight-sync", seconds)
 
     def _wake(self) -> None:
         with self._lock:

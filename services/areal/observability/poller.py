@@ -27,6 +27,7 @@ from areal.clients.trainer import TrainerClient, TrainerStatus
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import EndpointsConfig
 from areal.errors import ArealError
+from areal.observability.waits import Wait
 from areal.servers import InferenceServer, SyncStatus
 from areal.types import TaskState
 from areal.v1 import buffer_service_pb2 as pb
@@ -84,6 +85,8 @@ class Snapshot:
     tokens_per_s: float = 0.0
     problems: dict[str, str] = field(default_factory=dict)
     """Service to why it did not answer; absent: it did."""
+    waits: dict[str, list[Wait]] = field(default_factory=dict)
+    """Process to what it waits for, the oldest first; only `areal status` asks."""
 
 
 class StackPoller:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from areal.observability.waits import Waits
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, StoredLease, Take
@@ -44,9 +45,11 @@ class FakeStore:
         return True
 
 
-def make_ledger(limit: int = 1000) -> tuple[Ledger, FakeStore, Wakes, MemoryGauge]:
+def make_ledger(
+    limit: int = 1000, waits: Waits | None = None
+) -> tuple[Ledger, FakeStore, Wakes, MemoryGauge]:
     store, wakes, memory = FakeStore(), Wakes(), MemoryGauge(limit)
-    return Ledger(store, wakes, memory), store, wakes, memory
+    return Ledger(store, wakes, memory, waits or Waits()), store, wakes, memory
 
 
 async def test_wait_when_found_at_once_then_looks_once() -> None:
@@ -113,18 +116,20 @@ async def test_wait_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> Non
 
 
 async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
-    ledger, _, _, _ = make_ledger()
+    waits = Waits()
+    ledger, _, _, _ = make_ledger(waits=waits)
     first = asyncio.create_task(ledger.lease_tasks("w1", 1, 0.2))
     await asyncio.sleep(0.05)
     second = asyncio.create_task(ledger.take_batch(1, 7, (), 0.2))
     await asyncio.sleep(0.05)
-    what, seconds = ledger.oldest_wait()
-    assert what == "tasks for worker w1"
-    assert 0.05 < seconds < 0.2
+    oldest, newer = waits.oldest()
+    assert (oldest.what, oldest.on, oldest.detail) == ("lease", "queue and admission", "worker w1")
+    assert 0.05 < oldest.seconds < 0.2
+    assert (newer.what, newer.detail) == ("batch", "step 7")
     await first
-    assert ledger.oldest_wait()[0] == "batch of step 7"
+    assert [wait.what for wait in waits.oldest()] == ["batch"]
     await second
-    assert ledger.oldest_wait() == ("", 0.0)
+    assert waits.oldest() == []
 
 
 async def test_memory_when_groups_come_in_then_counted_until_the_next_sample() -> None:
