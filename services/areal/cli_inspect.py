@@ -22,6 +22,7 @@ from areal.launchers.run_folder import RunFolder, find_run
 from areal.launchers.tags import end_tagged, leaders_of
 from areal.observability.poller import Snapshot, StackPoller
 from areal.observability.watchdog import ask_waits
+from areal.security import Security
 from areal.types import TaskState
 
 STOP_TIMEOUT_S = 90.0
@@ -35,11 +36,12 @@ def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
     async def ask() -> Snapshot:
         config = load_service_config(folder.config_file)
         processes = folder.read_stack().get("processes", {})
-        poller = StackPoller(config.endpoints, with_trainer="trainer" in processes)
+        security = Security.load(config.security)
+        poller = StackPoller(config.endpoints, security, with_trainer="trainer" in processes)
         addresses = {name: entry["metrics"] for name, entry in processes.items()}
         try:
             snapshot, (waits, silent) = await asyncio.gather(
-                poller.refresh(timeout), ask_waits(addresses, timeout)
+                poller.refresh(timeout), ask_waits(addresses, timeout, security.headers())
             )
             snapshot.waits = waits
             snapshot.problems = {**silent, **snapshot.problems}

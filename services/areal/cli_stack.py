@@ -39,6 +39,7 @@ from areal.observability.logging import configure_logging
 from areal.observability.poller import StackPoller
 from areal.observability.summary import build_summary, read_results, read_rows
 from areal.recipe import Recipe, find_config_class, load_recipe
+from areal.security import Security
 
 PLOT_TIMEOUT_S = 60.0
 
@@ -120,7 +121,11 @@ class Session:
         self._handle_signals(interrupt, stack)
         usage = UsageSampler(stack.pids)
         await stack.open()
-        poller = StackPoller(stack.config.endpoints, with_trainer=self._with_trainer)
+        poller = StackPoller(
+            stack.config.endpoints,
+            Security.load(stack.config.security),
+            with_trainer=self._with_trainer,
+        )
         background = [asyncio.create_task(usage.run(), name="usage")]
         status, error = "failed", None
         try:

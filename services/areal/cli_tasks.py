@@ -22,6 +22,7 @@ from areal.config import GRPOConfig, load_service_config
 from areal.errors import InvalidInput, NotFound, Unavailable, WaitTimeout
 from areal.launchers.run_folder import find_run
 from areal.recipe import Recipe
+from areal.security import Security
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
 
 # The keys that may stand beside "data"; without "data" the whole line is the row.
@@ -153,12 +154,12 @@ async def _submit(
     config: GRPOConfig, tasks: list[Task], recipe: Recipe | None, options: SubmitOptions
 ) -> int:
     if recipe is not None:
-        buffer = BufferClient(config.endpoints.buffer)
+        buffer = BufferClient(config.endpoints.buffer, Security.load(config.security))
         try:
             await buffer.put_recipe(recipe.file_name, recipe.source)
         finally:
             await buffer.close()
-    client = RolloutClient(config.endpoints.rollout)
+    client = RolloutClient(config.endpoints.rollout, Security.load(config.security))
     try:
         accepted: list[bool] = []
         for start in range(0, len(tasks), _CHUNK):
@@ -235,7 +236,7 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
     config = load_service_config(find_run(run).config_file)
 
     async def ask() -> list[DeadLetter]:
-        client = BufferClient(config.endpoints.buffer)
+        client = BufferClient(config.endpoints.buffer, Security.load(config.security))
         try:
             return await client.list_dead_letters(limit)
         finally:
@@ -269,7 +270,7 @@ def retry_dead_letters(run: Path | None, task_ids: list[str]) -> int:
     config = load_service_config(find_run(run).config_file)
 
     async def ask() -> int:
-        client = BufferClient(config.endpoints.buffer)
+        client = BufferClient(config.endpoints.buffer, Security.load(config.security))
         try:
             return await client.retry_dead_letters(task_ids)
         finally:

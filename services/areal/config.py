@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal.config_train import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.errors import ConfigError
+from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
 
 __all__ = [
@@ -198,6 +199,7 @@ class BaseExperimentConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -296,8 +298,8 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
             leaf = key.rsplit(".", maxsplit=1)[-1]
             near = [k for k in keys if k.rsplit(".", maxsplit=1)[-1] == leaf][:1]
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return ConfigError(f"{source}: unknown key {key!r}{hint}")
-    return ConfigError(f"{source}: {key + ': ' if key else ''}{first}")
+        return ConfigError(redact(f"{source}: unknown key {key!r}{hint}"))
+    return ConfigError(redact(f"{source}: {key + ': ' if key else ''}{first}"))
 
 
 def _merge(base: DictConfig, extra: Any, schema: type, source: str) -> DictConfig:

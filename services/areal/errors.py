@@ -4,6 +4,7 @@
     ├── InvalidInput          the caller sent something wrong: names field, value, expectation
     │   └── ConfigError       the same in a configuration file or override
     ├── NotFound              no such task, recipe, server, version
+    ├── Unauthenticated       no bearer token, or a wrong one
     ├── StaleIncarnation      a newer trainer has registered; this one must stop
     ├── LeaseLost             the task was re-leased, cancelled or has ended
     ├── WrongStep             take or commit out of order
@@ -35,6 +36,10 @@ class ConfigError(InvalidInput):
 
 class NotFound(ArealError):
     """The named thing does not exist."""
+
+
+class Unauthenticated(ArealError):
+    """A call carried no bearer token, or a wrong one."""
 
 
 class StaleIncarnation(ArealError):

@@ -27,7 +27,7 @@ class BufferService(Service):
 
     def __init__(self, config: LedgerConfig, context: ServiceContext) -> None:
         self._context = context
-        self._redis = connect_redis(config.redis_url)
+        self._redis = connect_redis(config.redis_url, password=context.security.redis_password)
         wakes, memory = Wakes(), MemoryGauge(config.max_memory_bytes)
         metrics = BufferMetrics(context.registry)
         store = RedisStore(self._redis, config, context.waits)

@@ -27,6 +27,7 @@ from areal.errors import (
 from areal.observability.waits import Waits
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
+from areal_gateway.login import DashboardAuth, Sessions, log_in
 from areal_gateway.metrics import GatewayMetrics
 from areal_gateway.middleware import RequestCount
 from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json, task_from_model
@@ -59,6 +60,7 @@ def build_app(
     metrics: GatewayMetrics,
     waits: Waits,
     config: GatewayConfig,
+    sessions: Sessions | None = None,
 ) -> FastAPI:
     """Makes the application.
 
@@ -68,6 +70,7 @@ def build_app(
         metrics: Counters; also what /metrics shows.
         waits: The watchdog's record.
         config: Limits.
+        sessions: Who is let in; None: everyone.
     """
     app = FastAPI(
         title="AReaL gateway",
@@ -77,6 +80,8 @@ def build_app(
         max_body_size=config.max_body_bytes,
         default_response_class=Json,
     )
+    if sessions is not None:
+        _add_login(app, sessions)
     app.add_middleware(RequestCount, metrics=metrics, waits=waits)
     _add_errors(app)
     _add_pages(app, metrics)
@@ -105,6 +110,14 @@ def _add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Json:
         text = f"{request.method} {request.url.path}: {error.detail}"
         return Json({"error": text}, status_code=error.status_code, headers=error.headers)
+
+
+def _add_login(app: FastAPI, sessions: Sessions) -> None:
+    app.add_middleware(DashboardAuth, sessions=sessions)
+
+    @app.post("/login", include_in_schema=False)
+    async def login(request: Request) -> Response:
+        return await log_in(request, sessions)
 
 
 def _add_pages(app: FastAPI, metrics: GatewayMetrics) -> None:

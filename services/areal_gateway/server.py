@@ -21,6 +21,7 @@ from areal.errors import ConfigError
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
+from areal_gateway.login import Sessions
 from areal_gateway.metrics import GatewayMetrics
 from areal_gateway.sources import watch_clock, watch_trainer, watch_versions
 
@@ -42,11 +43,13 @@ class GatewayService(Service):
         """Wires; starts nothing. `limits` is for tests that cannot wait."""
         self._context = context
         self._limits = limits or GatewayConfig()
-        ends = config.endpoints
-        self._buffer = BufferClient(ends.buffer) if ends.buffer else None
-        self._weight_sync = WeightSyncClient(ends.weight_sync) if ends.weight_sync else None
-        self._trainer = TrainerClient(ends.trainer) if ends.trainer else None
-        self._rollout = RolloutClient(ends.rollout) if ends.rollout else None
+        ends, security = config.endpoints, context.security
+        self._buffer = BufferClient(ends.buffer, security) if ends.buffer else None
+        self._weight_sync = (
+            WeightSyncClient(ends.weight_sync, security) if ends.weight_sync else None
+        )
+        self._trainer = TrainerClient(ends.trainer, security) if ends.trainer else None
+        self._rollout = RolloutClient(ends.rollout, security) if ends.rollout else None
         configured = {
             "ledger": self._buffer,
             "servers": self._weight_sync,
@@ -69,7 +72,8 @@ class GatewayService(Service):
         )
         metrics = GatewayMetrics(context.registry)
         context.waits.watch(self._hub.waits)
-        app = build_app(self._hub, self._rollout, metrics, context.waits, self._limits)
+        sessions = Sessions(security, config.namespace) if security.token else None
+        app = build_app(self._hub, self._rollout, metrics, context.waits, self._limits, sessions)
         self._http = _HttpServer(
             uvicorn.Config(
                 app,

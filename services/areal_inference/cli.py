@@ -54,6 +54,13 @@ def run(
     command_timeout_s: Annotated[
         float | None, typer.Option(help="Deadline of a control call, seconds [300].")
     ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="File with the bearer token to ask for [AREAL_TOKEN].")
+    ] = None,
+    allow_insecure_bind: Annotated[
+        bool | None,
+        typer.Option("--allow-insecure-bind", help="Let other machines in without a token."),
+    ] = None,
     log_text: Annotated[bool, typer.Option("--log-text", help="Plain lines, not JSON.")] = False,
 ) -> None:
     """Serve a Qwen2 or Llama model on CPU with SGLang's HTTP protocol."""

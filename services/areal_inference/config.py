@@ -67,6 +67,13 @@ class InferenceConfig:
     command_timeout_s: float = 300.0
     """Deadline of a control call (a weight update waits this long for running requests)."""
 
+    token_file: str | None = None
+    """File with the bearer token that all but /health and /ready ask for; default: the variable
+    AREAL_TOKEN, else no token."""
+
+    allow_insecure_bind: bool = False
+    """Listen on an address that other machines reach although there is no token."""
+
     def __post_init__(self) -> None:
         """Check ranges.
 

@@ -16,7 +16,9 @@ from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 
 from areal.errors import ConfigError
+from areal.http_auth import BearerAuth
 from areal.observability.logging import get_logger
+from areal.security import Security, SecurityConfig
 from areal_inference.config import InferenceConfig
 from areal_inference.control import control_routes
 from areal_inference.engine import EngineError
@@ -29,10 +31,16 @@ _DRAIN_S = 5.0
 _SWITCH_INTERVAL_S = 0.0005
 
 
-def build_app(service: Service) -> Starlette:
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+def build_app(service: Service, security: Security) -> Starlette:
     """The HTTP application of a service; /generate first, for its route is looked up in order."""
     routes = [StarletteRoute("/generate", generate_route(service), methods=["POST"])]
-    return Starlette(routes=[*routes, *info_routes(service), *control_routes(service)])
+    app = Starlette(routes=[*routes, *info_routes(service), *control_routes(service)])
+    if security.token:
+        app.add_middleware(BearerAuth, security=security, open_paths=_OPEN_PATHS)
+    return app
 
 
 async def serve(config: InferenceConfig) -> int:
@@ -42,10 +50,16 @@ async def serve(config: InferenceConfig) -> int:
         The exit code: 0, or 1 if the engine failed.
 
     Raises:
-        ConfigError: port in use, broken tokenizer.
+        ConfigError: port in use, broken tokenizer, no token on an address that others reach.
         ModelError: the model folder is missing, broken or of an unsupported kind.
     """
     log = get_logger("areal_inference.server")
+    security = Security.load(
+        SecurityConfig(
+            token_file=config.token_file or "", allow_insecure_bind=config.allow_insecure_bind
+        )
+    )
+    security.check_bind(config.host, "inference.host")
     model = ModelConfig.from_folder(Path(config.model_path))
     # The engine releases the interpreter at every tensor operation; it must get it back quickly
     # from the HTTP side, or a burst of requests would stall generation.
@@ -62,7 +76,7 @@ async def serve(config: InferenceConfig) -> int:
     host, port = listener.getsockname()[:2]
     server = _Server(
         uvicorn.Config(
-            build_app(service),
+            build_app(service, security),
             http="httptools",
             loop="none",
             lifespan="off",

@@ -13,6 +13,7 @@ import orjson
 
 import areal_reward
 from areal.errors import Unavailable, WaitTimeout
+from areal.security import without_secrets
 from areal_reward import frames
 from areal_reward.config import PoolConfig
 from areal_reward.frames import Kind
@@ -60,7 +61,7 @@ class WorkerProcess:
                 limit=1 << 20,
                 # One arena: threads would otherwise reserve 64 MiB of address space each.
                 env={
-                    **os.environ,
+                    **without_secrets(os.environ),  # user code runs there
                     "PYTHONPATH": path,
                     "OMP_NUM_THREADS": "1",
                     "MALLOC_ARENA_MAX": "1",

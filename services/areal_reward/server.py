@@ -26,7 +26,11 @@ class RewardService(Service):
         """Wires; starts nothing."""
         self._config = PoolConfig.of(config.reward)
         self._context = context
-        self._buffer = BufferClient(config.endpoints.buffer) if config.endpoints.buffer else None
+        self._buffer = (
+            BufferClient(config.endpoints.buffer, context.security)
+            if config.endpoints.buffer
+            else None
+        )
         self._pool = WorkerPool(self._config, self._start_worker, RewardMetrics(context.registry))
         self._servicer = RewardServicer(self._pool, RecipeCache(self._get_recipe), context.waits)
 

@@ -45,9 +45,9 @@ class Rollout(Service):
         self._context = context
         self._log = get_logger("areal.rollout")
         self._metrics = RolloutMetrics(context.registry)
-        self._ledger = BufferClient(settings.buffer)
-        self._reward = RewardClient(settings.reward)
-        self._weight_sync = WeightSyncClient(settings.weight_sync)
+        self._ledger = BufferClient(settings.buffer, context.security)
+        self._reward = RewardClient(settings.reward, context.security)
+        self._weight_sync = WeightSyncClient(settings.weight_sync, context.security)
         self._workflows = WorkflowCache(self._ledger.get_recipe)
         self._servicer = RolloutServicer(self._ledger, self._workflows.get)
         self._nats: NatsClient | None = None
@@ -81,6 +81,7 @@ class Rollout(Service):
             observer=self._metrics,
             request_timeout_s=settings.request_timeout_s,
             setup_timeout_s=settings.setup_timeout_s,
+            headers=self._context.security.headers(),
         )
         await generation.start()
         self._generation = generation
@@ -116,7 +117,11 @@ class Rollout(Service):
         complained = False
         while self._nats is None:
             try:
-                self._nats = await connect_nats(self._settings.nats, "areal-rollout")
+                self._nats = await connect_nats(
+                    self._settings.nats,
+                    "areal-rollout",
+                    token=self._context.security.nats_token,
+                )
             except Unavailable as error:
                 if not complained:
                     self._log.warning("announcements_away", error=str(error))

@@ -23,7 +23,7 @@ from areal.chassis.service import (
     Registration,
     Service,
     ServiceContext,
-    check_port_free,
+    check_address,
     start_servers,
 )
 from areal.config import GRPOConfig, load_service_config
@@ -84,8 +84,8 @@ def _load(recipe_file: Path) -> ModuleType:
 
 def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Any:
     """Starts gRPC and /metrics in the session's loop; serves while the result is referenced."""
-    check_port_free(listen, "--listen")
-    context = ServiceContext("trainer", listen, background=None)
+    check_address(listen, "--listen", session.security)
+    context = ServiceContext("trainer", listen, background=None, security=session.security)
     TrainerCollector(session.status, context.registry)
     context.waits.watch(session.waits.oldest)
     return session.call(

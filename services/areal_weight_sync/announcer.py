@@ -35,8 +35,9 @@ def stream_name(namespace: str) -> str:
 class Announcer:
     """`run` for ever; `close` at the end."""
 
-    def __init__(self, url: str, namespace: str) -> None:
+    def __init__(self, url: str, namespace: str, token: str = "") -> None:
         self._url = url
+        self._token = token
         self._namespace = namespace
         self._nats: NatsClient | None = None
         self._stream_known = False
@@ -109,7 +110,7 @@ class Announcer:
 
     async def _send(self, subject: str, payload: dict[str, Any]) -> None:
         if self._nats is None:
-            self._nats = await connect_nats(self._url, "areal-weight-sync")
+            self._nats = await connect_nats(self._url, "areal-weight-sync", token=self._token)
         if not self._nats.is_connected:
             raise Unavailable("nats: not connected")
         stream = self._nats.jetstream(timeout=2.0)

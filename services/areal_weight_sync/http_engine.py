@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,12 +41,16 @@ def normalize_url(url: str) -> tuple[str, str]:
     return f"{host}:{port}", f"{parts.scheme}://{host}:{port}"
 
 
-def open_session() -> aiohttp.ClientSession:
-    """For all servers of a coordinator: no pool limit, deadlines per call."""
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """For all servers of a coordinator: no pool limit, deadlines per call.
+
+    Args:
+        headers: Sent with every request: the bearer token (SGLang's `--api-key`).
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
         timeout=aiohttp.ClientTimeout(total=None),
-        headers={"Accept-Encoding": "identity"},
+        headers={"Accept-Encoding": "identity", **headers},
     )
 
 

@@ -32,11 +32,11 @@ class WeightSync(Service):
         self._settings = settings
         self._context = context
         self._servicer = WeightSyncServicer()
-        self._redis = connect_redis(settings.redis)
+        self._redis = connect_redis(settings.redis, password=context.security.redis_password)
         self._store = RedisStore(
             self._redis, settings.namespace, settings.lease_ttl_s, context.waits
         )
-        self._announcer = Announcer(settings.nats, settings.namespace)
+        self._announcer = Announcer(settings.nats, settings.namespace, context.security.nats_token)
         self._metrics = Metrics(context.registry)
         context.waits.watch(self._metrics.waits)
         self._coordinator: Coordinator | None = None
@@ -57,7 +57,7 @@ class WeightSync(Service):
     async def start(self) -> None:
         """Becomes the active coordinator, then takes over what Redis remembers."""
         settings, spawn = self._settings, self._context.background.spawn
-        self._session = open_session()
+        self._session = open_session(self._context.security.headers())
         with self._context.waits.on("lease", "the active coordinator, or redis"):
             await self._store.acquire()
         spawn(self._store.keep_lease(), "lease")

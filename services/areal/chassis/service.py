@@ -34,12 +34,14 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
+from areal.chassis.authentication import Doorkeeper, TokenInterceptor, http_middleware
 from areal.chassis.background import Background
 from areal.chassis.interceptors import CallInterceptor
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
 from areal.observability.logging import configure_logging, get_logger
 from areal.observability.waits import Waits, WaitsCollector
+from areal.security import Security
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 
@@ -48,12 +50,20 @@ Registration = tuple[str, Callable[[grpc.aio.Server], None]]
 
 
 class ServiceContext:
-    """What the chassis lends a service: background tasks, metrics, the record of its waits."""
+    """What the chassis lends a service: background tasks, metrics, its waits, its secrets."""
 
-    def __init__(self, name: str, listen: str, background: Background | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        listen: str,
+        background: Background | None,
+        security: Security | None = None,
+    ) -> None:
         self.name = name
         self.listen = listen
         """host:port of the service; where the gateway serves HTTP."""
+        self.security = security or Security()
+        """What its servers ask for, and what its clients present."""
         self._background = background
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -92,9 +102,10 @@ def split_address(address: str, key: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def check_port_free(address: str, key: str) -> None:
-    """One clear line for a port in use, before any server's own, longer words."""
+def check_address(address: str, key: str, security: Security) -> None:
+    """One clear line for an address that is taken, or that would let strangers in."""
     host, port = split_address(address, key)
+    security.check_bind(host, key)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -104,8 +115,11 @@ def check_port_free(address: str, key: str) -> None:
 
 
 async def _start_http(
-    context: ServiceContext, address: str, serving: asyncio.Event
+    context: ServiceContext, address: str, serving: asyncio.Event, doorkeeper: Doorkeeper
 ) -> web.AppRunner:
+    host, port = split_address(address, "--metrics")
+    context.security.check_bind(host, "--metrics")
+
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
             body=generate_latest(context.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
@@ -120,19 +134,18 @@ async def _start_http(
     async def waits(_: web.Request) -> web.Response:
         return web.json_response(context.waits.as_json(context.name))
 
-    app = web.Application()
+    app = web.Application(middlewares=[http_middleware(doorkeeper)])
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/waits", waits)]
     )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    host, port = split_address(address, "--metrics")
     await web.TCPSite(runner, host, port).start()
     return runner
 
 
 async def _start_grpc(
-    context: ServiceContext, service: Service
+    context: ServiceContext, service: Service, doorkeeper: Doorkeeper
 ) -> tuple[grpc.aio.Server | None, HealthServicer, list[str]]:
     health_servicer = HealthServicer()
     registrations = service.registrations()
@@ -140,7 +153,10 @@ async def _start_grpc(
     if not registrations:
         return None, health_servicer, names
     server = grpc.aio.server(
-        interceptors=[CallInterceptor(context.name, context.registry)],
+        interceptors=[
+            TokenInterceptor(doorkeeper),
+            CallInterceptor(context.name, context.registry),
+        ],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -156,7 +172,12 @@ async def _start_grpc(
     reflection.enable_server_reflection(
         (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    server.add_insecure_port(context.listen)
+    if (tls := context.security.tls) is None:
+        server.add_insecure_port(context.listen)
+    else:
+        pair = (tls.key, tls.certificate)
+        credentials = grpc.ssl_server_credentials([pair], tls.authorities, require_client_auth=True)
+        server.add_secure_port(context.listen, credentials)
     await server.start()
     return server, health_servicer, names
 
@@ -170,9 +191,10 @@ async def start_servers(
         The gRPC server; it serves as long as it is referenced.
     """
     serving = asyncio.Event()
+    doorkeeper = Doorkeeper(context.name, context.security, context.registry)
     if metrics:
-        await _start_http(context, metrics, serving)
-    server, health_servicer, names = await _start_grpc(context, service)
+        await _start_http(context, metrics, serving, doorkeeper)
+    server, health_servicer, names = await _start_grpc(context, service, doorkeeper)
     for each in ("", *names):
         await health_servicer.set(each, health_pb2.HealthCheckResponse.SERVING)
     serving.set()
@@ -189,17 +211,19 @@ async def _serve(
 ) -> int:
     """Runs one service until told to stop; returns the exit code."""
     log = get_logger("areal.chassis")
-    check_port_free(listen, "--listen")
+    security = Security.load(config.security)
+    check_address(listen, "--listen", security)
     background = Background()
-    context = ServiceContext(name, listen, background)
+    context = ServiceContext(name, listen, background, security)
     service = build(config, context)
     serving, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
 
-    http = await _start_http(context, metrics, serving) if metrics else None
-    server, health_servicer, names = await _start_grpc(context, service)
+    doorkeeper = Doorkeeper(name, security, context.registry)
+    http = await _start_http(context, metrics, serving, doorkeeper) if metrics else None
+    server, health_servicer, names = await _start_grpc(context, service, doorkeeper)
 
     async def set_health(status: Any) -> None:
         for each in ("", *names):

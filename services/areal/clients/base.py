@@ -16,6 +16,7 @@ from tenacity import (
 )
 
 from areal import errors
+from areal.security import Security
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -26,21 +27,30 @@ _MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 _ERROR_KEY = "areal-error"
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+_CLASS_OF: dict[grpc.StatusCode, type[errors.ArealError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInput,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.CapacityExceeded,
+}
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # One process may hold several channels to one address, each with its own connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def open_channel(address: str, security: Security) -> grpc.aio.Channel:
     """A channel that reconnects by itself within seconds of a server's return."""
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.initial_reconnect_backoff_ms", 200),
-            ("grpc.max_reconnect_backoff_ms", 2_000),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            # One process may hold several channels to one address, each with its own connection.
-            ("grpc.use_local_subchannel_pool", 1),
-        ],
-    )
+    if (tls := security.tls) is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
 
 
 def from_rpc_error(
@@ -60,12 +70,8 @@ def from_rpc_error(
     text = f"{method} on {address}: {detail}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.WaitTimeout(method, on=address, since=since, hint=detail)
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return errors.Unavailable(text)
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return errors.InvalidInput(text)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.CapacityExceeded(text)
+    if (kind := _CLASS_OF.get(code)) is not None:
+        return kind(text)
     return errors.ArealError(f"{text} ({code.name})")
 
 
@@ -79,10 +85,13 @@ def to_duration(seconds: float) -> Duration:
 class Client:
     """Base of the typed clients: one channel, one address."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
-        """Opens a channel unless one is given (tests)."""
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        """Opens a channel; `security` (None: nothing) is what it presents."""
         self.address = address
-        self._channel = channel or open_channel(address)
+        security = security or Security()
+        self._channel = open_channel(address, security)
+        # Given with each call: an interceptor would cost every call a task of its own.
+        self._metadata = tuple((k.lower(), v) for k, v in security.headers().items())
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -113,7 +122,7 @@ class Client:
 
         async def once() -> ResponseT:
             try:
-                return await method(request, timeout=timeout)
+                return await method(request, timeout=timeout, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
 

@@ -16,6 +16,7 @@ from tenacity import (
 from areal.clients.base import LONG_POLL_MARGIN_S, Client, from_rpc_error, to_duration
 from areal.clients.buffer_types import GroupManifest, Registration, TakeResult, TakeState
 from areal.errors import NotFound, Unavailable
+from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import buffer_service_pb2_grpc
@@ -28,9 +29,9 @@ class TrainerBufferClient(Client):
     All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
     """
 
-    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
-        """Opens a channel to host:port unless one is given."""
-        super().__init__(address, channel)
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        """Opens a channel to host:port."""
+        super().__init__(address, security)
         self._stub = buffer_service_pb2_grpc.BufferServiceStub(self._channel)
 
     async def register_trainer(
@@ -130,7 +131,9 @@ class TrainerBufferClient(Client):
                 return
             request = pb.FetchGroupsRequest(incarnation=incarnation, step=step, task_ids=wanted)
             try:
-                async for response in self._stub.FetchGroups(request, timeout=timeout):
+                async for response in self._stub.FetchGroups(
+                    request, timeout=timeout, metadata=self._metadata
+                ):
                     group = group_from_pb(response.group)
                     groups[group.group_id] = group
             except grpc.aio.AioRpcError as error:

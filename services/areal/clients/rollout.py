@@ -9,6 +9,7 @@ import grpc
 
 from areal.clients.base import Client, from_rpc_error
 from areal.clients.buffer_types import TaskRecord, record_from_pb
+from areal.security import Security
 from areal.types import Task
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
@@ -18,9 +19,9 @@ from areal.wire import task_to_pb
 class RolloutClient(Client):
     """Typed async client; raises what the service raised, Unavailable, or WaitTimeout."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
-        """Opens a channel unless one is given."""
-        super().__init__(address, channel)
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        """Opens a channel to host:port."""
+        super().__init__(address, security)
         self._stub = pb_grpc.RolloutServiceStub(self._channel)
 
     async def submit_tasks(
@@ -75,7 +76,7 @@ class RolloutClient(Client):
         """
         request = pb.WatchTasksRequest(task_ids=task_ids, include_trajectories=include_trajectories)
         since = time.monotonic()
-        call = self._stub.WatchTasks(request, timeout=timeout)
+        call = self._stub.WatchTasks(request, timeout=timeout, metadata=self._metadata)
         try:
             async for response in call:
                 yield record_from_pb(response.record)

@@ -12,6 +12,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from areal.errors import ConfigError, Unavailable
 from areal.observability.logging import get_logger
+from areal.security import redact
 
 
 def redis_prefix(namespace: str) -> str:
@@ -19,23 +20,42 @@ def redis_prefix(namespace: str) -> str:
     return f"areal:{{{namespace}}}:"
 
 
-def connect_redis(url: str, *, max_connections: int = 64) -> redis.Redis:
-    """A lazy client; commands retry a lost connection for some seconds with backoff and jitter."""
+def connect_redis(url: str, *, password: str = "", max_connections: int = 64) -> redis.Redis:
+    """A lazy client; commands retry a lost connection for some seconds with backoff and jitter.
+
+    Args:
+        url: redis://[:password@]host:port/db
+        password: For a url that has none.
+        max_connections: Of the pool.
+    """
     if not url:
         raise ConfigError("endpoints.redis '': expected redis://host:port")
-    return redis.Redis.from_url(
-        url,
-        max_connections=max_connections,
-        socket_timeout=30.0,
-        socket_connect_timeout=5.0,
-        health_check_interval=15,
-        retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries=6),
-        retry_on_error=[RedisConnectionError, RedisTimeoutError],
-    )
+    try:
+        return redis.Redis.from_url(
+            url,
+            password=password or None,  # one in the url wins
+            max_connections=max_connections,
+            socket_timeout=30.0,
+            socket_connect_timeout=5.0,
+            health_check_interval=15,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries=6),
+            retry_on_error=[RedisConnectionError, RedisTimeoutError],
+        )
+    except ValueError:  # its words may quote a password
+        raise ConfigError(
+            f"endpoints.redis {redact(url)!r}: expected redis://[:password@]host:port/db, with "
+            "special characters of the password percent-encoded"
+        ) from None
 
 
-async def connect_nats(url: str, name: str) -> NatsClient:
-    """Connects, and reconnects for ever afterwards; raises Unavailable if it never answered."""
+async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
+    """Connects, and reconnects for ever afterwards; raises Unavailable if it never answered.
+
+    Args:
+        url: nats://host:port
+        name: Of this client, for the server's monitoring.
+        token: For a url without user.
+    """
     if not url:
         raise ConfigError("endpoints.nats '': expected nats://host:port")
     log = get_logger("areal.clients.nats")
@@ -53,6 +73,7 @@ async def connect_nats(url: str, name: str) -> NatsClient:
         return await nats.connect(
             url,
             name=name,
+            token=token if token and "@" not in url else None,
             connect_timeout=5,
             max_reconnect_attempts=-1,
             reconnect_time_wait=1,
@@ -62,4 +83,4 @@ async def connect_nats(url: str, name: str) -> NatsClient:
             allow_reconnect=True,
         )
     except Exception as problem:  # nats raises many unrelated classes while connecting
-        raise Unavailable(f"nats {url.rsplit('@', maxsplit=1)[-1]}: {problem}") from None
+        raise Unavailable(redact(f"nats {url}: {problem}")) from None

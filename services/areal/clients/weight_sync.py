@@ -11,6 +11,7 @@ import grpc
 
 from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
+from areal.security import Security
 from areal.servers import InferenceServer, SyncStatus
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
@@ -21,9 +22,9 @@ from areal.wire_policy import server_from_pb, status_from_pb, version_to_pb
 class WeightSyncClient(Client):
     """Typed async client; every call has a deadline and survives a restart of the service."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
-        """Opens a channel unless one is given."""
-        super().__init__(address, channel)
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        """Opens a channel to host:port."""
+        super().__init__(address, security)
         self._stub = pb_grpc.WeightSyncServiceStub(self._channel)
 
     async def publish_version(
@@ -153,7 +154,9 @@ class WeightSyncClient(Client):
 
     async def _watch_once(self, timeout: float | None) -> AsyncGenerator[SyncStatus, None]:
         since = time.monotonic()
-        call = self._stub.WatchVersions(pb.WatchVersionsRequest(), timeout=timeout)
+        call = self._stub.WatchVersions(
+            pb.WatchVersionsRequest(), timeout=timeout, metadata=self._metadata
+        )
         try:
             async for message in call:
                 yield status_from_pb(message)

@@ -37,6 +37,7 @@ from areal.engines.run_files import RunFiles
 from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
 from areal.observability.waits import Wait, Waits
+from areal.security import Security
 from areal.types import Purpose
 from areal.weights import PolicyVersion
 
@@ -105,6 +106,7 @@ class TrainerSession:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        self.security = Security.load(config.security)
         self.bridge = AsyncBridge()
         self.waits = Waits()
         self.buffer, self.weight_sync = self.call(self._connect(), "opening channels")
@@ -133,7 +135,10 @@ class TrainerSession:
     async def _connect(self) -> tuple[BufferClient, WeightSyncClient]:
         """Channels belong to the loop they are opened in: the bridge's."""
         endpoints = self.config.endpoints
-        return BufferClient(endpoints.buffer), WeightSyncClient(endpoints.weight_sync)
+        return (
+            BufferClient(endpoints.buffer, self.security),
+            WeightSyncClient(endpoints.weight_sync, self.security),
+        )
 
     # -- opening and closing -------------------------------------------------------------------
 

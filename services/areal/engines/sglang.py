@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol
 
 import aiohttp
@@ -84,6 +84,7 @@ class SGLangClient:
         observer: GenerationObserver,
         request_timeout_s: float,
         setup_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Opens no connection yet.
 
@@ -94,6 +95,7 @@ class SGLangClient:
             observer: For metrics.
             request_timeout_s: One request, from sending to its last token.
             setup_timeout_s: How long to wait for an admissible server.
+            headers: Sent with every request: the bearer token.
         """
         self.table = table
         self.limits = limits
@@ -101,6 +103,7 @@ class SGLangClient:
         self._observer = observer
         self._request_timeout_s = request_timeout_s
         self._setup_timeout_s = setup_timeout_s
+        self._headers = dict(headers or {})
         self._log = get_logger("areal.engines.sglang")
         self._session: aiohttp.ClientSession | None = None
         self._running: dict[str, tuple[Server, asyncio.Timeout]] = {}
@@ -119,6 +122,7 @@ class SGLangClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            headers=self._headers,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
 

@@ -30,7 +30,9 @@ from areal.launchers.log_tail import LogTail, humanize
 from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
+from areal.launchers.secret_files import remove_secrets
 from areal.launchers.supervisor import RestartPolicy, Supervisor
+from areal.security import Security
 
 PREPARE_TIMEOUT_S = 1800.0
 
@@ -105,6 +107,7 @@ class LocalStack:
             )
             await self._guard.start()
         except BaseException:
+            remove_secrets(self.folder)
             os.close(self._lock)
             self._lock = None
             raise
@@ -154,6 +157,7 @@ class LocalStack:
         await self.supervisor.stop(self.plan.stop_order(), grace_s)
         if self._guard is not None:
             await self._guard.stop()
+        remove_secrets(self.folder)
         self._set(StackState.FAILED if failed else StackState.STOPPED)
         os.close(self._lock)
         self._lock = None
@@ -186,7 +190,9 @@ class LocalStack:
         urls = self.plan.inference_urls
         if not urls:
             return
-        client = WeightSyncClient(self.config.endpoints.weight_sync)
+        client = WeightSyncClient(
+            self.config.endpoints.weight_sync, Security.load(self.config.security)
+        )
         try:
             # Servers of an earlier run of this trial are in Redis still, on ports now gone.
             for server in (await client.list_servers(retry_for=30.0))[0]:

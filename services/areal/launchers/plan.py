@@ -13,6 +13,7 @@ from areal.launchers.ports import PortPicker
 from areal.launchers.probes import http_probe
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
+from areal.launchers.secret_files import place_secrets
 from areal.launchers.stores import nats_spec, redis_spec
 
 HOST = "127.0.0.1"
@@ -73,17 +74,18 @@ def plan_stack(
         preferred_ports: Ports of an earlier run of this trial, by process name.
 
     Raises:
-        ConfigError: A store's program is missing.
+        ConfigError: A store's program is missing, or a secret's file.
     """
     config = copy.deepcopy(config)
     plan = StackPlan(config)
+    security = place_secrets(config, folder)
     picker = PortPicker(preferred_ports)
     endpoints = config.endpoints
     if not endpoints.redis:
-        plan.stores.append(redis_spec(folder, picker.pick("redis")))
+        plan.stores.append(redis_spec(folder, picker.pick("redis"), security.redis_password))
         endpoints.redis = f"redis://{plan.stores[-1].address}/0"
     if not endpoints.nats:
-        plan.stores.append(nats_spec(folder, picker.pick("nats")))
+        plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token))
         endpoints.nats = f"nats://{plan.stores[-1].address}"
     if not endpoints.inference:
         count = parse_allocation(config.allocation_mode).inference_replicas
@@ -138,6 +140,8 @@ def _inference(
         # Servers must differ, and a rerun should not.
         "seed": str(1_000 * config.seed + index),
     }
+    if config.security.token_file:
+        arguments["token-file"] = config.security.token_file
     return ProcessSpec(
         name=name,
         argv=(

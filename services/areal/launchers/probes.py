@@ -17,14 +17,17 @@ Probe = Callable[[], Awaitable[str]]
 _TRY_S = 2.0
 
 
-async def _ask(host: str, port: int, question: bytes, accept: Callable[[bytes], bool]) -> str:
-    """Connects, sends `question`, reads the first line; "" when `accept` likes it."""
+async def _ask(
+    host: str, port: int, question: bytes, accept: Callable[[bytes], bool], lines: int = 1
+) -> str:
+    """Connects, sends `question`, reads so many lines; "" when `accept` likes the last."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(_TRY_S):
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(question)
-            line = await reader.readline()
+            for _ in range(lines):
+                line = await reader.readline()
     except TimeoutError:
         return f"no answer from {host}:{port} within {_TRY_S:.0f} s"
     except OSError as error:
@@ -41,9 +44,12 @@ def http_probe(host: str, port: int, path: str) -> Probe:
     return lambda: _ask(host, port, question, lambda line: b" 200" in line)
 
 
-def redis_probe(host: str, port: int) -> Probe:
+def redis_probe(host: str, port: int, password: str = "") -> Probe:
     """Ready when PING answers PONG (not while the append-only file is being loaded)."""
-    return lambda: _ask(host, port, b"PING\r\n", lambda line: line.startswith(b"+PONG"))
+    auth = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n" if password else ""
+    question = f"{auth}PING\r\n".encode()
+    lines = 2 if password else 1
+    return lambda: _ask(host, port, question, lambda line: line.startswith(b"+PONG"), lines)
 
 
 def nats_probe(host: str, port: int) -> Probe:

@@ -13,6 +13,7 @@ from pathlib import Path
 import areal
 from areal.launchers.probes import Probe
 from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE, end_tagged
+from areal.security import without_secrets
 
 # Many processes share few cores: each one's thread pools would fight the others'.
 _CHILD_ENVIRONMENT = {
@@ -53,9 +54,9 @@ def python_environment() -> dict[str, str]:
 
 
 def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: ours, bounded thread pools, and the tags of the stack."""
+    """The environment of a child: ours without secrets, bounded thread pools, the stack's tags."""
     tags = {STACK_VARIABLE: stack_id, PROCESS_VARIABLE: process}
-    return {**python_environment(), **_CHILD_ENVIRONMENT, **tags, **extra}
+    return {**without_secrets(python_environment()), **_CHILD_ENVIRONMENT, **tags, **extra}
 
 
 class Child:

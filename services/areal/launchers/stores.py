@@ -13,6 +13,7 @@ from areal.errors import ConfigError
 from areal.launchers.probes import nats_probe, redis_probe
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
+from areal.launchers.secret_files import nats_conf, redis_conf
 
 
 def find_redis_server() -> str:
@@ -58,7 +59,7 @@ def find_nats_server() -> str:
     )
 
 
-def redis_spec(folder: RunFolder, port: int) -> ProcessSpec:
+def redis_spec(folder: RunFolder, port: int, password: str = "") -> ProcessSpec:
     """Redis with an append-only file in the run folder: a restart has everything acknowledged.
 
     `appendfsync everysec`: the death of the process loses nothing (the kernel has the writes),
@@ -79,14 +80,14 @@ def redis_spec(folder: RunFolder, port: int) -> ProcessSpec:
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
     return ProcessSpec(
         name="redis",
-        argv=(find_redis_server(), *arguments),
+        argv=(find_redis_server(), *redis_conf(folder, password), *arguments),
         log=folder.log_of("redis"),
-        probe=redis_probe("127.0.0.1", port),
+        probe=redis_probe("127.0.0.1", port, password),
         address=f"127.0.0.1:{port}",
     )
 
 
-def nats_spec(folder: RunFolder, port: int) -> ProcessSpec:
+def nats_spec(folder: RunFolder, port: int, token: str = "") -> ProcessSpec:
     """nats-server with JetStream, its store in the run folder."""
     data = folder.path / "nats"
     data.mkdir(parents=True, exist_ok=True)
@@ -94,6 +95,7 @@ def nats_spec(folder: RunFolder, port: int) -> ProcessSpec:
         name="nats",
         argv=(
             find_nats_server(),
+            *nats_conf(folder, token),
             *("--addr", "127.0.0.1", "--port", str(port)),
             *("--jetstream", "--store_dir", str(data.resolve())),
         ),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import structlog
+
+from areal.security import redact
 
 
 def configure_logging(
@@ -33,16 +35,28 @@ def configure_logging(
         structlog.processors.format_exc_info,
     ]
     structlog.configure(
-        processors=[*shared, renderer],
+        processors=[*shared, renderer, _redact],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, run=namespace)
     # Libraries log through the standard module: same stream, warnings and above.
-    logging.basicConfig(
-        stream=stream, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+class _Formatter(logging.Formatter):
+    """Hides secrets in what libraries say, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def _redact(_: Any, __: str, rendered: Any) -> str:
+    """The last processor: hides secrets in a finished line."""
+    return redact(rendered)
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -28,6 +28,7 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config import EndpointsConfig
 from areal.errors import ArealError
 from areal.observability.waits import Wait
+from areal.security import Security
 from areal.servers import InferenceServer, SyncStatus
 from areal.types import TaskState
 from areal.v1 import buffer_service_pb2 as pb
@@ -101,13 +102,18 @@ class StackPoller:
     """
 
     def __init__(
-        self, endpoints: EndpointsConfig, *, with_trainer: bool = True, interval_s: float = 1.0
+        self,
+        endpoints: EndpointsConfig,
+        security: Security | None = None,
+        *,
+        with_trainer: bool = True,
+        interval_s: float = 1.0,
     ) -> None:
         """Opens channels; asks nothing yet."""
         self.snapshot = Snapshot()
-        self._buffer = BufferClient(endpoints.buffer)
-        self._weights = WeightSyncClient(endpoints.weight_sync)
-        self._trainer = TrainerClient(endpoints.trainer) if with_trainer else None
+        self._buffer = BufferClient(endpoints.buffer, security)
+        self._weights = WeightSyncClient(endpoints.weight_sync, security)
+        self._trainer = TrainerClient(endpoints.trainer, security) if with_trainer else None
         self._interval_s = interval_s
         self._rates: deque[tuple[float, int, int]] = deque()
         self._row_listeners: list[Callable[[dict[str, Any]], None]] = []

@@ -11,13 +11,14 @@ from areal.observability.waits import Wait
 
 
 async def ask_waits(
-    addresses: Mapping[str, str], timeout: float
+    addresses: Mapping[str, str], timeout: float, headers: Mapping[str, str] | None = None
 ) -> tuple[dict[str, list[Wait]], dict[str, str]]:
     """Reads /waits of many processes at once.
 
     Args:
         addresses: Process to host:port of its /metrics.
         timeout: Seconds for each.
+        headers: The bearer token.
 
     Returns:
         (process to its waits, the oldest first; process to why it did not answer). A process
@@ -38,6 +39,7 @@ async def ask_waits(
         except (aiohttp.ClientError, ValueError, TypeError, KeyError) as error:
             problems[name] = f"http://{address}/waits: {error or type(error).__name__}"
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as http:
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(timeout=limit, headers=headers) as http:
         await asyncio.gather(*(ask(http, name, at) for name, at in addresses.items() if at))
     return waits, problems

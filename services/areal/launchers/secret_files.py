@@ -1,0 +1,78 @@
+"""Secrets of a stack on this machine: files that only their owner reads.
+
+Children find them by the experiment file, which names files; so nothing secret is in an argument
+list, in config.yaml or in a child's environment. What the launcher makes lies in `secrets/` of the
+run folder and goes when the stack ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from areal.config import BaseExperimentConfig
+from areal.launchers.run_folder import RunFolder
+from areal.security import Security
+
+_FILES = ("token_file", "redis_password_file", "nats_token_file", "tls_cert", "tls_key", "tls_ca")
+
+
+def place_secrets(config: BaseExperimentConfig, folder: RunFolder) -> Security:
+    """Makes `config.security` name a file for every secret there is.
+
+    Secrets of the environment are written to files. Where there is a token, stores that the stack
+    will start get a fresh password each.
+
+    Raises:
+        ConfigError: A named file cannot be read, or what it holds is no token.
+    """
+    given, section = Security.load(config.security), config.security
+    made = {
+        "token_file": given.token,
+        "redis_password_file": given.redis_password
+        or (secrets.token_urlsafe(32) if given.token and not config.endpoints.redis else ""),
+        "nats_token_file": given.nats_token
+        or (secrets.token_urlsafe(32) if given.token and not config.endpoints.nats else ""),
+    }
+    for key, value in made.items():
+        if value and not getattr(section, key):
+            setattr(section, key, str(write_secret(folder, key.removesuffix("_file"), value)))
+    for key in _FILES:
+        if file := getattr(section, key):
+            setattr(section, key, str(Path(file).resolve()))
+    return Security.load(section)
+
+
+def write_secret(folder: RunFolder, name: str, text: str) -> Path:
+    """Writes a file that was never readable for others, not even for a moment."""
+    folder.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder.secrets / name
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        os.fchmod(descriptor, 0o600)  # it may be there already
+        stream.write(text + "\n")
+    return file
+
+
+def remove_secrets(folder: RunFolder) -> None:
+    """Forgets what was made; the next stack of the trial makes its own."""
+    shutil.rmtree(folder.secrets, ignore_errors=True)
+
+
+def redis_conf(folder: RunFolder, password: str) -> tuple[str, ...]:
+    """Arguments that let Redis read its password from a file; none without a password."""
+    if not password:
+        return ()
+    # Both stores understand a JSON string.
+    return (str(write_secret(folder, "redis.conf", f"requirepass {json.dumps(password)}")),)
+
+
+def nats_conf(folder: RunFolder, token: str) -> tuple[str, ...]:
+    """The same for NATS."""
+    if not token:
+        return ()
+    text = f"authorization {{ token: {json.dumps(token)} }}"
+    return ("--config", str(write_secret(folder, "nats.conf", text)))

@@ -1,0 +1,107 @@
+"""The dashboard in a browser: a form takes the token once, a cookie stands for it afterwards.
+
+    GET / without cookie ──> 401 and the form ── POST /login, right token ──> cookie, back to /
+
+The cookie holds an expiry and its MAC under the token, never the token: cookies of one host are
+sent to every port of it. It opens reading only, so no other site's page can act with it, and a new
+token ends it. No state: any replica of the gateway knows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from areal.http_auth import App, BearerAuth, Scope, Send, answer
+from areal.security import Security
+
+LIFETIME_S = 7 * 24 * 3600
+_PAGE = Path(__file__).parent / "static" / "login.html"
+_ERROR_MARK = "<!-- error -->"
+_MAX_FORM_BYTES = 4096
+
+
+class Sessions:
+    """Issues and checks the cookie."""
+
+    def __init__(
+        self, security: Security, namespace: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.security = security
+        # Two runs on one host share its cookies: each has its own.
+        self.cookie = "areal-" + namespace.replace("/", "-")
+        self._clock = clock
+
+    def issue(self) -> str:
+        """A cookie's value, good from now on for LIFETIME_S."""
+        expires = int(self._clock()) + LIFETIME_S
+        return f"{expires}.{self._mac(expires)}"
+
+    def valid(self, value: str) -> bool:
+        """Whether we issued it, with today's token, and it has not expired."""
+        expires, _, mac = value.partition(".")
+        if not (expires.isascii() and expires.isdigit()) or len(expires) > 12:
+            return False
+        right = hmac.compare_digest(mac.encode(errors="replace"), self._mac(int(expires)).encode())
+        return right and int(expires) > self._clock()
+
+    def _mac(self, expires: int) -> str:
+        message = f"areal-gateway session {self.cookie} until {expires}"
+        return hmac.new(self.security.token.encode(), message.encode(), hashlib.sha256).hexdigest()
+
+
+class DashboardAuth(BearerAuth):
+    """The token, or for reading a cookie; a person without either gets the form."""
+
+    def __init__(self, app: App, *, sessions: Sessions) -> None:
+        super().__init__(
+            app, security=sessions.security, open_paths=frozenset({"/healthz", "/login"})
+        )
+        self._sessions = sessions
+
+    def admits(self, scope: Scope) -> bool:
+        """Also: the form's style sheet, and a session that only reads."""
+        if super().admits(scope):
+            return True
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            return False
+        if scope["path"].startswith("/static/"):
+            return True
+        return self._sessions.valid(HTTPConnection(scope).cookies.get(self._sessions.cookie, ""))
+
+    async def refuse(self, scope: Scope, send: Send) -> None:
+        """The form for a person, one line of JSON for a program."""
+        if scope["path"] == "/":
+            await answer(scope, send, _PAGE.read_bytes(), "text/html; charset=utf-8")
+        else:
+            await super().refuse(scope, send)
+
+
+async def log_in(request: Request, sessions: Sessions) -> Response:
+    """Takes the form; a right token is answered with the cookie."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_FORM_BYTES:
+            break
+    token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
+    if not sessions.security.admits(f"Bearer {token}"):
+        page = _PAGE.read_text().replace(_ERROR_MARK, '<p class="wrong">Not this token.</p>')
+        return HTMLResponse(page, status_code=401, headers={"Cache-Control": "no-store"})
+    response = RedirectResponse("./", status_code=303)
+    response.set_cookie(
+        sessions.cookie,
+        sessions.issue(),
+        max_age=LIFETIME_S,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+    return response
