@@ -46,13 +46,18 @@ class ServiceProcess:
 
 @asynccontextmanager
 async def service_process(
-    module: str, folder: Path, config: str, *overrides: str, ready_s: float = 30.0
+    module: str,
+    folder: Path,
+    config: str,
+    *overrides: str,
+    ready_s: float = 30.0,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[ServiceProcess]:
     """Runs `python -m MODULE` until it serves; kills it at the end if it still runs."""
     file = folder / f"{module}.yaml"
     file.write_text(config)
     log = folder / f"{module}.log"
-    listen, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    listen, metrics = f"{host}:{free_port()}", f"127.0.0.1:{free_port()}"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -30,8 +30,9 @@ UNAUTHENTICATED = (
 
 # Fits a header, a URL, redis.conf and nats.conf without surprises.
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows
 _USERINFO = re.compile(r"(?<=://)[^\s\"'@]*@")
-_BEARER = re.compile(r"(?i)\b(bearer )[\x21\x23-\x5b\x5d-\x7e]{16,}")
+_BEARER = re.compile(r"(?i)\b(bearer )[A-Za-z0-9._~+/=-]{16,}")
 
 
 @dataclass
@@ -88,10 +89,11 @@ class Security:
             ConfigError: A file cannot be read, or what it holds is no token.
         """
         token = _secret(config.token_file, "token_file", TOKEN_VARIABLE, environment)
-        if token and len(token) < MIN_TOKEN_LENGTH:
+        if token and (len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token)):
             key = "security.token_file" if config.token_file else TOKEN_VARIABLE
             raise ConfigError(
-                f"{key}: a token of {len(token)} characters, expected {MIN_TOKEN_LENGTH} or more"
+                f"{key}: a token of {len(token)} characters, expected {MIN_TOKEN_LENGTH} or more "
+                "of letters, digits and ._~+/=-"
             )
         return cls(
             token=token,

@@ -94,7 +94,8 @@ async def log_in(request: Request, sessions: Sessions) -> Response:
     token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
     if not sessions.security.admits(f"Bearer {token}"):
         page = _PAGE.read_text().replace(_ERROR_MARK, '<p class="wrong">Not this token.</p>')
-        return HTMLResponse(page, status_code=401, headers={"Cache-Control": "no-store"})
+        headers = {"Cache-Control": "no-store", "WWW-Authenticate": "Bearer"}
+        return HTMLResponse(page, status_code=401, headers=headers)
     response = RedirectResponse("./", status_code=303)
     response.set_cookie(
         sessions.cookie,

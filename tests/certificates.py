@@ -1,0 +1,49 @@
+"""An authority and certificates for tests, made by the openssl program."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Signs certificates for 127.0.0.1 and localhost, in a folder of its own."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> Authority:
+        folder.mkdir(parents=True)
+        _openssl(
+            folder,
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca"),
+        )
+        return cls(folder)
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def certificate(self, name: str) -> tuple[Path, Path]:
+        """(certificate, key)"""
+        _openssl(
+            self.folder,
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"),
+        )
+        extensions = self.folder / f"{name}.ext"
+        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        _openssl(
+            self.folder,
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-days", "2", "-extfile", extensions.name),
+            *("-out", f"{name}.pem"),
+        )
+        return self.folder / f"{name}.pem", self.folder / f"{name}.key"
