@@ -24,6 +24,7 @@ from tests.certificates import Authority
 from tests.integration.stack_tools import RunningStack, areal
 
 from areal.config import GRPOConfig, load_service_config
+from areal.observability.waits import Waits
 from areal.security import Security
 from areal.v1 import (
     buffer_service_pb2,
@@ -178,6 +179,7 @@ def gateway_routes() -> list[tuple[str, str]]:
         StatusHub({}, history=1, max_rows=1),
         None,
         GatewayMetrics(CollectorRegistry()),
+        Waits(),
         GatewayConfig(),
         Sessions(Security(token=TOKEN), "secure/t0"),
     )
@@ -251,8 +253,9 @@ async def test_operations_when_asked_then_health_is_open_and_metrics_are_not(
         for name in ("buffer", "reward", "rollout-0", "weight-sync", "gateway"):
             url = f"http://{secure.stack.process(name)['metrics']}"
             assert await ask(http, "GET", f"{url}/healthz", None) == 200
-            for header, expected in ((None, 401), (WRONG, 401), (RIGHT, 200)):
-                assert await ask(http, "GET", f"{url}/metrics", header) == expected, name
+            for path in ("/metrics", "/waits"):
+                for header, expected in ((None, 401), (WRONG, 401), (RIGHT, 200)):
+                    assert await ask(http, "GET", url + path, header) == expected, name
 
 
 async def test_dashboard_when_opened_in_a_browser_then_a_form_takes_the_token_once(
