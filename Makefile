@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format typecheck imports layout proto docs verify bench clean
+.PHONY: help setup demo test test-fast chaos lint format typecheck imports layout proto docs verify bench clean
 
 ##@ Start
 
@@ -35,6 +35,9 @@ test: $(STAMP) ## Every test that needs no cluster
 
 test-fast: $(STAMP) ## Without the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1)
+	$(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
 
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done

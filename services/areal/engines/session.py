@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -273,6 +273,16 @@ class TrainerSession:
         self._step_started = time.monotonic()
         self.row = {"step": self.step + 1, "incarnation": self.incarnation}
         self.status.waiting(f"batch of step {self.step + 1}")
+
+    def took_batch(self, task_ids: Sequence[str], *, replay: bool) -> None:
+        """Notes in batches.jsonl what the step in progress was given (rank 0)."""
+        if self._files is not None:
+            self._files.append_batch(
+                step=self.step + 1,
+                incarnation=self.incarnation,
+                replay=replay,
+                task_ids=task_ids,
+            )
 
     def confirm_version(self) -> None:
         """Waits until one server has confirmed the weights of the last finished step (L5)."""

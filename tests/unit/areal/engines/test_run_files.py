@@ -1,3 +1,5 @@
+import json
+
 from areal.engines.run_files import RunFiles
 
 
@@ -22,3 +24,20 @@ def test_rows_when_the_last_line_was_cut_off_then_the_rest_is_kept(tmp_path):
 def test_results_when_recorded_then_found_by_the_next_incarnation(tmp_path):
     RunFiles(tmp_path, resume_step=0).record("heldout_before", 0.25)
     assert RunFiles(tmp_path, resume_step=0).results == {"heldout_before": 0.25}
+
+
+def test_batches_when_resumed_then_rows_of_lost_steps_stay(tmp_path):
+    files = RunFiles(tmp_path, resume_step=0)
+    for step in (1, 2):
+        files.append_batch(step=step, incarnation=1, replay=False, task_ids=[f"e0-{step}"])
+    # Killed while it wrote; what follows must not be spoilt by it.
+    with (tmp_path / "batches.jsonl").open("a") as file:
+        file.write('{"step": 3, "incarn')
+    resumed = RunFiles(tmp_path, resume_step=1)
+    resumed.append_batch(step=2, incarnation=2, replay=True, task_ids=["e0-2"])
+    lines = (tmp_path / "batches.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    assert [(row["step"], row["incarnation"], row["replay"]) for row in rows] == [
+        *[(1, 1, False), (2, 1, False), (2, 2, True)],
+    ]
+    assert [row["task_ids"] for row in rows] == [["e0-1"], ["e0-2"], ["e0-2"]]

@@ -1,0 +1,110 @@
+"""Hurts a running training at random, seeded, until time is over or the run ends.
+
+A deck holds every process once for each action; it is shuffled, dealt, and shuffled again. So a
+short run hurts everything at least once, and the order is the seed's. At most three are hurt at
+once, a process never twice before it was ready again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import signal
+import time
+
+from tests.chaos.faults import KILL, STOP, Fault, Victims, send
+
+GAP_S = (2.0, 7.0)
+STOPPED_S = (1.0, 20.0)
+AT_ONCE = 3
+RECOVERY_S = 120.0
+"""A process that takes longer than this to come back fails the test."""
+RECOVERED_S = 5.0
+_LOOK_S = 0.05
+
+
+class Chaos:
+    """One seeded series of faults."""
+
+    def __init__(self, victims: Victims, seed: int) -> None:
+        self.faults: list[Fault] = []
+        self._victims = victims
+        self._random = random.Random(seed)
+        self._deck: list[tuple[str, str]] = []
+        self._hurt: set[str] = set()
+        # (fault, hurt, ready) and finished steps, in Unix seconds.
+        self._windows: list[tuple[Fault, float, float]] = []
+        self._steps: list[float] = []
+        self._began = time.monotonic()
+
+    async def run(self, seconds: float) -> None:
+        """Returns when time is over (or the run has ended) and all have recovered."""
+        self._began = time.monotonic()
+        noting = asyncio.create_task(self._note_steps())
+        async with asyncio.TaskGroup() as recoveries:
+            while time.monotonic() - self._began < seconds and not self._victims.ended():
+                if len(self._hurt) < AT_ONCE and (card := self._deal()):
+                    recoveries.create_task(self._hurt_one(*card))
+                await asyncio.sleep(self._random.uniform(*GAP_S))
+        # The step after the last recovery ends the last pause.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(noting, RECOVERED_S)
+        self._note_pauses()
+
+    def _deal(self) -> tuple[str, str] | None:
+        """The next card whose victim is up and not hurt already."""
+        up = self._victims.pids()
+        if not self._deck:
+            self._deck = [(name, action) for name in sorted(up) for action in (KILL, STOP)]
+            self._random.shuffle(self._deck)
+        for card in self._deck:
+            if card[0] in up and card[0] not in self._hurt:
+                self._deck.remove(card)
+                return card
+        return None
+
+    async def _hurt_one(self, name: str, action: str) -> None:
+        pid = self._victims.pids().get(name, 0)
+        length = round(self._random.uniform(*STOPPED_S), 1)
+        hurt_at = time.time()
+        if not pid or not send(pid, signal.SIGKILL if action == KILL else signal.SIGSTOP):
+            return  # it has just gone by itself
+        fault = Fault(name, action, round(time.monotonic() - self._began, 1))
+        self.faults.append(fault)
+        self._hurt.add(name)
+        try:
+            if action == STOP:
+                await asyncio.sleep(length)
+                send(pid, signal.SIGCONT)
+                fault.stopped_s = length
+            await self._watch(fault, pid if action == KILL else 0, hurt_at, time.time())
+        finally:
+            self._hurt.discard(name)
+
+    async def _watch(self, fault: Fault, gone: int, hurt_at: float, released: float) -> None:
+        """Notes when the victim is ready."""
+        while not await self._victims.ready(fault.victim, gone, released):
+            if self._victims.ended():
+                return
+            if time.time() - released > RECOVERY_S:
+                fault.late = True
+                return
+            await asyncio.sleep(_LOOK_S)
+        fault.ready_s = round(time.time() - released, 2)
+        self._windows.append((fault, hurt_at, time.time()))
+
+    async def _note_steps(self) -> None:
+        """Collects the times at which steps were finished."""
+        while True:
+            stepped = self._victims.stepped_at()
+            if stepped and stepped not in self._steps[-1:]:
+                self._steps.append(stepped)
+            await asyncio.sleep(_LOOK_S)
+
+    def _note_pauses(self) -> None:
+        pauses = list(itertools.pairwise(self._steps))
+        for fault, hurt_at, ready_at in self._windows:
+            lengths = [b - a for a, b in pauses if a < ready_at and b > hurt_at]
+            fault.pause_s = round(max(lengths), 2) if lengths else None

@@ -1,0 +1,106 @@
+"""`make chaos`: a real training, every process of which is killed or stopped at random.
+
+CHAOS_SEED=1 CHAOS_MINUTES=30 CHAOS_RANKS=2 make chaos ARGS=--json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.chaos.books import Check, check_books, read_ledger
+from tests.chaos.faults import Victims
+from tests.chaos.harness import RECOVERY_S, Chaos
+from tests.chaos.report import as_dict, show
+from tests.integration.stack_tools import RunningStack, areal_background, eventually
+
+from areal.launchers.tags import find_tagged
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
+MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
+RANKS = int(os.environ.get("CHAOS_RANKS", "1"))
+STEPS = int(os.environ.get("CHAOS_STEPS", str(round(35 * MINUTES))))
+BATCH, PROBLEMS, ETA = 32, 1000, 2
+
+pytestmark = [pytest.mark.timeout(60 * MINUTES * 3 + 600)]
+
+
+def arguments() -> list[str]:
+    return [
+        str(ROOT / "examples" / "arithmetic_grpo.py"),
+        "experiment_name=chaos",
+        f"trial_name=seed-{SEED}",
+        "model.path=runs/models/chaos",  # made by the first run, with these problems
+        f"allocation_mode=sglang:d2+fsdp:d{RANKS}",
+        f"total_train_steps={STEPS}",
+        f"train_dataset.batch_size={BATCH}",
+        f"train_problems={PROBLEMS}",
+        "heldout_problems=50",
+        f"rollout.max_head_offpolicyness={ETA}",
+        "rollout.max_concurrent_rollouts=128",
+        "rollout.lease_ttl_s=10",
+        "rollout.straggler_deadline_s=15",
+        "reward.workers=2",
+        "checkpoint.freq_steps=5",
+        "stack.max_restarts=1000",
+    ]
+
+
+async def hurt(stack: RunningStack) -> Chaos:
+    victims = Victims(stack)
+    chaos = Chaos(victims, SEED)
+    try:
+        await chaos.run(60.0 * MINUTES)
+    finally:
+        await victims.close()
+    return chaos
+
+
+def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the_books_balance(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    stack = RunningStack(ROOT / "runs" / "chaos" / f"seed-{SEED}")
+    shutil.rmtree(stack.run_dir, ignore_errors=True)
+    stack.run_dir.mkdir(parents=True)
+    began = time.monotonic()
+    launcher = areal_background(
+        "run", "--json", *arguments(), cwd=ROOT, log=stack.run_dir / "out.jsonl"
+    )
+    try:
+        eventually(lambda: stack.content, "stack.json is there", 60.0)
+        stack.wait_ready(300.0)
+        chaos = asyncio.run(hurt(stack))
+        code = launcher.wait(60.0 * MINUTES + 300.0)
+        left = [f"{p.pid} {p.name()}" for p in find_tagged(stack.content["stack_id"])]
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()
+            launcher.wait(10.0)
+        stack.clean_up()
+    late = [f"{f.victim} ({f.action}) at {f.at_s} s" for f in chaos.faults if f.late]
+    checks = [
+        Check("exit code 0", code == 0, str(code)),
+        Check("no process is left behind", not left, ", ".join(left)),
+        Check(f"each recovered within {RECOVERY_S:.0f} s", not late, ", ".join(late)),
+    ]
+    ledger = read_ledger(stack.run_dir, f"chaos/seed-{SEED}", tmp_path)
+    checks += check_books(
+        ledger, stack.run_dir, steps=STEPS, batch=BATCH, problems=PROBLEMS, eta=ETA
+    )
+    report = as_dict(SEED, MINUTES, time.monotonic() - began, chaos.faults, checks)
+    file = stack.run_dir / "chaos.json"
+    file.write_text(json.dumps(report, indent=2) + "\n")
+    if request.config.getoption("--json"):
+        print(json.dumps(report))
+    else:
+        show(report, Console(width=120))
+        print(f"in full: {file}")
+    broken = [f"{check.name}: {check.detail}" for check in checks if not check.holds]
+    assert not broken, "; ".join(broken)
