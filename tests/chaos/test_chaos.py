@@ -25,8 +25,9 @@ from areal.launchers.tags import find_tagged
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
+AT_ONCE = int(os.environ.get("CHAOS_AT_ONCE", "3"))
 RANKS = int(os.environ.get("CHAOS_RANKS", "1"))
-STEPS = int(os.environ.get("CHAOS_STEPS", str(round(35 * MINUTES))))
+STEPS = int(os.environ.get("CHAOS_STEPS", str(round(50 * MINUTES))))
 BATCH, PROBLEMS, ETA = 32, 1000, 2
 
 pytestmark = [pytest.mark.timeout(60 * MINUTES * 3 + 600)]
@@ -55,7 +56,7 @@ def arguments() -> list[str]:
 
 async def hurt(stack: RunningStack) -> Chaos:
     victims = Victims(stack)
-    chaos = Chaos(victims, SEED)
+    chaos = Chaos(victims, SEED, AT_ONCE)
     try:
         await chaos.run(60.0 * MINUTES)
     finally:
@@ -76,6 +77,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     try:
         eventually(lambda: stack.content, "stack.json is there", 60.0)
         stack.wait_ready(300.0)
+        eventually(lambda: stack.process("trainer")["state"] == "up", "the trainer is up", 60.0)
         chaos = asyncio.run(hurt(stack))
         code = launcher.wait(60.0 * MINUTES + 300.0)
         left = [f"{p.pid} {p.name()}" for p in find_tagged(stack.content["stack_id"])]
