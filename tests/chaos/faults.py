@@ -42,7 +42,7 @@ class Fault:
     pause_s: float | None = None
     """The longest time without a finished step, between then and its recovery."""
     late: bool = False
-    """It was not ready within the time allowed."""
+    """It was not ready, or training had not gone on, within the time allowed."""
 
 
 class Victims:

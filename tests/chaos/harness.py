@@ -2,7 +2,7 @@
 
 A deck holds every process once for each action; it is shuffled, dealt, and shuffled again. So a
 short run hurts everything at least once, and the order is the seed's. Several may be hurt at once,
-a process never twice before it was ready again.
+a process never twice before it was ready again and training had gone on.
 """
 
 from __future__ import annotations
@@ -84,16 +84,17 @@ class Chaos:
             self._hurt.discard(name)
 
     async def _watch(self, fault: Fault, gone: int, hurt_at: float, released: float) -> None:
-        """Notes when the victim is ready."""
-        while not await self._victims.ready(fault.victim, gone, released):
+        """Notes when the victim is ready; returns when training has gone on, too."""
+        while fault.ready_s is None or self._victims.stepped_at() < released:
             if self._victims.ended():
                 return
             if time.time() - released > RECOVERY_S:
                 fault.late = True
                 return
+            if fault.ready_s is None and await self._victims.ready(fault.victim, gone, released):
+                fault.ready_s = round(time.time() - released, 2)
+                self._windows.append((fault, hurt_at, time.time()))
             await asyncio.sleep(_LOOK_S)
-        fault.ready_s = round(time.time() - released, 2)
-        self._windows.append((fault, hurt_at, time.time()))
 
     async def _note_steps(self) -> None:
         """Collects the times at which steps were finished."""

@@ -82,8 +82,22 @@ def to_duration(seconds: float) -> Duration:
     return duration
 
 
+def retrying(seconds: float) -> AsyncRetrying:
+    """Tries again while a service is away, or frozen: then the deadline of one try passes."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type((errors.Unavailable, errors.WaitTimeout)),
+        stop=stop_after_delay(seconds),
+        wait=wait_exponential_jitter(multiplier=0.1, max=3.0, jitter=0.1),
+        reraise=True,
+    )
+
+
 class Client:
     """Base of the typed clients: one channel, one address."""
+
+    patience_s = 0.0
+    """Every call is retried for at least so long. For a caller that only makes idempotent calls
+    and cannot do without the service: the trainer."""
 
     def __init__(self, address: str, security: Security | None = None) -> None:
         """Opens a channel; `security` (None: nothing) is what it presents."""
@@ -111,8 +125,8 @@ class Client:
             method: A stub's method.
             request: Its message.
             timeout: Seconds for one try.
-            retry_for: Keep retrying `Unavailable` with backoff and jitter for this many seconds;
-                0: try once. Only for idempotent calls.
+            retry_for: Keep retrying, with backoff and jitter, for this many seconds while the
+                service is away or does not answer; 0: try once. Only for idempotent calls.
 
         Raises:
             ArealError: What the servicer raised, or Unavailable / WaitTimeout.
@@ -126,14 +140,7 @@ class Client:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
 
-        if retry_for <= 0:
-            return await once()
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(errors.Unavailable),
-            stop=stop_after_delay(retry_for),
-            wait=wait_exponential_jitter(multiplier=0.1, max=3.0, jitter=0.1),
-            reraise=True,
-        ):
+        async for attempt in retrying(max(retry_for, self.patience_s)):
             with attempt:
                 return await once()
         raise AssertionError("unreachable: reraise=True")

@@ -46,7 +46,7 @@ _MAX_TASKS_PER_CALL = 10_000
 class BufferClient(TrainerBufferClient):
     """All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
 
-    `retry_for` is how many seconds Unavailable is retried; only idempotent methods have it.
+    `retry_for`: seconds to retry while the ledger is away or silent; idempotent methods have it.
     """
 
     # -- submitting and reading ---------------------------------------------------------------
@@ -67,7 +67,7 @@ class BufferClient(TrainerBufferClient):
             incarnation: Of the submitting trainer; 0 for everyone else.
             seal: No more train tasks will come.
             timeout: Seconds for one try of one call.
-            retry_for: Seconds to retry Unavailable.
+            retry_for: Seconds to retry while the ledger is away or silent.
 
         Returns:
             One flag per task; False: its id or dataset position was known already, possibly
@@ -142,7 +142,7 @@ class BufferClient(TrainerBufferClient):
         Args:
             task_ids: Known ids; NotFound otherwise.
             max_wait_s: The service waits at most 30 s a call.
-            retry_for: Seconds to retry Unavailable.
+            retry_for: Seconds to retry while the ledger is away or silent.
 
         Returns:
             Those that have ended; empty when the wait passed first.
@@ -272,7 +272,7 @@ class BufferClient(TrainerBufferClient):
             partial: Journal for the next attempt; refused above max_group_bytes.
             failed_server: The inference server that failed, which the next attempt avoids.
             timeout: Seconds for one try.
-            retry_for: Seconds to retry Unavailable.
+            retry_for: Seconds to retry while the ledger is away or silent.
 
         Returns:
             QUEUED, or DEAD_LETTERED when a limit was reached.

@@ -6,16 +6,10 @@ import time
 from collections.abc import Sequence
 
 import grpc
-from tenacity import (
-    AsyncRetrying,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential_jitter,
-)
 
-from areal.clients.base import LONG_POLL_MARGIN_S, Client, from_rpc_error, to_duration
+from areal.clients.base import LONG_POLL_MARGIN_S, Client, from_rpc_error, retrying, to_duration
 from areal.clients.buffer_types import GroupManifest, Registration, TakeResult, TakeState
-from areal.errors import NotFound, Unavailable
+from areal.errors import NotFound
 from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
@@ -78,7 +72,7 @@ class TrainerBufferClient(Client):
             step: Finished steps + 1.
             max_wait_s: The service waits at most 30 s a call.
             task_ids: Exactly these, once all have ended; empty: the oldest B.
-            retry_for: Seconds to retry Unavailable.
+            retry_for: Seconds to retry while the ledger is away or silent.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
@@ -139,12 +133,7 @@ class TrainerBufferClient(Client):
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, "FetchGroups", self.address, since) from None
 
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(Unavailable),
-            stop=stop_after_delay(retry_for),
-            wait=wait_exponential_jitter(multiplier=0.1, max=3.0),
-            reraise=True,
-        ):
+        async for attempt in retrying(max(retry_for, self.patience_s)):
             with attempt:
                 await missing()
         absent = [task_id for task_id in task_ids if task_id not in groups]

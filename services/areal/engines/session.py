@@ -135,10 +135,9 @@ class TrainerSession:
     async def _connect(self) -> tuple[BufferClient, WeightSyncClient]:
         """Channels belong to the loop they are opened in: the bridge's."""
         endpoints = self.config.endpoints
-        return (
-            BufferClient(endpoints.buffer, self.security),
-            WeightSyncClient(endpoints.weight_sync, self.security),
-        )
+        buffer = BufferClient(endpoints.buffer, self.security)
+        buffer.patience_s = RETRY_S  # every call the trainer makes may be made again
+        return buffer, WeightSyncClient(endpoints.weight_sync, self.security)
 
     # -- opening and closing -------------------------------------------------------------------
 
