@@ -1,0 +1,260 @@
+"""A real stack without trainer, a ledger filled beforehand, and trainers to start and kill."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from omegaconf import OmegaConf
+from tests.integration.stack_tools import RunningStack, areal_background, environment, eventually
+from tests.service_process import free_port
+
+from areal.clients.buffer import BufferClient
+from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
+
+RECIPE = Path(__file__).parent / "recipes" / "replay.py"
+BATCH = 4
+NOBODY = "127.0.0.1:9"
+
+
+def synthetic_group(task_id: str, number: int) -> TrajectoryGroup:
+    """Three answers to one prompt, different for each number, sampled at version 0."""
+    rng = np.random.default_rng(number)
+    prompt = int(rng.integers(3, 8))
+    prompt_ids = rng.integers(0, 256, prompt)
+    trajectories = []
+    for sample in range(3):
+        length = prompt + int(rng.integers(2, 9))
+        generated = np.arange(length) >= prompt
+        answer_ids = rng.integers(0, 256, length - prompt)
+        rewards = np.zeros(length, np.float32)
+        rewards[-1] = float(sample == number % 3)
+        trajectories.append(
+            Trajectory(
+                trajectory_id=f"{task_id}.{sample}",
+                input_ids=np.concatenate([prompt_ids, answer_ids]).astype(np.int32),
+                loss_mask=generated,
+                behavior_logprobs=np.where(generated, -5.5 + 0.3 * rng.normal(size=length), 0.0)
+                .astype(np.float32),
+                token_versions=np.where(generated, 0, -1).astype(np.int32),
+                rewards=rewards,
+            )
+        )
+    return TrajectoryGroup(group_id=task_id, trajectories=trajectories)
+
+
+def digest_of(group: TrajectoryGroup) -> str:
+    """As the recipe's `group_digests` computes it."""
+    digest = hashlib.sha256()
+    for t in group.trajectories:
+        digest.update(t.input_ids.astype(np.int64).tobytes())
+        digest.update(np.asarray(t.loss_mask, bool).tobytes())
+        digest.update(np.asarray(t.behavior_logprobs, np.float32).tobytes())
+        digest.update(t.token_versions.astype(np.int64).tobytes())
+        digest.update(np.asarray(t.rewards, np.float32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+class TrainerProcess:
+    """One life of the trainer: a process per rank, under torchrun if there are several."""
+
+    def __init__(self, config: Path, listen: str, ranks: int, log: Path) -> None:
+        launch: tuple[str, ...] = ()
+        if ranks > 1:
+            launch = (
+                *("torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
+                *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m"),
+            )
+        command = [sys.executable, "-m", *launch, "areal_trainer"]
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                [*command, "--config", str(config), "--listen", listen],
+                stdout=output,
+                stderr=output,
+                env=environment(),
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """It and all its descendants."""
+        try:
+            root = psutil.Process(self.popen.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """kill -9 of every process of it at once."""
+        family = self.processes()
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.popen.wait(20)
+        psutil.wait_procs(family, timeout=20)
+
+
+class TrainerRig:
+    """`areal up` of one trial; the trainers are the test's."""
+
+    def __init__(self, cwd: Path, trial: str, overrides: tuple[str, ...]) -> None:
+        self.stack = RunningStack(cwd / "runs" / "replay" / trial)
+        self.trainer_address = f"127.0.0.1:{free_port()}"
+        self._cwd = cwd
+        self._overrides = (
+            "experiment_name=replay",
+            f"trial_name={trial}",
+            f"run_root={cwd / 'runs'}",
+            f"train_dataset.batch_size={BATCH}",
+            "gconfig.n_samples=3",
+            "gconfig.max_new_tokens=8",
+            "model.context_length=128",
+            "allocation_mode=sglang:d1+fsdp:d1",
+            "actor.optimizer.lr=1e-3",
+            f"endpoints.trainer={self.trainer_address}",
+            *overrides,
+        )
+        self._trainers: list[TrainerProcess] = []
+
+    @property
+    def run_dir(self) -> Path:
+        return self.stack.run_dir
+
+    @property
+    def trainer_log(self) -> str:
+        file = self._cwd / f"{self.run_dir.name}-trainer.log"
+        return file.read_text() if file.exists() else ""
+
+    def start(self) -> None:
+        areal_background(
+            *("up", "--recipe", str(RECIPE), *self._overrides),
+            cwd=self._cwd,
+            log=self._cwd / f"{self.run_dir.name}-up.log",
+        )
+        eventually(lambda: self.stack.content, "stack.json is there", 60.0)
+        self.stack.wait_ready()
+
+    def stop(self) -> None:
+        for trainer in self._trainers:
+            trainer.kill()
+        self.stack.clean_up()
+
+    def trainer(self, ranks: int = 1, **changes: Any) -> TrainerProcess:
+        """Starts one; `changes` are keys of the experiment file, for this life."""
+        config = OmegaConf.load(self.run_dir / "config.yaml")
+        for key, value in changes.items():
+            OmegaConf.update(config, key.replace("__", "."), value)
+        file = self._cwd / f"{self.run_dir.name}.yaml"
+        OmegaConf.save(config, file)
+        log = self._cwd / f"{self.run_dir.name}-trainer.log"
+        process = TrainerProcess(file, self.trainer_address, ranks, log)
+        self._trainers.append(process)
+        return process
+
+    def finish(self, ranks: int = 1, timeout: float = 180.0, **changes: Any) -> None:
+        """A trainer's life to its good end."""
+        code = self.trainer(ranks, **changes).popen.wait(timeout)
+        assert code == 0, self.trainer_log[-4000:]
+
+    def prefill(self, count: int) -> list[str]:
+        """Submits and completes tasks as a rollout worker would; returns their digests in order."""
+        return asyncio.run(self._prefill(count))
+
+    async def _prefill(self, count: int) -> list[str]:
+        client = BufferClient(self.stack.address("buffer"))
+        ids = [f"e0-{number}" for number in range(count)]
+        spec = WorkflowSpec(name="rlvr")
+        try:
+            await client.submit_tasks(
+                [
+                    Task(task_id=i, purpose=Purpose.TRAIN, workflow=spec, data={}, position=(0, n))
+                    for n, i in enumerate(ids)
+                ]
+            )
+            digests: dict[str, str] = {}
+            while len(digests) < count:
+                leases, reason = await client.lease_tasks("prefill", 64, 5.0)
+                assert leases, f"{len(digests)} of {count} leased: {reason}"
+                for lease in leases:
+                    task_id = lease.task.task_id
+                    group = synthetic_group(task_id, int(task_id.removeprefix("e0-")))
+                    digests[task_id] = digest_of(group)
+                    await client.complete_task(task_id, lease.token, group, "prefill")
+        finally:
+            await client.close()
+        return [digests[i] for i in ids]
+
+    def seen(self) -> list[dict[str, Any]]:
+        """What every life of the trainer has written down so far."""
+        file = self.run_dir / "seen.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl."""
+        return [json.loads(x) for x in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def counts(self) -> dict[str, int]:
+        """The ledger's counters of train tasks."""
+
+        async def ask() -> dict[str, int]:
+            from areal.v1.trajectory_pb2 import TaskState
+
+            client = BufferClient(self.stack.address("buffer"))
+            try:
+                stats = await client.get_stats(retry_for=20)
+            finally:
+                await client.close()
+            return {
+                TaskState.Name(c.state).removeprefix("TASK_STATE_").lower(): c.tasks
+                for c in stats.train_counts
+            }
+
+        return asyncio.run(ask())
+
+    def kill_at_random(self, rng: random.Random, trainer: TrainerProcess) -> str:
+        """Kills a trainer somewhere in its life; returns where, for people."""
+        if rng.random() < 0.25:
+            delay = rng.uniform(0.0, 6.0)
+            time.sleep(delay)
+            where = f"{delay:.2f} s after its start"
+        else:
+            before, more, delay = len(self.seen()), rng.randint(1, 5), rng.uniform(0.0, 0.3)
+            eventually(
+                lambda: trainer.popen.poll() is not None or len(self.seen()) >= before + more,
+                f"{more} steps; {self.trainer_log[-3000:]}",
+                90.0,
+            )
+            time.sleep(delay)
+            where = f"{delay:.2f} s into step {self.seen()[-1]['step']}"
+        assert trainer.popen.poll() is None, f"it ended by itself: {self.trainer_log[-3000:]}"
+        trainer.kill()
+        return where
+
+
+@contextmanager
+def trainer_rig(cwd: Path, trial: str, *overrides: str, generation: bool) -> Iterator[TrainerRig]:
+    """A started rig; without generation no rollout worker, reward service or gateway runs."""
+    nobody = (
+        f"endpoints.rollout={NOBODY}",
+        f"endpoints.reward={NOBODY}",
+        f"endpoints.gateway=http://{NOBODY}",
+    )
+    rig = TrainerRig(cwd, trial, overrides if generation else (*nobody, *overrides))
+    try:
+        rig.start()
+        yield rig
+    finally:
+        rig.stop()
