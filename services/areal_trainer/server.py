@@ -27,6 +27,7 @@ from areal.chassis.service import (
     start_servers,
 )
 from areal.config import GRPOConfig, load_service_config
+from areal.engines.rank_watch import RankWatch
 from areal.engines.session import TrainerSession, TrainerStopped
 from areal.errors import ArealError, InvalidInput
 from areal.observability.logging import configure_logging, get_logger
@@ -63,7 +64,10 @@ def _init_process_group(config: TrainerConfig) -> None:
     import torch
     import torch.distributed as dist
 
+    from areal.engines.fsdp.random_state import seed_all
+
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    seed_all(config.experiment.seed, config.rank)
     if config.world_size == 1:
         return
     cuda = torch.cuda.is_available()
@@ -98,6 +102,7 @@ def run(config: TrainerConfig, listen: str, metrics: str) -> int:
     log = get_logger("areal_trainer")
     module = _load(Path(config.experiment.recipe))
     _init_process_group(config)
+    watch = RankWatch(config.rank, config.world_size) if config.world_size > 1 else None
     session = TrainerSession(
         config.experiment,
         rank=config.rank,
@@ -125,15 +130,28 @@ def run(config: TrainerConfig, listen: str, metrics: str) -> int:
     except Exception as error:
         session.status.ended(f"{type(error).__name__}: {error}")
         log.error("trainer_failed", step=session.step, exc_info=error)
+        if watch is not None and (dead := watch.gone()):
+            log.error("rank_lost", cause=f"{dead} died")
         return 1
     finally:
         if status_server is not None:
             session.call(status_server.stop(0.5), "stopping the status server", timeout=5)
         session.close()
-        if config.world_size > 1:
-            import torch.distributed as dist
+        if watch is not None:
+            watch.stop()
 
-            dist.destroy_process_group()
+
+def _leave(code: int) -> None:
+    """Ends this rank; a failed one at once, for the others wait for it in collectives."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if code not in (0, EXIT_STOPPED):
+            os._exit(code)
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    raise typer.Exit(code)
 
 
 def main() -> None:
@@ -153,9 +171,7 @@ def main() -> None:
         except ArealError as error:
             print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line
             code = EXIT_BAD_INPUT if isinstance(error, InvalidInput) else 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        raise typer.Exit(code)
+        _leave(code)
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name="areal-trainer")(command)

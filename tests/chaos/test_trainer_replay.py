@@ -6,13 +6,22 @@ points of the kills.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
-from tests.chaos.trainer_rig import BATCH, TrainerRig, trainer_rig
+from tests.chaos.trainer_rig import BATCH, RECIPE, TrainerProcess, TrainerRig, trainer_rig
+from tests.integration.stack_tools import RunningStack, areal_background, eventually
+from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+
+from areal.engines.rank_watch import RANK_SILENT_S
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -38,16 +47,53 @@ def prefilled(model: Path, steps: int) -> tuple[str, ...]:
     )
 
 
+def batches_of(rig: TrainerRig) -> dict[tuple[int, int], tuple[list[str], bool]]:
+    """(incarnation, step) to the digests of its groups, and whether every rank got to tell."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for line in rig.seen():
+        found.setdefault((line["incarnation"], line["step"]), []).append(line)
+    return {
+        key: (
+            sorted(group for line in lines for group in line["groups"]),
+            len(lines) == lines[0]["ranks"],
+        )
+        for key, lines in found.items()
+    }
+
+
 def check_batches(rig: TrainerRig, expected: list[str], steps: int) -> int:
     """Every life, every rank: the groups of a step are those of that step. Returns replays."""
-    batches: dict[tuple[int, int], list[str]] = {}
-    for line in rig.seen():
-        batches.setdefault((line["incarnation"], line["step"]), []).extend(line["groups"])
-    for (incarnation, step), groups in batches.items():
-        of_step = expected[(step - 1) * BATCH : step * BATCH]
-        assert sorted(groups) == sorted(of_step), f"incarnation {incarnation}, step {step}"
+    batches = batches_of(rig)
+    for (incarnation, step), (groups, whole) in batches.items():
+        of_step = sorted(expected[(step - 1) * BATCH : step * BATCH])
+        where = f"incarnation {incarnation}, step {step}"
+        assert groups == of_step if whole else set(groups) < set(of_step), where
     assert {step for _, step in batches} == set(range(1, steps + 1))
     return len(batches) - steps
+
+
+def check_replays(rig: TrainerRig, steps: int) -> int:
+    """The same where nobody knows the batches beforehand: all lives agree. Returns replays."""
+    batches = batches_of(rig)
+    # The last life to take a step finished it.
+    final = {step: groups for (_, step), (groups, whole) in sorted(batches.items()) if whole}
+    assert set(final) == set(range(1, steps + 1))
+    for (incarnation, step), (groups, whole) in batches.items():
+        where = f"incarnation {incarnation}, step {step}"
+        assert groups == final[step] if whole else set(groups) < set(final[step]), where
+    everything = [group for groups in final.values() for group in groups]
+    assert len(everything) == len(set(everything)) == steps * BATCH, "a group was trained on twice"
+    return len(batches) - steps
+
+
+def until_steps(rig: TrainerRig, trainer: TrainerProcess, step: int) -> None:
+    """Waits until a trainer has begun a step."""
+    eventually(
+        lambda: trainer.popen.poll() is not None or any(x["step"] >= step for x in rig.seen()),
+        f"step {step}",
+        120.0,
+    )
+    assert trainer.popen.poll() is None, rig.trainer_log[-3000:]
 
 
 def test_trainer_when_killed_20_times_then_same_batches_and_same_weights_to_the_bit(
@@ -78,3 +124,170 @@ def test_trainer_when_killed_20_times_then_same_batches_and_same_weights_to_the_
     for name, tensor in reference.items():
         assert weights[name].equal(tensor), f"{name} differs"
         assert not tensor.equal(start[name]), f"{name} was never trained"
+
+
+def test_trainer_when_resumed_on_2_then_1_then_2_ranks_then_same_batches_and_weights(
+    model: Path, tmp_path: Path
+) -> None:
+    steps = 12
+    common = (*prefilled(model, steps), "actor.dtype=float64", "pace_s=0.1")
+    with trainer_rig(tmp_path, "two", *common, generation=False) as two:
+        expected = two.prefill(steps * BATCH)
+        two.finish(ranks=2)
+        assert check_batches(two, expected, steps) == 0
+        reference = load_file(two.run_dir / "final" / "model.safetensors")
+    with trainer_rig(tmp_path, "changing", *common, generation=False) as changing:
+        changing.prefill(steps * BATCH)
+        for ranks, last in ((2, 5), (1, 8)):
+            trainer = changing.trainer(ranks)
+            until_steps(changing, trainer, last)
+            trainer.kill()
+        changing.finish(ranks=2)
+        assert check_batches(changing, expected, steps) > 0
+        lives = [(x["incarnation"], x["ranks"]) for x in changing.seen()]
+        assert sorted(set(lives)) == [(1, 2), (2, 1), (3, 2)]
+        weights = load_file(changing.run_dir / "final" / "model.safetensors")
+    assert weights.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert str(tensor.dtype) == "torch.float64"
+        error = float((weights[name] - tensor).norm() / tensor.norm())
+        assert error <= 1e-10, f"{name} differs by {error:.1e} of its norm"
+
+
+def test_first_gradients_when_taken_by_2_then_1_then_2_ranks_then_equal_in_float32(
+    model: Path, tmp_path: Path
+) -> None:
+    common = (*prefilled(model, 3), "checkpoint.freq_steps=0", "pace_s=0.2")
+    file = tmp_path / "gradients"
+    with trainer_rig(tmp_path, "gradients", *common, generation=False) as rig:
+        rig.prefill(3 * BATCH)
+        for incarnation, ranks in enumerate((2, 1, 2), start=1):
+            trainer = rig.trainer(ranks, gradients=str(file))
+            eventually(
+                lambda life=incarnation: any(
+                    x["step"] == 2 and x["incarnation"] == life for x in rig.seen()
+                ),
+                f"step 2 of life {incarnation}; {rig.trainer_log[-3000:]}",
+                90.0,
+            )
+            trainer.kill()
+    first, *others = (load_file(f"{file}-{life}.safetensors") for life in (1, 2, 3))
+    for other in others:
+        assert_gradients_close(other, first, 1e-5)
+
+
+def test_two_ranks_when_a_batch_is_long_in_coming_then_they_wait_for_it(
+    model: Path, tmp_path: Path
+) -> None:
+    """Longer than a rank may be silent: waiting is not silence."""
+    with trainer_rig(tmp_path, "late", *prefilled(model, 2), generation=False) as rig:
+        trainer = rig.trainer(ranks=2)
+        eventually(lambda: "registered" in rig.trainer_log, "its registration", 60.0)
+        time.sleep(RANK_SILENT_S + 8)
+        assert trainer.popen.poll() is None, rig.trainer_log[-3000:]
+        rig.prefill(2 * BATCH)
+        assert trainer.popen.wait(60.0) == 0, rig.trainer_log[-3000:]
+        assert {x["incarnation"] for x in rig.seen()} == {1}
+
+
+def test_trainer_when_down_then_generation_fills_the_budget_and_waits_and_nothing_else_restarts(
+    model: Path, tmp_path: Path
+) -> None:
+    steps, eta = 12, 2
+    common = (
+        f"model.path={model}",
+        f"total_train_steps={steps}",
+        f"rollout.max_head_offpolicyness={eta}",
+        "checkpoint.freq_steps=3",
+        "pace_s=0.3",
+    )
+    with trainer_rig(tmp_path, "down", *common, generation=True) as rig:
+        trainer = rig.trainer()
+        until_steps(rig, trainer, 5)
+        trainer.kill()
+        at_death = rig.counts()
+        before = {name: p["pid"] for name, p in rig.stack.content["processes"].items()}
+
+        def budget_is_full() -> bool:
+            counts = rig.counts()
+            # A batch that was taken counts too, until the version that it makes is there.
+            ready = counts["completed"]
+            return counts["running"] == 0 and ready in ((eta + 1) * BATCH, eta * BATCH)
+
+        eventually(budget_is_full, f"a full budget: {at_death} -> {rig.counts()}", 60.0)
+        full = rig.counts()
+        assert full["completed"] >= at_death["completed"]
+        assert full["queued"] > 0, "it is the budget that stops generation, not a lack of tasks"
+        for _ in range(10):
+            time.sleep(1.0)
+            assert rig.counts() == full
+        rig.finish()
+        after = {name: p["pid"] for name, p in rig.stack.content["processes"].items()}
+        assert after == before, "nothing else was restarted"
+        assert check_replays(rig, steps) > 0
+        assert rig.counts()["trained"] == steps * BATCH
+        assert max(row["staleness_max"] for row in rig.rows()) <= eta
+
+
+def ranks_of(stack: RunningStack) -> dict[int, psutil.Process]:
+    """The trainer's ranks, by number; empty while it starts."""
+    try:
+        children = psutil.Process(stack.process("trainer")["pid"]).children(recursive=True)
+        return {int(c.environ()["RANK"]): c for c in children if "RANK" in c.environ()}
+    except (psutil.Error, KeyError, ValueError):
+        return {}
+
+
+def test_run_when_a_rank_is_killed_or_stopped_then_named_within_60_s_and_every_replay_is_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    """A whole `areal run`: live generation, two ranks, and the launcher that starts them again."""
+    steps = 30
+    rig = TrainerRig(tmp_path, "ranks", ())
+    stack = rig.stack
+    launcher = areal_background(
+        *("run", str(RECIPE), *rig.overrides, f"model.path={model}", "stack.max_restarts=20"),
+        *("allocation_mode=sglang:d1+fsdp:d2", f"total_train_steps={steps}", "pace_s=0.3"),
+        *("checkpoint.freq_steps=4",),
+        cwd=tmp_path,
+        log=tmp_path / "run.log",
+    )
+    try:
+        # (what, which rank, what the launcher must say)
+        blows = (
+            (signal.SIGKILL, 1, "rank 1 (pid {pid} on"),
+            (signal.SIGSTOP, 1, "rank 1 (pid {pid} on"),
+            (signal.SIGKILL, 0, "rank 0 (pid {pid} on"),
+            (signal.SIGSTOP, 0, "rank 0 (pid {pid} on"),
+        )
+        for number, (signum, rank, cause) in enumerate(blows):
+            seen = len(rig.seen())
+            eventually(
+                lambda seen=seen: len(rig.seen()) >= seen + 6 or launcher.poll() is not None,
+                f"three more steps; {stack.log('trainer')[-3000:]}",
+                120.0,
+            )
+            assert launcher.poll() is None, (tmp_path / "run.log").read_text()
+            torchrun, victim = stack.process("trainer")["pid"], ranks_of(stack)[rank]
+            began = time.monotonic()
+            victim.send_signal(signum)
+            eventually(
+                lambda n=number: stack.process("trainer")["restarts"] == n + 1,
+                f"the end of the job; {stack.log('trainer')[-3000:]}",
+                60.0,
+            )
+            took = time.monotonic() - began
+            assert not psutil.pid_exists(torchrun)
+            assert not psutil.pid_exists(victim.pid)
+            said = [x for x in stack.log("launcher").splitlines() if "trainer ended with" in x]
+            print(f"{signum.name} rank {rank}: ended after {took:.1f} s: {said[-1]}")
+            assert cause.format(pid=victim.pid) in said[-1]
+        assert launcher.wait(180.0) == 0, (tmp_path / "run.log").read_text()
+        stack.assert_gone()
+    finally:
+        launcher.kill()
+        stack.clean_up()
+    assert check_replays(rig, steps) > 0
+    summary = json.loads((rig.run_dir / "summary.json").read_text())
+    assert summary["restarts"] == {"trainer": len(blows)}
+    assert summary["accounting"]["trained"] == steps * BATCH

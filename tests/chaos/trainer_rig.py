@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ def synthetic_group(task_id: str, number: int) -> TrajectoryGroup:
                 trajectory_id=f"{task_id}.{sample}",
                 input_ids=np.concatenate([prompt_ids, answer_ids]).astype(np.int32),
                 loss_mask=generated,
-                behavior_logprobs=np.where(generated, -5.5 + 0.3 * rng.normal(size=length), 0.0)
-                .astype(np.float32),
+                behavior_logprobs=np.where(
+                    generated, -5.5 + 0.3 * rng.normal(size=length), 0.0
+                ).astype(np.float32),
                 token_versions=np.where(generated, 0, -1).astype(np.int32),
                 rewards=rewards,
             )
@@ -98,10 +99,8 @@ class TrainerProcess:
         """kill -9 of every process of it at once."""
         family = self.processes()
         for process in family:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         self.popen.wait(20)
         psutil.wait_procs(family, timeout=20)
 
@@ -113,7 +112,7 @@ class TrainerRig:
         self.stack = RunningStack(cwd / "runs" / "replay" / trial)
         self.trainer_address = f"127.0.0.1:{free_port()}"
         self._cwd = cwd
-        self._overrides = (
+        self.overrides = (
             "experiment_name=replay",
             f"trial_name={trial}",
             f"run_root={cwd / 'runs'}",
@@ -139,7 +138,7 @@ class TrainerRig:
 
     def start(self) -> None:
         areal_background(
-            *("up", "--recipe", str(RECIPE), *self._overrides),
+            *("up", "--recipe", str(RECIPE), *self.overrides),
             cwd=self._cwd,
             log=self._cwd / f"{self.run_dir.name}-up.log",
         )

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step_<k>-inc_<i>` with a `done.json` written last. It is made as
 `.tmp-step_<k>-inc_<i>` and renamed when every rank has finished, so a folder with the final name
-is whole; `done.json` lists the files and their sizes, so one that was damaged later is noticed.
+is whole; `done.json` lists the files with size and digest, so one that was damaged later is
+noticed.
 
 Folders above the step from which a later incarnation resumed belong to a lost branch: `newest`
 ignores them (design rule: a resume never jumps onto weights the ledger has replaced).
@@ -10,6 +11,7 @@ ignores them (design rule: a resume never jumps onto weights the ledger has repl
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -57,7 +59,7 @@ class CheckpointFolder:
         """
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         done = {
-            "files": {str(p.relative_to(temporary)): p.stat().st_size for p in files},
+            "files": {str(p.relative_to(temporary)): _describe(p) for p in files},
             "extra": extra,
         }
         (temporary / "done.json").write_text(json.dumps(done, indent=1))
@@ -96,21 +98,35 @@ class CheckpointFolder:
         return sorted(live, key=lambda c: (c.step, c.incarnation))
 
     def newest(self) -> Checkpoint | None:
-        """The one to resume from; None for a fresh start."""
-        checkpoints = self.list()
-        return checkpoints[-1] if checkpoints else None
+        """The one to resume from, read whole to be sure of it; None for a fresh start."""
+        return next((c for c in reversed(self.list()) if self._valid(c.path, read=True)), None)
 
-    def _valid(self, path: Path) -> dict[str, Any] | None:
+    def clean(self) -> None:
+        """Removes what crashes left half-written; only when no other trainer writes here."""
+        for path in self.root.glob(".tmp-*"):
+            self._log.info("half_written_checkpoint_removed", path=str(path))
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _valid(self, path: Path, *, read: bool = False) -> dict[str, Any] | None:
+        """Its `extra` if every file is there, with its size and, when `read`, its digest."""
         try:
             done = json.loads((path / "done.json").read_text())
-            for name, size in done["files"].items():
-                actual = (path / name).stat().st_size
-                if actual != size:
-                    raise ValueError(f"{name} has {actual} bytes, expected {size}")
+            for name, expected in done["files"].items():
+                size = (path / name).stat().st_size
+                if size != expected["size"]:
+                    raise ValueError(f"{name} has {size} bytes, expected {expected['size']}")
+                if read and _describe(path / name) != expected:
+                    raise ValueError(f"{name} is not what was written: its sha256 differs")
             return dict(done["extra"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._log.warning("checkpoint_skipped", path=str(path), cause=str(error))
             return None
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
 
 
 def _fsync(path: Path) -> None:

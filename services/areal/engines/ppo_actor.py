@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class FSDPPPOActor:
         Args:
             config: The experiment's `actor` (or `ref`) section; an empty `path` means `model.path`.
         """
+        from areal.engines.fsdp import random_state
         from areal.engines.fsdp.engine import FSDPEngine
         from areal.engines.ppo import PPOActor
 
@@ -59,7 +61,11 @@ class FSDPPPOActor:
         if config.optimizer is None:
             return
         if session.resumed is not None:
+            # Until its first step, a resumed recipe draws what it drew in its first life.
+            drawn = random_state.capture()
             self.engine.load_checkpoint(session.resumed.path)
+            session.before_first_step = partial(random_state.restore, random_state.capture())
+            random_state.restore(drawn)
         self.engine.set_version(session.step)
         session.attach(self)
 

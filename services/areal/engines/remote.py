@@ -54,6 +54,7 @@ class RemoteSGLangEngine:
         self._sealed = False
         # (epoch, index, task_id) of what was submitted and may not have ended, oldest first.
         self._open: deque[tuple[int, int, str]] = deque()
+        self._next: list[int] | None = None
         self._specs: dict[int, WorkflowSpec] = {}
 
     # -- batches -------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class RemoteSGLangEngine:
         if known is not None:
             return float(known)
         spec = self._describe(workflow)
-        mean = self.session.on_rank0(lambda: self._evaluate(rows, spec, name))
+        mean = self._evaluate(rows, spec, name)
         self.session.record(name, mean)
         return mean
 
@@ -133,11 +134,12 @@ class RemoteSGLangEngine:
         session = self.session
         if session.resumed is not None and (cursor := session.resumed.extra.get("dataset")):
             dataloader.seek(*cursor)
+            self._next = list(cursor)
         self._rows = iter(dataloader)
         session.checkpoint_extra["dataset"] = self._cursor
 
     def _cursor(self) -> list[int] | None:
-        """The lowest (epoch, index) that has not ended; what a resume submits from."""
+        """The lowest (epoch, index) that has not ended, or was never submitted."""
         session = self.session
         if session.rank != 0:
             return None
@@ -155,7 +157,7 @@ class RemoteSGLangEngine:
                 if task_id in live:
                     return list(self._open[0][:2])
                 self._open.popleft()
-        return None
+        return self._next
 
     @property
     def _batch_size(self) -> int:
@@ -211,12 +213,13 @@ class RemoteSGLangEngine:
                     )
                 )
                 self._open.append((epoch, index, tasks[-1].task_id))
+                self._next = [epoch, index + 1]
                 if len(tasks) >= missing:
                     break
             self._sealed = len(tasks) < missing
             missing -= self._send(tasks, seal=self._sealed)
 
-    def _poll(self, task_ids: list[str], submit: Any) -> TakeResult:
+    def _poll(self, task_ids: list[str], submit: Any, since: float) -> TakeResult:
         session = self.session
         taken: TakeResult = session.call(
             session.buffer.take_batch(
@@ -224,6 +227,14 @@ class RemoteSGLangEngine:
             ),
             f"batch of step {session.step + 1}",
         )
+        waiting = taken.state in (TakeState.WAITING, TakeState.CHECKPOINT_FIRST)
+        if waiting and time.monotonic() - since > self.config.batch_timeout_s:
+            raise errors.WaitTimeout(
+                f"batch of step {session.step + 1}: {taken.waiting_for}",
+                on=f"buffer {session.buffer.address}",
+                since=since,
+                hint="see `areal status` and the rollout and inference logs",
+            )
         if taken.state is TakeState.WAITING and submit is not None:
             submit(taken.queued)
         return taken
@@ -235,7 +246,7 @@ class RemoteSGLangEngine:
         since = time.monotonic()
         session.on_rank0(session.confirm_version)
         while True:
-            taken = session.on_rank0(lambda: self._poll(task_ids, submit))
+            taken = session.on_rank0(lambda: self._poll(task_ids, submit, since))
             if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
@@ -248,13 +259,6 @@ class RemoteSGLangEngine:
                 )
             if taken.state is TakeState.CHECKPOINT_FIRST:
                 session.save_checkpoint()
-            elif time.monotonic() - since > self.config.batch_timeout_s:
-                raise errors.WaitTimeout(
-                    f"batch of step {session.step + 1}: {taken.waiting_for}",
-                    on=f"buffer {session.buffer.address}",
-                    since=since,
-                    hint="see `areal status` and the rollout and inference logs",
-                )
         batch = self._fetch(taken)
         session.row["wait_seconds"] = time.monotonic() - since
         session.status.training()
@@ -286,8 +290,7 @@ class RemoteSGLangEngine:
 
     def _evaluate(self, rows: Sequence[Mapping[str, Any]], spec: WorkflowSpec, name: str) -> float:
         session = self.session
-        session.confirm_version()
-        timeout = self.config.batch_timeout_s
+        session.on_rank0(session.confirm_version)
         tasks = [
             Task(
                 task_id=f"{name}-v{session.step}-i{session.incarnation}-{index}",
@@ -297,22 +300,31 @@ class RemoteSGLangEngine:
             )
             for index, row in enumerate(rows)
         ]
-        self._send(tasks)
+        session.on_rank0(lambda: self._send(tasks))
         waiting = {task.task_id for task in tasks}
         since = time.monotonic()
-        while waiting:
-            waiting -= set(
-                session.call(
-                    session.buffer.wait_tasks(sorted(waiting), POLL_S),
-                    f"evaluation {name!r}",
+
+        def all_ended() -> bool:
+            if waiting:
+                waiting.difference_update(
+                    session.call(
+                        session.buffer.wait_tasks(sorted(waiting), POLL_S), f"evaluation {name!r}"
+                    )
                 )
-            )
-            if time.monotonic() - since > timeout:
+            if waiting and time.monotonic() - since > self.config.batch_timeout_s:
                 raise errors.WaitTimeout(
                     f"{len(waiting)} of {len(tasks)} tasks of evaluation {name!r}",
                     on=f"buffer {session.buffer.address}",
                     since=since,
                 )
+            return not waiting
+
+        while not session.on_rank0(all_ended):  # the ranks meet after each poll
+            session.raise_if_stopped()
+        return session.on_rank0(lambda: self._mean_reward(tasks, name))
+
+    def _mean_reward(self, tasks: Sequence[Task], name: str) -> float:
+        session = self.session
         records = session.call(
             session.buffer.get_tasks([t.task_id for t in tasks], include_groups=True),
             f"results of evaluation {name!r}",

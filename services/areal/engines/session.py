@@ -13,7 +13,7 @@ Rank 0 talks to the services and broadcasts; every rank makes the same calls in 
 |--------------------------|-------------|-------------------------|-------------------------|
 | version s-1 confirmed    | weight-sync | one server confirmed it | rollout.setup_timeout_s |
 | batch of step s          | buffer      | B groups are complete   | rollout.batch_timeout_s |
-| checkpoint being written | this disk   | its writer thread ends  | CHECKPOINT_TIMEOUT_S    |
+| checkpoint being written | this disk   | checkpoint_writer.py    | CHECKPOINT_TIMEOUT_S    |
 """
 
 from __future__ import annotations
@@ -21,29 +21,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from areal import errors
 from areal.clients.buffer import BufferClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
 from areal.engines.bridge import AsyncBridge
+from areal.engines.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.engines.checkpoints import Checkpoint, CheckpointFolder
+from areal.engines.ranks import Ranks
 from areal.engines.run_files import RunFiles
 from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
-from areal.observability.waits import Wait, Waits
+from areal.observability.waits import Waits
 from areal.security import Security
 from areal.types import Purpose
 from areal.weights import PolicyVersion
 
-T = TypeVar("T")
-
-CHECKPOINT_TIMEOUT_S = 600.0
 RPC_TIMEOUT_S = 30.0
 RETRY_S = 120.0
 """A service may be away for this long (restart, outage of Redis) before the trainer gives up."""
@@ -51,22 +47,6 @@ RETRY_S = 120.0
 
 class TrainerStopped(BaseException):
     """SIGTERM was received; unwinds the recipe so that the session can save and leave."""
-
-
-class Checkpointable(Protocol):
-    """What the session asks of the actor."""
-
-    def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Snapshots now, writes in the background; the future ends when this rank is done."""
-
-
-@dataclass
-class _Pending:
-    step: int
-    directory: Path
-    future: Future[None]
-    extra: dict[str, Any]
-    since: float = field(default_factory=time.monotonic)
 
 
 _CURRENT: ContextVar[TrainerSession] = ContextVar("areal_trainer_session")
@@ -86,7 +66,7 @@ def current_session() -> TrainerSession:
     return session
 
 
-class TrainerSession:
+class TrainerSession(Ranks):
     """One trainer's life between registration and its last commit."""
 
     def __init__(
@@ -103,9 +83,8 @@ class TrainerSession:
             rank: Of this process.
             world_size: Trainer processes.
         """
+        super().__init__(rank, world_size)
         self.config = config
-        self.rank = rank
-        self.world_size = world_size
         self.security = Security.load(config.security)
         self.bridge = AsyncBridge()
         self.waits = Waits()
@@ -122,14 +101,16 @@ class TrainerSession:
         """The metrics row of the step in progress."""
         self.checkpoint_extra: dict[str, Callable[[], Any]] = {}
         """Named providers of what a checkpoint carries beside tensors (the dataset cursor)."""
+        self.before_first_step: Callable[[], None] | None = None
+        """Puts back what a resumed run must not have changed before its loop."""
         self.stop_requested = False
         self.waits.watch(self.status.waits)
-        self.waits.watch(self._checkpoint_waits)
-        self._actor: Checkpointable | None = None
-        self._pending: _Pending | None = None
+        self._checkpoints = CheckpointWriter(
+            self, self.folder, lambda step: self._commit_step(self.incarnation, step)
+        )
+        self.waits.watch(self._checkpoints.waits)
         self._files: RunFiles | None = None
         self._step_started = time.monotonic()
-        self._last_checkpoint_step = 0
         self._log = get_logger("areal.engines.session")
 
     async def _connect(self) -> tuple[BufferClient, WeightSyncClient]:
@@ -146,7 +127,7 @@ class TrainerSession:
         (self.resumed, self.incarnation, self.last_taken_step, self.published_version) = (
             self.on_rank0(self._register)
         )
-        self.step = self._last_checkpoint_step = self.resumed.step if self.resumed else 0
+        self.step = self._checkpoints.last_step = self.resumed.step if self.resumed else 0
         if self.rank == 0:
             self._files = RunFiles(self.config.run_dir, self.step)
             self.status.opened(self.incarnation, self.step, self._files.rows)
@@ -160,16 +141,26 @@ class TrainerSession:
             raise errors.ConfigError(
                 f"checkpoint.recover 'never': {newest.path} exists; choose another trial_name"
             )
-        registered = self.call(
-            self.buffer.register_trainer(
-                resume_step=newest.step if newest else 0,
-                batch_size=self.config.train_dataset.batch_size,
-                max_head_offpolicyness=self.config.rollout.max_head_offpolicyness,
-                max_concurrent_rollouts=self.config.rollout.max_concurrent_rollouts,
-                retry_for=RETRY_S,
-            ),
-            "registration with the buffer",
-        )
+        try:
+            registered = self.call(
+                self.buffer.register_trainer(
+                    resume_step=newest.step if newest else 0,
+                    batch_size=self.config.train_dataset.batch_size,
+                    max_head_offpolicyness=self.config.rollout.max_head_offpolicyness,
+                    max_concurrent_rollouts=self.config.rollout.max_concurrent_rollouts,
+                    retry_for=RETRY_S,
+                ),
+                "registration with the buffer",
+            )
+        except errors.WrongStep as error:
+            raise errors.InvalidInput(
+                f"{error}; the newest whole checkpoint in {str(self.folder.root)!r} is "
+                f"{newest.path.name if newest else 'none'}: bring a newer one back, or choose "
+                "another trial_name"
+            ) from None
+        self.folder.clean()
+        if newest is not None:  # perhaps it was killed between its checkpoint and the commit
+            self._commit_step(registered.incarnation, newest.step)
         versions = self.call(
             self.weight_sync.wait_confirmed(0, timeout=self.config.rollout.setup_timeout_s),
             "the first inference server to serve",
@@ -212,63 +203,25 @@ class TrainerSession:
         with contextlib.suppress(errors.ArealError):
             self.call(self.buffer.close(), "closing", timeout=2)
             self.call(self.weight_sync.close(), "closing", timeout=2)
+        self._checkpoints.close()
         self.bridge.close()
-
-    # -- ranks ---------------------------------------------------------------------------------
 
     def call(self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S) -> Any:
         """Runs one client coroutine from the recipe's thread."""
         with self.waits.on("call", "buffer or weight-sync", what):
             return self.bridge.call(coroutine, timeout=timeout, what=what)
 
-    def _checkpoint_waits(self) -> Iterator[Wait]:
-        """A checkpoint that is being written, for the watchdog."""
-        if (pending := self._pending) is not None:
-            seconds = time.monotonic() - pending.since
-            yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")
-
-    def on_rank0(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 and gives every rank its result, or its error."""
-        if self.world_size == 1:
-            return function()
-        import torch.distributed as dist
-
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = function()
-            except errors.ArealError as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        result: T = outcome[0]
-        return result
-
-    def all_ranks(self, flag: bool) -> bool:
-        """Whether the flag is set on every rank."""
-        return not self.any_rank(not flag)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank."""
-        if self.world_size == 1:
-            return flag
-        import torch
-        import torch.distributed as dist
-
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        value = torch.tensor([int(flag)], device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
-
     # -- steps ---------------------------------------------------------------------------------
 
     def attach(self, actor: Checkpointable) -> None:
         """The actor whose state a checkpoint holds."""
-        self._actor = actor
+        self._checkpoints.actor = actor
 
     def begin_step(self) -> None:
         """Starts the clock and row of the next step."""
+        if self.before_first_step is not None:
+            self.before_first_step()
+            self.before_first_step = None
         self._step_started = time.monotonic()
         self.row = {"step": self.step + 1, "incarnation": self.incarnation}
         self.status.waiting(f"batch of step {self.step + 1}")
@@ -305,16 +258,20 @@ class TrainerSession:
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
         self.step += 1
-        self._settle_checkpoint(wait=False)
+        self._checkpoints.settle(wait=False)
         frequency = self.config.checkpoint.freq_steps
         if frequency and self.step % frequency == 0:
-            self.save_checkpoint(wait=False)
+            started = time.monotonic()
+            self._snapshot()
+            self.row["checkpoint_seconds"] = time.monotonic() - started
         if self.rank == 0 and self._files is not None:
             self.row["policy_version"] = self.step
             self.row["step_seconds"] = time.monotonic() - self._step_started
             self.row["time"] = time.time()
             self._files.append_row(self.row)
             self.status.finished_step(self.step, self.row)
+        # Not before its row: whoever resumes from it finds all rows up to it.
+        self._checkpoints.seal()
         self.raise_if_stopped()
 
     def raise_if_stopped(self) -> None:
@@ -333,63 +290,33 @@ class TrainerSession:
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    def save_checkpoint(self, *, wait: bool = True) -> None:
-        """Saves the current step unless saved already; commits it when it is on disk."""
-        self._settle_checkpoint(wait=True)
-        if self._actor is None or self.step == self._last_checkpoint_step:
-            return
-        directory = Path(self.on_rank0(lambda: str(self.folder.begin(self.step, self.incarnation))))
-        self._pending = _Pending(
-            step=self.step,
-            directory=directory,
-            future=self._actor.save_checkpoint(directory),
-            extra={
+    def save_checkpoint(self) -> None:
+        """Saves the current step unless saved already; returns once it is committed."""
+        self._checkpoints.settle(wait=True)
+        self._snapshot()
+        self._checkpoints.seal()
+        self._checkpoints.settle(wait=True)
+
+    def _snapshot(self) -> None:
+        """Begins a checkpoint of the current step, unless there is one."""
+        self._checkpoints.snapshot(
+            self.step,
+            self.incarnation,
+            lambda: {
                 "step": self.step,
                 "incarnation": self.incarnation,
                 "resumed_from": self.resumed.step if self.resumed else 0,
                 **{name: provide() for name, provide in self.checkpoint_extra.items()},
             },
         )
-        self._last_checkpoint_step = self.step
-        if wait:
-            self._settle_checkpoint(wait=True)
 
-    def _settle_checkpoint(self, *, wait: bool) -> None:
-        """Finishes a pending checkpoint once every rank has written its part, then commits."""
-        pending = self._pending
-        if pending is None:
-            return
-        if wait:
-            try:
-                pending.future.result(CHECKPOINT_TIMEOUT_S)
-            except TimeoutError:
-                raise errors.WaitTimeout(
-                    f"checkpoint of step {pending.step}",
-                    on=str(pending.directory),
-                    since=pending.since,
-                    hint="is the disk full or away?",
-                ) from None
-        if not self.all_ranks(pending.future.done()):
-            return
-        pending.future.result()
-        self._pending = None
-        self.on_rank0(lambda: self._commit(pending))
-
-    def _commit(self, pending: _Pending) -> None:
-        path = self.folder.finish(pending.directory, pending.extra)
-        oldest = self.folder.list()[0].step
+    def _commit_step(self, incarnation: int, step: int) -> None:
         self.call(
             self.buffer.commit_step(
-                incarnation=self.incarnation,
-                step=pending.step,
-                oldest_retained_step=oldest,
+                incarnation=incarnation,
+                step=step,
+                oldest_retained_step=self.folder.list()[0].step,
                 retry_for=RETRY_S,
             ),
-            f"commit of step {pending.step}",
-        )
-        self._log.info(
-            "checkpoint_committed",
-            step=pending.step,
-            path=str(path),
-            seconds=round(time.monotonic() - pending.since, 3),
+            f"commit of step {step}",
         )

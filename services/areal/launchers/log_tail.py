@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 # What every structured line carries and nobody wants to read twice.
@@ -44,6 +45,22 @@ def humanize(line: str) -> str:
         return line.strip()
     values = (f"{key}={value}" for key, value in content.items() if key not in _BORING)
     return " ".join([str(content["event"]), *values])
+
+
+def last_error(log: Path, begin: int, limit: int = 262144) -> str:
+    """The gist of a log's last structured line of level error after byte `begin`; "": none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(begin, log.stat().st_size - limit))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        with suppress(ValueError):
+            content = json.loads(line)
+            if isinstance(content, dict) and content.get("level") == "error":
+                return gist(line)
+    return ""
 
 
 def gist(line: str, limit: int = 300) -> str:

@@ -32,7 +32,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from areal.errors import ArealError, WaitTimeout
-from areal.launchers.log_tail import gist
+from areal.launchers.log_tail import gist, last_error
 from areal.launchers.probes import wait_ready
 from areal.launchers.processes import Child, ProcessSpec, last_lines
 
@@ -92,6 +92,7 @@ class Supervised:
         self._report = report
         self._recent: deque[float] = deque()
         self._was_up = False
+        self._life_begins = 0  # in its log
         self._stopping = asyncio.Event()
         self._grace_s: float | None = None
         self._up = asyncio.Event()
@@ -164,6 +165,7 @@ class Supervised:
         """One life; returns why it ended, None when there is nothing to recover from."""
         self._up.clear()
         self._set(ProcessState.STARTING)
+        self._life_begins = self.spec.log.stat().st_size if self.spec.log.exists() else 0
         try:
             child = await Child.start(self.spec, self._stack_id)
         except OSError as error:
@@ -225,6 +227,8 @@ class Supervised:
             return None
         said = f"signal {-code}" if code < 0 else f"exit code {code}"
         cause = f"{self.spec.name} ended with {said}"
+        if self.spec.job and (why := last_error(self.spec.log, self._life_begins)):
+            cause += f": {why}"
         if code == BAD_INPUT and (self.spec.job or not self._was_up):
             self._give_up(cause)
             return None

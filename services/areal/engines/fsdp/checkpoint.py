@@ -8,7 +8,6 @@ checkpoint. Tensors are saved by their global shape, so that any number of ranks
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from areal.engines.fsdp import random_state
 from areal.errors import InvalidInput
 
 STATE_FILE = "trainer_state.json"
@@ -57,11 +57,8 @@ def tensors_of(
         if optimizer is not None:
             for key, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{name}.{key}"] = value
-    tensors[f"random.torch.{rank}"] = torch.get_rng_state()
-    # (version, 625 integers, cached normal); a cached normal is dropped.
-    tensors[f"random.python.{rank}"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
-    if torch.cuda.is_available():
-        tensors[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    for name, state in random_state.capture().items():
+        tensors[f"random.{name}.{rank}"] = state
     return tensors
 
 
@@ -118,11 +115,7 @@ def load(
                 f"expected {tuple(tensor.shape)}"
             )
     load_distributed(tensors, checkpoint_id=directory, process_group=process_group)
-    if f"random.torch.{rank}" in tensors:
-        torch.set_rng_state(tensors[f"random.torch.{rank}"])
-    if f"random.python.{rank}" in tensors:
-        words = tensors[f"random.python.{rank}"].tolist()
-        random.setstate((3, tuple(words), None))
-    if f"random.cuda.{rank}" in tensors:
-        torch.cuda.set_rng_state(tensors[f"random.cuda.{rank}"])
+    random_state.restore(
+        {name.split(".")[1]: t for name, t in tensors.items() if name.startswith("random.")}
+    )
     return state

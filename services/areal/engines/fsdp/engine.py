@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ class FSDPEngine(TrainEngine):
             torch.cuda.set_device(self.device)
         self._owns_group = join_process_group(self.device, config.distributed_timeout_seconds)
         # Saves run their collectives in a thread: beside, not between, those of training.
-        self._checkpoint_group = dist.new_group(backend="gloo")
+        self._checkpoint_group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=config.distributed_timeout_seconds)
+        )
         compute, master, flash = resolve_precision(config, self.device)
         hf = weights.load_model(
             config.path,

@@ -34,13 +34,15 @@ def test_finish_when_more_than_keep_then_oldest_are_deleted(folder):
     assert len(list(folder.root.iterdir())) == 3
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "no_marker", "bad_marker"])
-def test_newest_when_damaged_then_the_one_before_is_chosen(folder, damage):
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no_marker", "bad_marker"])
+def test_newest_when_damaged_then_the_one_before_is_chosen(folder, damage, capsys):
     save(folder, 20)
     path = save(folder, 40)
     match damage:
         case "truncate":
             (path / "model").write_bytes(b"w")
+        case "flip":
+            (path / "model").write_bytes(b"weightt")
         case "remove":
             (path / "model").unlink()
         case "no_marker":
@@ -48,6 +50,9 @@ def test_newest_when_damaged_then_the_one_before_is_chosen(folder, damage):
         case "bad_marker":
             (path / "done.json").write_text("{")
     assert folder.newest().step == 20
+    line = capsys.readouterr().out
+    assert "checkpoint_skipped" in line
+    assert "step_40-inc_1" in line
 
 
 def test_newest_when_half_written_then_ignored(folder):
@@ -67,3 +72,10 @@ def test_newest_when_a_later_incarnation_resumed_below_then_the_lost_branch_is_i
 def test_begin_when_a_half_written_one_exists_then_starts_empty(folder):
     (folder.begin(5, 1) / "junk").write_bytes(b"x")
     assert list(folder.begin(5, 1).iterdir()) == []
+
+
+def test_clean_when_crashes_left_half_written_ones_then_only_those_go(folder):
+    path = save(folder, 20)
+    (folder.begin(40, 1) / "model").write_bytes(b"weig")
+    folder.clean()
+    assert list(folder.root.iterdir()) == [path]

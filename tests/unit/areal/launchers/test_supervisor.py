@@ -261,3 +261,31 @@ async def test_stop_when_ordered_then_stage_by_stage(tmp_path: Path, stack_id: s
     await supervisor.wait_up(names, 60.0)
     await supervisor.stop([["rollout"], ["buffer"]])
     assert order.read_text().split() == ["rollout", "buffer", "redis"]
+
+
+async def test_job_when_it_fails_then_the_restart_names_the_last_error_of_that_life(
+    tmp_path: Path, stack_id: str
+) -> None:
+    code = f"""
+import json, os, sys
+os.chdir({str(tmp_path)!r})
+first = not os.path.exists('lived')
+open('lived', 'w').close()
+line = {{'event': 'rank_silent', 'level': 'error', 'cause': 'rank 1 sleeps'}}
+print(json.dumps(line) if first else '{{}}', flush=True)
+print('==== what torchrun draws ====', flush=True)
+sys.exit(1)
+"""
+    report = Recorder()
+    job = Supervised(
+        python("job", code, tmp_path, job=True),
+        stack_id,
+        RestartPolicy(max_restarts=2, ready_timeout_s=60.0, first_delay_s=0.02),
+        report,
+    )
+    job.start()
+    await until(job.ended.done)
+    first, second = report.texts("warning")
+    assert first.startswith("job ended with exit code 1: rank_silent cause=rank 1 sleeps; restart")
+    assert second.startswith("job ended with exit code 1; restart")
+    await job.stop()

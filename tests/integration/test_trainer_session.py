@@ -1,0 +1,190 @@
+"""The trainer's session against a real ledger: what a resume finds, says and does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from tests.buffer_server import start_buffer
+from tests.ledger_support import make_group, make_task
+from tests.redis_server import start_redis
+
+from areal.clients.buffer import BufferClient, TakeState
+from areal.config import GRPOConfig
+from areal.engines.session import TrainerSession
+from areal.errors import InvalidInput
+from areal.servers import SyncStatus
+from areal.types import Purpose
+
+BATCH, STEPS = 2, 4
+
+
+class ServedVersion:
+    """Weight-sync with version 0 confirmed."""
+
+    async def wait_confirmed(self, version: int, *, timeout: float) -> SyncStatus:
+        return SyncStatus(
+            current=None,
+            confirmed_servers=1,
+            servers=1,
+            confirmed_version=0,
+            updates=0,
+            update_seconds_mean=0.0,
+            aborted_requests=0,
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+class Session(TrainerSession):
+    async def _connect(self):
+        return BufferClient(self.config.endpoints.buffer), ServedVersion()
+
+    def take(self) -> list[str]:
+        """Ids of the next step's batch."""
+        taken = self.call(self.buffer.take_batch(self.incarnation, self.step + 1, 5.0), "batch")
+        assert taken.state is TakeState.TAKEN
+        return [group.task_id for group in taken.groups]
+
+    def committed(self) -> dict[str, int]:
+        stats = self.call(self.buffer.get_stats(), "stats")
+        return {"trained": stats.last_committed_step, "taken": stats.last_taken_step}
+
+
+class Actor:
+    """Saves one small file."""
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        (directory / "weights").write_bytes(bytes(1000))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[[], Session]]:
+    """Opens sessions of one trial; its ledger holds the groups of all steps, made beforehand."""
+    config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
+    config.train_dataset.batch_size = BATCH
+    config.rollout.max_head_offpolicyness = STEPS
+    config.checkpoint.freq_steps = 1
+    sessions: list[Session] = []
+
+    async def fill(address: str) -> None:
+        client = BufferClient(address)
+        ids = [f"e0-{number}" for number in range(BATCH * STEPS)]
+        await client.submit_tasks([make_task(i, Purpose.TRAIN) for i in ids])
+        leases, _ = await client.lease_tasks("w", len(ids), 5.0)
+        for lease in leases:
+            task_id = lease.task.task_id
+            await client.complete_task(task_id, lease.token, make_group(task_id), "w")
+        await client.close()
+
+    def open_session() -> Session:
+        session = Session(config)
+        sessions.append(session)
+        session.open()
+        session.attach(Actor())
+        return session
+
+    bound = f"rollout.max_head_offpolicyness={STEPS}"
+    with (
+        start_redis(tmp_path) as redis,
+        start_buffer(tmp_path / "b", redis, bound, f"train_dataset.batch_size={BATCH}") as address,
+    ):
+        config.endpoints.buffer = address
+        asyncio.run(fill(address))
+        yield open_session
+        for session in sessions:
+            session.close()
+
+
+def steps(session: Session, count: int) -> list[list[str]]:
+    """Takes and ends steps as a recipe does."""
+    batches = []
+    for _ in range(count):
+        session.begin_step()
+        batches.append(session.take())
+        session.finish_step()
+    return batches
+
+
+def test_resume_when_killed_between_checkpoint_and_commit_then_commits_first(begin) -> None:
+    first = begin()
+    steps(first, 2)
+    first.save_checkpoint()
+    first.begin_step()
+    lost = first.take()
+    # As if killed right after the rename: a whole checkpoint of step 3, nothing committed.
+    first.step = 3
+    first._snapshot()
+    pending = first._checkpoints._pending
+    pending.written.result()
+    first.folder.finish(pending.directory, pending.extra)
+    assert first.committed() == {"trained": 2, "taken": 3}
+    second = begin()
+    assert second.step == 3
+    assert second.committed() == {"trained": 3, "taken": 3}
+    assert second.take() != lost
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_resume_when_from_any_retained_checkpoint_then_the_same_batches_follow(
+    begin, damaged: int
+) -> None:
+    first = begin()
+    batches = steps(first, STEPS)
+    first.save_checkpoint()
+    kept = first.folder.list()
+    assert [c.step for c in kept] == [STEPS - 1, STEPS]
+    for checkpoint in kept[len(kept) - damaged :]:
+        (checkpoint.path / "weights").write_bytes(bytes(999) + b"1")  # same size
+    second = begin()
+    assert second.step == STEPS - damaged
+    assert steps(second, damaged) == batches[STEPS - damaged :]
+
+
+def test_resume_when_no_retained_checkpoint_is_whole_then_refused_in_one_line(begin) -> None:
+    first = begin()
+    steps(first, 3)
+    first.save_checkpoint()
+    for checkpoint in first.folder.list():
+        (checkpoint.path / "done.json").unlink()
+    with pytest.raises(InvalidInput, match=r"let go.*newest whole checkpoint in .* is none"):
+        begin()
+
+
+def test_checkpoint_when_written_then_its_row_was_there_before(begin, tmp_path: Path) -> None:
+    session = begin()
+    rows_at_finish = []
+    finish = session.folder.finish
+
+    def look(temporary, extra):
+        rows_at_finish.append(
+            (extra["step"], [row["step"] for row in session.status.snapshot(0).rows])
+        )
+        return finish(temporary, extra)
+
+    session.folder.finish = look
+    steps(session, 3)
+    session.save_checkpoint()
+    for step, rows in rows_at_finish:
+        assert rows[:step] == list(range(1, step + 1))
+    assert [step for step, _ in rows_at_finish] == [1, 2, 3]
+    assert all("checkpoint_seconds" in row for row in session.status.snapshot(0).rows)
+
+
+def test_begin_when_the_last_trainer_left_a_half_written_checkpoint_then_it_is_removed(
+    begin,
+) -> None:
+    first = begin()
+    steps(first, 1)
+    first.save_checkpoint()
+    leftover = first.folder.begin(7, first.incarnation)
+    second = begin()
+    assert not leftover.exists()
+    assert second.step == 1
