@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos lint format typecheck imports layout proto docs verify bench clean
+.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs verify bench clean
 
 ##@ Start
 
@@ -38,6 +38,9 @@ test-fast: $(STAMP) ## Without the slow ones
 
 chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1)
 	$(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
+
+fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, for half an hour (AREAL_FUZZ=50)
+	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py $(ARGS)
 
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done

@@ -53,6 +53,10 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
@@ -93,7 +97,7 @@ class Stack:
         self.folder, self.config = folder, config
         self.config_file = folder / "config.yaml"
         self.processes: dict[str, Process] = {}
-        self._metrics: dict[str, str] = {}
+        self.metrics: dict[str, str] = {}
 
     def inference(self, name: str, url: str, *, context: int = 2048) -> None:
         port = url.rsplit(":", maxsplit=1)[-1]
@@ -106,7 +110,7 @@ class Stack:
 
     def service(self, name: str, address: str, process: str = "") -> None:
         """Starts a service and waits until it serves."""
-        metrics = self._metrics[process or name] = f"127.0.0.1:{free_port()}"
+        metrics = self.metrics[process or name] = f"127.0.0.1:{free_port()}"
         self.processes[process or name] = Process(
             self.folder / f"{process or name}.log",
             f"areal_{name}",
@@ -115,7 +119,7 @@ class Stack:
 
     def metric(self, process: str, name: str) -> float:
         """The value of a metric without labels."""
-        with urllib.request.urlopen(f"http://{self._metrics[process]}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{self.metrics[process]}/metrics", timeout=5) as page:
             for line in page.read().decode().splitlines():
                 if line.startswith(f"{name} "):
                     return float(line.split()[1])

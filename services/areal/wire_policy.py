@@ -35,7 +35,7 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
     """Decodes a version.
 
     Raises:
-        InvalidInput: Negative version or incarnation, or no path.
+        InvalidInput: Negative version or incarnation, no path, or a time that is none.
     """
     if message.version < 0:
         raise InvalidInput(f"version.version {message.version}: expected 0 or more")
@@ -43,13 +43,17 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
         raise InvalidInput(f"version.incarnation {message.incarnation}: expected 0 or more")
     if not message.path:
         raise InvalidInput("version.path '': expected a model directory")
+    try:
+        publish_time = message.publish_time.ToMicroseconds() / 1e6
+    except ValueError as error:
+        raise InvalidInput(f"version.publish_time: {error}") from None
     return PolicyVersion(
         version=message.version,
         incarnation=message.incarnation,
         path=message.path,
         files=tuple(WeightFile(f.name, f.size_bytes, f.digest) for f in message.files),
         tensors=tuple(WeightTensor(t.name, tuple(t.shape), t.dtype) for t in message.tensors),
-        publish_time=message.publish_time.ToMicroseconds() / 1e6,
+        publish_time=publish_time,
     )
 
 

@@ -33,6 +33,7 @@ _CAUSES = {
     pb.RETURN_CAUSE_INFRASTRUCTURE: "suspected_poison",
 }
 _MAX_RESPONSE_BYTES = 96 * 1024 * 1024
+_MAX_DEAD_LETTERS = 1000
 
 
 def _timestamp(milliseconds: int) -> Timestamp:
@@ -128,6 +129,10 @@ class BufferServicer(BufferServiceServicer):
     ) -> pb.RenewLeasesResponse:
         """Extends leases."""
         worker = check.check_worker_id(request.worker_id)
+        if len(request.leases) > check.MAX_TASKS_PER_CALL:
+            raise InvalidInput(
+                f"leases: got {len(request.leases)}, at most {check.MAX_TASKS_PER_CALL} a call"
+            )
         leases = [
             (check.check_task_id(each.task_id), check.check_number(each.token, "token", 0))
             for each in request.leases
@@ -229,7 +234,7 @@ class BufferServicer(BufferServiceServicer):
     ) -> pb.RegisterTrainerResponse:
         """Hands out an incarnation."""
         trainer = await self._store.register_trainer(
-            check.check_number(request.resume_step, "resume_step", 0),
+            check.check_step(request.resume_step, "resume_step", 0),
             check.check_number(request.batch_size, "batch_size", 1),
             check.check_number(request.max_head_offpolicyness, "max_head_offpolicyness", 0),
             check.check_number(request.max_concurrent_rollouts, "max_concurrent_rollouts", 1),
@@ -246,7 +251,7 @@ class BufferServicer(BufferServiceServicer):
         """Long poll."""
         take = await self._ledger.take_batch(
             check.check_number(request.incarnation, "incarnation", 1),
-            check.check_number(request.step, "step", 1),
+            check.check_step(request.step, "step", 1),
             check.check_task_ids(request.task_ids),
             request.max_wait.ToMilliseconds() / 1000,
         )
@@ -272,7 +277,7 @@ class BufferServicer(BufferServiceServicer):
     ) -> AsyncIterator[pb.FetchGroupsResponse]:
         """Streams payloads as they are stored."""
         incarnation = check.check_number(request.incarnation, "incarnation", 1)
-        step = check.check_number(request.step, "step", 1)
+        step = check.check_step(request.step, "step", 1)
         ids = check.check_task_ids(request.task_ids)
         async for payload in self._store.fetch(incarnation, step, ids):
             response = pb.FetchGroupsResponse()
@@ -283,7 +288,7 @@ class BufferServicer(BufferServiceServicer):
         self, request: pb.CommitStepRequest, context: Context
     ) -> pb.CommitStepResponse:
         """Ends steps as trained."""
-        step = check.check_number(request.step, "step", 0)
+        step = check.check_step(request.step, "step", 0)
         retained = check.check_number(request.oldest_retained_step, "oldest_retained_step", 0)
         if retained > step:
             raise InvalidInput(
@@ -350,14 +355,18 @@ class BufferServicer(BufferServiceServicer):
     async def ListDeadLetters(
         self, request: pb.ListDeadLettersRequest, context: Context
     ) -> pb.ListDeadLettersResponse:
-        """Newest first."""
-        letters = self._store.dead_letters(min(request.limit or 100, 1000))
-        return pb.ListDeadLettersResponse(
-            dead_letters=[
-                pb.DeadLetter(record=_record(task), cause=task.cause, traceback=task.traceback)
-                async for task in letters
-            ]
-        )
+        """Newest first, as many as fit a message."""
+        if request.limit < 0:
+            raise InvalidInput(f"limit {request.limit}: expected 0 (100) or more")
+        response, size = pb.ListDeadLettersResponse(), 0
+        async for task in self._store.dead_letters(min(request.limit or 100, _MAX_DEAD_LETTERS)):
+            size += len(task.body) + 4 * len(task.traceback)
+            if size > _MAX_RESPONSE_BYTES:
+                break
+            response.dead_letters.add(
+                record=_record(task), cause=task.cause, traceback=task.traceback
+            )
+        return response
 
     async def RetryDeadLetters(
         self, request: pb.RetryDeadLettersRequest, context: Context

@@ -18,6 +18,8 @@ MAX_LEASES_PER_CALL = 1_000
 MAX_DATA_BYTES = 1024 * 1024
 MAX_RECIPE_BYTES = 1024 * 1024
 _MAX_KWARGS_BYTES = 64 * 1024
+# Text in UTF-8 takes up to four bytes a character.
+_MAX_TASK_BYTES = 4 * (MAX_DATA_BYTES + _MAX_KWARGS_BYTES) + 4096
 _MAX_TRACEBACK_CHARS = 16_000
 _MAX_LINE_CHARS = 2_000
 # A bitmap of 2^27 positions is 16 MiB.
@@ -51,6 +53,13 @@ def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
         twice = next(each for each in task_ids if each in seen or seen.add(each))  # type: ignore[func-returns-value]
         raise InvalidInput(f"task_ids: {twice!r} is there twice")
     return list(task_ids)
+
+
+def check_step(value: int, field: str, at_least: int) -> int:
+    """A train step that can be a policy version; raises InvalidInput."""
+    if not at_least <= value < _MAX_VERSION:
+        raise InvalidInput(f"{field} {value}: expected {at_least} to {_MAX_VERSION - 1}")
+    return value
 
 
 def check_number(value: int, field: str, at_least: int) -> int:
@@ -100,12 +109,13 @@ def check_task(message: trajectory_pb2.Task) -> NewTask:
     time_to_live_ms = None
     if task.time_to_live_s is not None:
         time_to_live_ms = int(task.time_to_live_s * 1000)
-        if not 0 < time_to_live_ms < 2**40:
-            raise InvalidInput(f"{who} time_to_live {task.time_to_live_s} s: expected more than 0")
+    body = message.SerializeToString()
+    if len(body) > _MAX_TASK_BYTES:  # fields that this version does not know count too
+        raise InvalidInput(f"{who} has {len(body)} bytes: at most {_MAX_TASK_BYTES}")
     return NewTask(
         task_id=message.task_id,
         purpose=task.purpose,
-        body=message.SerializeToString(),
+        body=body,
         position=task.position,
         time_to_live_ms=time_to_live_ms,
     )

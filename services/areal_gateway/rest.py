@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from areal.clients.buffer_types import TaskRecord
 from areal.types import Purpose, Task, Trajectory, WorkflowSpec
-from areal.wire import TRAJECTORY_ARRAYS, parse_json_object
+from areal.wire import MAX_TIME_TO_LIVE_S, TRAJECTORY_ARRAYS, parse_json_object
 
 MAX_TASKS = 10_000
 
@@ -53,7 +53,7 @@ class TaskIn(_Model):
     purpose: Literal["serve", "train"] = "serve"
     workflow: WorkflowIn = Field(default_factory=WorkflowIn)
     data: JsonObject
-    time_to_live_s: float | None = Field(default=None, gt=0)
+    time_to_live_s: float | None = Field(default=None, gt=0, lt=MAX_TIME_TO_LIVE_S)
     traceparent: Text = ""
 
 

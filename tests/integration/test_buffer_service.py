@@ -345,6 +345,8 @@ async def test_numbers_when_out_of_range_then_invalid(client: BufferClient) -> N
         client.take_batch(1, 1, 0, task_ids=["a", "a"]),
         client.complete_task("a", 0, make_group("a"), "w"),
         register(client, -1),
+        client.list_dead_letters(-1),
+        client.renew_leases("w", [("a", 1)] * 10_001),
     )
     for call in calls:
         with pytest.raises(InvalidInput):

@@ -138,5 +138,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             self._log.info("rpc_refused", method=method, code=code.name, error=message)
             return code, message
+        if isinstance(error, NotImplementedError):  # what generated code raises
+            return grpc.StatusCode.UNIMPLEMENTED, message
         self._log.error("rpc_failed", method=method, exc_info=error)
         return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {message}"

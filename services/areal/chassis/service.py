@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ import grpc
 import typer
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
@@ -114,6 +116,11 @@ def check_address(address: str, key: str, security: Security) -> None:
             raise ConfigError(f"{key} {address}: cannot listen there: {error.strerror}") from None
 
 
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Bytes that are no HTTP are answered with 400; aiohttp would log a traceback of each."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 async def _start_http(
     context: ServiceContext, address: str, serving: asyncio.Event, doorkeeper: Doorkeeper
 ) -> web.AppRunner:
@@ -138,7 +145,9 @@ async def _start_http(
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/waits", waits)]
     )
-    runner = web.AppRunner(app, access_log=None)
+    logger = logging.getLogger("aiohttp.server")
+    logger.addFilter(_is_our_fault)
+    runner = web.AppRunner(app, access_log=None, logger=logger)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     return runner

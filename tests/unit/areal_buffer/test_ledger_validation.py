@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ledger_support import make_group, make_task
@@ -8,9 +9,16 @@ from tests.ledger_support import make_group, make_task
 from areal.config import GRPOConfig, build_config
 from areal.errors import InvalidInput
 from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import trajectory_pb2
 from areal.wire import group_to_pb, task_to_pb
 from areal_buffer.config import LedgerConfig
-from areal_buffer.validation import check_group, check_task, check_task_id, check_task_ids
+from areal_buffer.validation import (
+    check_group,
+    check_step,
+    check_task,
+    check_task_id,
+    check_task_ids,
+)
 
 
 @settings(deadline=None)
@@ -47,10 +55,6 @@ def test_task_when_valid_then_its_bytes_are_the_message() -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_task_when_bytes_are_random_then_a_message_is_valid_or_refused(data: bytes) -> None:
-    from google.protobuf.message import DecodeError
-
-    from areal.v1 import trajectory_pb2
-
     message = trajectory_pb2.Task()
     try:
         message.ParseFromString(data)
@@ -96,3 +100,28 @@ def test_config_when_read_from_the_experiment_then_in_milliseconds_and_bytes() -
     assert config.max_memory_bytes == 3 * 1024 * 1024
     assert config.namespace == "experiment/t7"
     assert "lease_ttl_ms=8000" in config.as_lua()
+
+
+def test_task_when_an_unknown_field_is_huge_then_refused_for_its_size() -> None:
+    data = task_to_pb(make_task("a")).SerializeToString()
+    size = 8 * 1024 * 1024
+    # Field 1000, length-delimited, which no version of the message has.
+    data += b"\xc2\x3e" + b"\x80\x80\x80\x04" + bytes(size)
+    message = trajectory_pb2.Task.FromString(data)
+    with pytest.raises(InvalidInput, match=r"'a' has \d+ bytes: at most"):
+        check_task(message)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 2**40, -(2**63), 2**63 - 1])
+def test_task_when_time_to_live_is_out_of_range_then_refused(seconds: int) -> None:
+    message = task_to_pb(make_task("a"))
+    message.time_to_live.seconds = seconds
+    with pytest.raises(InvalidInput, match="'a' time_to_live"):
+        check_task(message)
+
+
+def test_step_when_it_cannot_be_a_version_then_refused() -> None:
+    assert check_step(2**21 - 1, "step", 1) == 2**21 - 1
+    for step in (0, 2**21, 2**53 - 1):
+        with pytest.raises(InvalidInput, match=f"step {step}: expected 1 to"):
+            check_step(step, "step", 1)

@@ -14,6 +14,7 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
 
 from areal import weights
 from areal.errors import InvalidInput
+from areal.v1 import policy_pb2
 from areal.weights import (
     PolicyVersion,
     WeightTensor,
@@ -192,3 +193,11 @@ def test_manifest_json_when_read_by_others_then_is_plain_json(tmp_path):
     version = publish_folder(tmp_path, 1)
     raw = json.loads((Path(version.path) / "manifest.json").read_text())
     assert (raw["version"], raw["incarnation"]) == (1, 1)
+
+
+@pytest.mark.parametrize("seconds", [-(2**63), 2**63 - 1])
+def test_version_when_its_time_is_none_then_refused(seconds: int) -> None:
+    message = policy_pb2.PolicyVersion(version=1, path="/model")
+    message.publish_time.seconds = seconds
+    with pytest.raises(InvalidInput, match=r"version\.publish_time"):
+        version_from_pb(message)
