@@ -189,6 +189,11 @@ class Member:
             else:  # the probe needs generation to go on: no new traffic until it has answered
                 self._leave_traffic()
             confirmed = True
+        except EngineError as error:
+            # First of all: its running requests go elsewhere, whether or not it still listens.
+            record.version = -1
+            self._move(QUARANTINED, str(error))
+            raise
         finally:
             if grace is not None:
                 grace.cancel()
@@ -292,6 +297,8 @@ class Member:
             record.version = -1
         self._move(QUARANTINED, str(error))
         record.failures += 1
+        if error.fault is Fault.UNREACHABLE:  # being restarted, most likely; asking costs nothing
+            return config.probe_interval_s
         ceiling = min(config.backoff_max_s, config.backoff_s * 2.0 ** min(record.failures - 1, 10))
         return random.uniform(0.5, 1.0) * ceiling  # noqa: S311 - jitter, not a secret
 

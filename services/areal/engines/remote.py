@@ -293,7 +293,8 @@ class RemoteSGLangEngine:
         session.on_rank0(session.confirm_version)
         tasks = [
             Task(
-                task_id=f"{name}-v{session.step}-i{session.incarnation}-{index}",
+                # Without the incarnation: a resumed run waits for the tasks that are there already.
+                task_id=f"{name}-v{session.step}-{index}",
                 purpose=Purpose.SERVE,
                 workflow=spec,
                 data=dict(row),

@@ -63,6 +63,8 @@ class RestartPolicy:
     """From start to ready."""
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
+    steady_s: float = 20.0
+    """A process that was up for so long is not failing to live: the next delay is the first."""
 
 
 # (level: info | warning | error, process name, text)
@@ -91,6 +93,7 @@ class Supervised:
         self._policy = policy
         self._report = report
         self._recent: deque[float] = deque()
+        self._in_a_row = 0
         self._was_up = False
         self._life_begins = 0  # in its log
         self._stopping = asyncio.Event()
@@ -179,7 +182,10 @@ class Supervised:
         try:
             cause = await self._become_ready(exited, stopping)
             if not cause and not exited.done() and not self._stopping.is_set():
+                since = time.monotonic()
                 await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() - since >= self._policy.steady_s:
+                    self._in_a_row = 0
             if self._stopping.is_set() or not exited.done():
                 await child.stop(self._grace_s)
             else:
@@ -242,7 +248,8 @@ class Supervised:
         if len(self._recent) >= self._policy.max_restarts:
             return None
         self._recent.append(now)
-        delay: float = self._policy.first_delay_s * 2.0 ** (len(self._recent) - 1)
+        delay: float = self._policy.first_delay_s * 2.0 ** min(self._in_a_row, 10)
+        self._in_a_row += 1
         return min(delay, self._policy.max_delay_s)
 
     def _give_up(self, cause: str) -> None:

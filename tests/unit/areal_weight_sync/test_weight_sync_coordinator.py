@@ -179,8 +179,8 @@ async def test_update_when_one_server_hangs_then_others_are_confirmed_meanwhile(
         assert "no answer within" in rig.server("b").cause
         assert rig.server("b").version == -1  # half loaded for all we know
         # Its requests were let go (partial tokens), and it was not left paused.
+        await rig.until(lambda: not rig.engine("b").paused, "the release of b")
         assert rig.engine("b").aborts == 3
-        assert not rig.engine("b").paused
         rig.engine("b").load_gate.set()
         await rig.at("b", SERVING, 1)
 
@@ -225,7 +225,7 @@ async def test_load_when_refused_then_continue_is_sent_and_server_is_quarantined
         await rig.publish_model()
         await rig.at("a", QUARANTINED)
         assert rig.server("a").cause == "tensor x is unknown"
-        assert not rig.engine("a").paused
+        await rig.until(lambda: not rig.engine("a").paused, "the release of a")
         rig.engine("a").load_error = None
         await rig.at("a", SERVING, 0)
 
@@ -354,6 +354,41 @@ async def test_report_when_server_is_dead_then_is_quarantined_before_the_next_pr
         assert rig.server("a").state is QUARANTINED
         rig.register("a")
         await rig.at("a", SERVING, 1)
+
+
+async def test_dead_server_when_it_is_up_again_then_found_at_the_pace_of_probes(tmp_path):
+    """It may be back any moment, and a refused connection costs nothing: no long backoff."""
+    async with rig_of(tmp_path, backoff_s=60.0, backoff_max_s=60.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine = rig.engine("a")
+        engine.down = EngineError(Fault.UNREACHABLE, "/model_info: cannot connect")
+        await rig.at("a", QUARANTINED)
+        engine.down, engine.boot, engine.version = None, "boot-2", "default"
+        await rig.at("a", SERVING, 0)
+
+
+async def test_update_when_pause_is_not_answered_then_quarantined_before_it_is_released(tmp_path):
+    """Its running requests go elsewhere at once, not after two more deadlines."""
+    async with rig_of(tmp_path, probe_interval_s=60.0, backoff_s=60.0, backoff_max_s=60.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine = rig.engine("a")
+        seen = []
+
+        async def frozen(*_) -> None:
+            raise EngineError(Fault.TIMEOUT, "/pause_generation: no answer within 10.0 s")
+
+        async def abort_all() -> None:
+            seen.append(rig.server("a").state)
+
+        engine.pause, engine.abort_all = frozen, abort_all
+        await rig.publish(1)
+        await rig.until(lambda: seen, "the release")
+        assert seen == [QUARANTINED]
+        assert "pause_generation" in rig.server("a").cause
 
 
 async def test_never_reached_server_when_refused_then_joining_not_quarantined(tmp_path):

@@ -289,3 +289,25 @@ sys.exit(1)
     assert first.startswith("job ended with exit code 1: rank_silent cause=rank 1 sleeps; restart")
     assert second.startswith("job ended with exit code 1; restart")
     await job.stop()
+
+
+async def test_process_when_it_lived_long_before_then_started_again_without_growing_delay(
+    tmp_path: Path, stack_id: str
+) -> None:
+    """The delay grows for what cannot live, not for what is killed now and then."""
+    policy = RestartPolicy(
+        max_restarts=2000, ready_timeout_s=60.0, first_delay_s=0.01, max_delay_s=30.0, steady_s=0.2
+    )
+    process = Supervised(
+        python("steady", "import time; time.sleep(600)", tmp_path), stack_id, policy, Recorder()
+    )
+    # As if it had died more often than a power of two can be computed for.
+    process._recent.extend([time.monotonic()] * 1500)
+    process.start()
+    for _ in range(3):
+        await process.wait_up(30.0)
+        await asyncio.sleep(0.3)
+        pid = process.pid
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda pid=pid: process.pid not in (0, pid), 20.0)
+    await process.stop(0.0)
