@@ -37,7 +37,7 @@ test-fast: $(STAMP) ## Without the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1)
-	$(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
+	$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, for half an hour (AREAL_FUZZ=50)
 	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py $(ARGS)

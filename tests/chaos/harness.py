@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 import signal
 import time
@@ -105,7 +106,12 @@ class Chaos:
             await asyncio.sleep(_LOOK_S)
 
     def _note_pauses(self) -> None:
+        """The longest time without a step after each fault; what the next one adds is its own."""
         pauses = list(itertools.pairwise(self._steps))
+        hurts = sorted(hurt_at for _, hurt_at, _ in self._windows)
         for fault, hurt_at, ready_at in self._windows:
-            lengths = [b - a for a, b in pauses if a < ready_at and b > hurt_at]
+            end = min((next_ for next_ in hurts if next_ > ready_at), default=math.inf)
+            lengths = [
+                min(b, end) - max(a, hurt_at) for a, b in pauses if a < ready_at and b > hurt_at
+            ]
             fault.pause_s = round(max(lengths), 2) if lengths else None
