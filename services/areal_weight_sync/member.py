@@ -120,6 +120,8 @@ class Member:
         except EngineError as error:
             return self._quarantine(error)
         except InvalidInput as error:  # the version is bad, not the server
+            if self._hub.target is not target:  # and it may be gone: a newer one has come
+                return 0.0
             self._log.error("version_unusable", error=str(error))
             self._move(record.state, str(error))
             return config.backoff_max_s

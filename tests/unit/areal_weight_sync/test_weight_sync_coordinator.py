@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 from tests.unit.areal_weight_sync.weight_sync_fakes import (
     FakeEngine,
     FakeStore,
@@ -354,6 +356,33 @@ async def test_report_when_server_is_dead_then_is_quarantined_before_the_next_pr
         assert rig.server("a").state is QUARANTINED
         rig.register("a")
         await rig.at("a", SERVING, 1)
+
+
+async def test_version_when_superseded_while_it_is_verified_then_no_complaint(tmp_path):
+    """A server that comes back finds the folder collected that it was about to load."""
+    gate = threading.Event()
+    async with rig_of(tmp_path) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        digests, verify = rig.coordinator.digests, rig.coordinator.digests.verify
+        asked = []
+
+        def slow(version: PolicyVersion) -> None:
+            asked.append(version.version)
+            if asked.count(1) == 2:  # the first time it is being published
+                gate.wait(5.0)
+                raise InvalidInput("config.json: No such file or directory")
+            verify(version)
+
+        digests.verify = slow
+        with structlog.testing.capture_logs() as logs:
+            await rig.publish(1)
+            await rig.until(lambda: asked.count(1) == 2, "verification by the member")
+            await rig.publish(2)
+            gate.set()
+            await rig.at("a", SERVING, 2)
+        assert "version_unusable" not in [line["event"] for line in logs]
 
 
 async def test_dead_server_when_it_is_up_again_then_found_at_the_pace_of_probes(tmp_path):
