@@ -41,8 +41,10 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
 
 @pytest.mark.parametrize("eta", [0, 2])
 def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
-    tmp_path: Path, eta: int
+    tmp_path: Path, eta: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if eta:  # one of the loops runs behind a token: the trainer's calls carry it too
+        monkeypatch.setenv("AREAL_TOKEN", "correct-horse-battery-staple")
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / f"eta{eta}")
     summary, rows = run(
         stack,
@@ -58,5 +60,7 @@ def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
         "train_problems=400",
     )
     assert [row["step"] for row in rows] == list(range(1, 9))
+    written = [f for f in stack.run_dir.rglob("*") if f.is_file() and f.suffix != ".safetensors"]
+    assert not any(b"correct-horse-battery-staple" in f.read_bytes() for f in written)
     assert summary["staleness"]["max"] == max(row["staleness_max"] for row in rows) == eta
     assert summary["weight_updates"]["count"] == 8

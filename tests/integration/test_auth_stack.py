@@ -21,7 +21,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from prometheus_client import CollectorRegistry
 from tests.certificates import Authority
-from tests.integration.stack_tools import RunningStack, areal
+from tests.integration.stack_tools import RunningStack, areal, eventually
 
 from areal.config import GRPOConfig, load_service_config
 from areal.observability.waits import Waits
@@ -32,6 +32,8 @@ from areal.v1 import (
     rollout_service_pb2,
     weight_sync_service_pb2,
 )
+from areal_weight_sync.engine import EngineError, Fault
+from areal_weight_sync.http_engine import HttpEngine, open_session
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -308,6 +310,37 @@ async def test_stores_when_asked_without_their_secrets_then_they_refuse(
     # Both are used all the same: announcements flow.
     assert "announcements_away" not in secure.stack.log("rollout-0")
     assert "nats" not in secure.stack.log("weight-sync")
+
+
+async def test_weight_sync_when_its_token_is_refused_then_the_cause_says_so(
+    secure: SecureStack,
+) -> None:
+    url = f"http://{secure.stack.address('inference-0')}"
+    async with open_session({}) as session:
+        with pytest.raises(EngineError, match=r"/model_info: HTTP 401: .*bearer token") as caught:
+            await HttpEngine(url, session).weight_version()
+        assert caught.value.fault is Fault.HTTP_STATUS
+    async with open_session(secure.security.headers()) as session:
+        assert await HttpEngine(url, session).weight_version() == "0"
+
+
+def test_stores_when_killed_then_restarted_with_their_secrets_and_found_again(
+    secure: SecureStack, tmp_path: Path
+) -> None:
+    names = ("redis", "nats")
+    before = {name: secure.stack.process(name)["pid"] for name in names}
+    for pid in before.values():
+        psutil.Process(pid).kill()
+
+    def back() -> bool:
+        entries = [secure.stack.process(name) for name in names]
+        return all(e["state"] == "up" and e["pid"] not in before.values() for e in entries)
+
+    eventually(back, "both stores are up again", 60.0)
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"task_id": "after", "prompt": "1+1=", "answer": "2"}\n')
+    done = secure.areal("submit", str(file), "--wait", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_secrets_when_the_stack_has_worked_then_nowhere_but_in_private_files(
