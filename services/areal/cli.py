@@ -157,11 +157,11 @@ def submit(
 @dead_letters.command("list")
 def dead_letters_list(
     run: RunOption = None,
-    limit: Annotated[int, typer.Option(help="Newest first.")] = 100,
+    limit: Annotated[int, typer.Option(help="Newest first.")] = 20,
     json: JsonOption = False,
 ) -> None:
-    """Show dead-lettered tasks, newest first."""
-    from areal.cli_tasks import list_dead_letters
+    """Show dead-lettered tasks with cause and traceback, newest first."""
+    from areal.cli_dead_letters import list_dead_letters
 
     _finish(lambda: list_dead_letters(run, limit, as_json=json))
 
@@ -170,11 +170,25 @@ def dead_letters_list(
 def dead_letters_retry(
     task_ids: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
     run: RunOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Queue dead-lettered tasks again with fresh attempts."""
-    from areal.cli_tasks import retry_dead_letters
+    from areal.cli_dead_letters import retry_dead_letters
 
-    _finish(lambda: retry_dead_letters(run, task_ids or []))
+    _finish(lambda: retry_dead_letters(run, task_ids or [], as_json=json))
+
+
+@dead_letters.command("drop")
+def dead_letters_drop(
+    task_ids: Annotated[list[str] | None, typer.Argument(help="Which; or --all.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The whole list.")] = False,
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Take tasks off the list for good; they stay counted as dead-lettered."""
+    from areal.cli_dead_letters import drop_dead_letters
+
+    _finish(lambda: drop_dead_letters(run, task_ids or [], everything=everything, as_json=json))
 
 
 def main() -> None:

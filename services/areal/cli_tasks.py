@@ -1,4 +1,4 @@
-"""`areal submit` and `areal dead-letters`: tasks in, results out, through the services' APIs."""
+"""`areal submit`: tasks in, results out, through the services' APIs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from areal.clients.buffer import BufferClient, DeadLetter
+from areal.clients.buffer import BufferClient
 from areal.clients.buffer_types import TaskRecord
 from areal.clients.rollout import RolloutClient
 from areal.config import GRPOConfig, load_service_config
@@ -229,55 +226,6 @@ async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[Ta
                 yield record
         except Unavailable:
             await asyncio.sleep(1.0)  # backoff; the caller has the deadline
-
-
-def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
-    """Prints what was given up, newest first."""
-    config = load_service_config(find_run(run).config_file)
-
-    async def ask() -> list[DeadLetter]:
-        client = BufferClient(config.endpoints.buffer, Security.load(config.security))
-        try:
-            return await client.list_dead_letters(limit)
-        finally:
-            await client.close()
-
-    letters = asyncio.run(ask())
-    if as_json:
-        for letter in letters:
-            _print(
-                {
-                    "task_id": letter.record.task.task_id,
-                    "cause": letter.cause,
-                    "attempts": letter.record.attempts,
-                    "infrastructure_attempts": letter.record.infrastructure_attempts,
-                    "traceback": letter.traceback,
-                }
-            )
-        return 0
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for header in ("task", "attempts", "cause"):
-        table.add_column(header)
-    for letter in letters:
-        attempts = letter.record.attempts + letter.record.infrastructure_attempts
-        table.add_row(letter.record.task.task_id, str(attempts), letter.cause)
-    Console().print(table if letters else "no dead letters")
-    return 0
-
-
-def retry_dead_letters(run: Path | None, task_ids: list[str]) -> int:
-    """Queues dead letters again."""
-    config = load_service_config(find_run(run).config_file)
-
-    async def ask() -> int:
-        client = BufferClient(config.endpoints.buffer, Security.load(config.security))
-        try:
-            return await client.retry_dead_letters(task_ids)
-        finally:
-            await client.close()
-
-    _say(f"{asyncio.run(ask())} tasks queued again")
-    return 0
 
 
 def _say(text: str) -> None:

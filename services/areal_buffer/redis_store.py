@@ -293,12 +293,19 @@ class RedisStore:
 
     async def retry_dead_letters(self, task_ids: Sequence[str]) -> int:
         """Queues dead letters (empty: all) again; returns how many."""
+        return await self._with_dead_letters("retry", task_ids)
+
+    async def drop_dead_letters(self, task_ids: Sequence[str]) -> int:
+        """Takes dead letters (empty: all) off the list for good; returns how many."""
+        return await self._with_dead_letters("drop", task_ids)
+
+    async def _with_dead_letters(self, script: str, task_ids: Sequence[str]) -> int:
         total = 0
         if task_ids:
             for start in range(0, len(task_ids), _CHUNK_TASKS):
-                total += int(await self._run("retry", *task_ids[start : start + _CHUNK_TASKS]))
+                total += int(await self._run(script, *task_ids[start : start + _CHUNK_TASKS]))
             return total
-        while done := int(await self._run("retry")):
+        while done := int(await self._run(script)):
             total += done
         return total
 

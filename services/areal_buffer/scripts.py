@@ -25,6 +25,7 @@ NAMES = (
     "commit",
     "sweep",
     "retry",
+    "drop",
     "stats",
 )
 

@@ -375,6 +375,13 @@ class BufferServicer(BufferServiceServicer):
         ids = check.check_task_ids(request.task_ids)
         return pb.RetryDeadLettersResponse(retried=await self._store.retry_dead_letters(ids))
 
+    async def DropDeadLetters(
+        self, request: pb.DropDeadLettersRequest, context: Context
+    ) -> pb.DropDeadLettersResponse:
+        """Takes dead letters off the list."""
+        ids = check.check_task_ids(request.task_ids)
+        return pb.DropDeadLettersResponse(dropped=await self._store.drop_dead_letters(ids))
+
     @staticmethod
     def _lease(lease: pb.LeaseRef) -> tuple[str, int]:
         return (

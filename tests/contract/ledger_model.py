@@ -33,6 +33,7 @@ class T:
     regen: int = 0
     partial: bytes = b""
     revoked: bool = False
+    dropped: bool = False
     want: str = ""
 
 
@@ -289,9 +290,19 @@ class Model:
             if self.tasks[task_id].state == "running":
                 self.end_attempt(self.tasks[task_id], "suspected_poison")
 
-    def retry(self) -> int:
-        dead = [t for t in self.tasks.values() if t.state == "dead_lettered"]
+    def dead(self, ids: list[str]) -> list[T]:
+        found = [t for t in self.tasks.values() if t.state == "dead_lettered" and not t.dropped]
+        return [t for t in found if t.id in ids] if ids else found
+
+    def retry(self, ids: list[str]) -> int:
+        dead = self.dead(ids)
         for task in dead:
             task.attempts = task.infra = task.regen = 0
             task.state, task.revoked = "queued", False
+        return len(dead)
+
+    def drop(self, ids: list[str]) -> int:
+        dead = self.dead(ids)
+        for task in dead:
+            task.dropped = True
         return len(dead)

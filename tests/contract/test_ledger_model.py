@@ -285,9 +285,14 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.model.counts("train", "serve")["dead_lettered"])
-    @rule()
-    def retry(self) -> None:
-        self.same(self.model.retry, self.store.retry_dead_letters([]))
+    @rule(ids=st.lists(task_ids, max_size=4, unique=True))
+    def retry(self, ids: list[str]) -> None:
+        self.same(lambda: self.model.retry(ids), self.store.retry_dead_letters(ids))
+
+    @precondition(lambda self: self.model.counts("train", "serve")["dead_lettered"])
+    @rule(ids=st.lists(task_ids, min_size=1, max_size=3, unique=True))
+    def drop(self, ids: list[str]) -> None:
+        self.same(lambda: self.model.drop(ids), self.store.drop_dead_letters(ids))
 
     # -- what always holds ----------------------------------------------------------------------
 

@@ -190,6 +190,30 @@ async def test_return_when_causes_differ_then_each_has_its_own_limit(book: Book)
     assert (letter.attempts, letter.infrastructure_attempts) == (2, 2)
 
 
+async def test_drop_when_dead_then_off_the_list_for_good_and_still_counted(book: Book) -> None:
+    await book.submit("a", "b")
+    await book.submit("s", purpose=Purpose.SERVE)
+    for _ in range(2):
+        for task_id, token in (await book.lease(3)).items():
+            await give_back(book, task_id, token, "workflow_error")
+    await book.submit("alive")
+    assert await book.store.drop_dead_letters(["a", "s", "alive", "ghost"]) == 2
+    assert await book.store.drop_dead_letters(["a"]) == 0
+    assert [letter.task_id async for letter in book.store.dead_letters(10)] == ["b"]
+    assert await book.counts() == {"dead_lettered": 3, "queued": 1}
+    assert await book.store.retry_dead_letters(["a"]) == 0
+    assert await book.store.retry_dead_letters([]) == 1
+    assert await book.counts() == {"dead_lettered": 2, "queued": 2}
+    assert await book.submit("a") == [False]
+    records = [record async for record in book.store.read(["a"], groups=False)]
+    assert (records[0].state.value, records[0].cause, records[0].traceback) == (
+        "dead_lettered",
+        "workflow_error",
+        "",
+    )
+    assert await book.store.drop_dead_letters([]) == 0
+
+
 async def test_return_when_repeated_then_counted_once(book: Book) -> None:
     await book.submit("a")
     token = (await book.lease())["a"]

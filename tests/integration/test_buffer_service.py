@@ -207,6 +207,7 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
     assert (letter.cause, letter.traceback) == ("workflow_error", "Traceback ...")
     assert letter.record.reason == "workflow_error after 3: ZeroDivisionError: division by zero"
     assert letter.record.task == make_task("a")
+    assert await client.drop_dead_letters(["b"]) == 0
     assert await client.retry_dead_letters(["a", "b"]) == 1
     leases, _ = await client.lease_tasks("w1", 1, 1)
     await client.reject_task("a", leases[0].token, "too easy")

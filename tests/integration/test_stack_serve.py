@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from tests.integration.stack_tools import RunningStack, areal
+from tests.integration.stack_tools import RunningStack, areal, eventually
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -270,5 +270,20 @@ def test_dead_letters_when_a_reward_raises_then_listed_with_cause_and_retried(
     letter = json.loads(listed.stdout.splitlines()[0])
     assert letter["task_id"] == "poison"
     assert "no answer in this row" in letter["cause"] + letter["traceback"]
+    plain = areal("dead-letters", "list", *run, cwd=tmp_path).stdout.splitlines()
+    assert plain[0].startswith("poison   workflow_error, ")
+    assert "no answer in this row" in plain[1]
+    assert any('recipe.py", line 3, in reward_fn' in line for line in plain[2:]), plain
     retried = areal("dead-letters", "retry", "poison", *run, cwd=tmp_path)
     assert retried.stdout == "1 tasks queued again\n"
+
+    def listed_again() -> bool:
+        return "poison" in areal("dead-letters", "list", *run, cwd=tmp_path).stdout
+
+    eventually(listed_again, "it has failed as often again", 60)
+    before = accounting(stack, tmp_path)["dead_lettered"]
+    dropped = areal("dead-letters", "drop", "poison", "ghost", "--json", *run, cwd=tmp_path)
+    assert json.loads(dropped.stdout) == {"event": "dropped", "tasks": 1, "not_on_the_list": 1}
+    assert dropped.returncode == 1
+    assert areal("dead-letters", "list", *run, cwd=tmp_path).stdout == "no dead letters\n"
+    assert accounting(stack, tmp_path)["dead_lettered"] == before

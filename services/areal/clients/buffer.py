@@ -327,6 +327,18 @@ class BufferClient(TrainerBufferClient):
         )
         return response.retried
 
+    async def drop_dead_letters(
+        self, task_ids: Sequence[str] = (), *, timeout: float = 60.0, retry_for: float = 0.0
+    ) -> int:
+        """Takes dead letters (empty: all) off the list for good; returns how many."""
+        response = await self._call(
+            self._stub.DropDeadLetters,
+            pb.DropDeadLettersRequest(task_ids=task_ids),
+            timeout=timeout,
+            retry_for=retry_for,
+        )
+        return response.dropped
+
     # -- recipes ------------------------------------------------------------------------------
 
     async def put_recipe(

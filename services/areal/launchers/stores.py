@@ -62,8 +62,8 @@ def find_nats_server() -> str:
 def redis_spec(folder: RunFolder, port: int, password: str = "") -> ProcessSpec:
     """Redis with an append-only file in the run folder: a restart has everything acknowledged.
 
-    `appendfsync everysec`: the death of the process loses nothing (the kernel has the writes),
-    a power cut loses a second, which a rerun generates again.
+    `appendfsync always`: also after a power cut. One fsync covers all calls of a turn of Redis's
+    loop, so many workers share it (docs/adr/0010-durability.md has the figures).
     """
     data = folder.path / "redis"
     data.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def redis_spec(folder: RunFolder, port: int, password: str = "") -> ProcessSpec:
         "port": str(port),
         "dir": str(data.resolve()),
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        "appendfsync": "always",
         "save": "",
         "daemonize": "no",
         "set-proc-title": "no",  # a title is written over the environment, by which it is found

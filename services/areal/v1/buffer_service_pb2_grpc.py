@@ -127,6 +127,11 @@ class BufferServiceStub:
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.RetryDeadLettersRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_buffer__service__pb2.RetryDeadLettersResponse.FromString,
                 _registered_method=True)
+        self.DropDeadLetters = channel.unary_unary(
+                '/areal.v1.BufferService/DropDeadLetters',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersResponse.FromString,
+                _registered_method=True)
 
 
 class BufferServiceServicer:
@@ -261,6 +266,13 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropDeadLetters(self, request, context):
+        """Takes dead letters off the list for good; they stay counted as dead-lettered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BufferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -353,6 +365,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.RetryDeadLetters,
                     request_deserializer=areal_dot_v1_dot_buffer__service__pb2.RetryDeadLettersRequest.FromString,
                     response_serializer=areal_dot_v1_dot_buffer__service__pb2.RetryDeadLettersResponse.SerializeToString,
+            ),
+            'DropDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropDeadLetters,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -844,6 +861,33 @@ class BufferService:
             '/areal.v1.BufferService/RetryDeadLetters',
             areal_dot_v1_dot_buffer__service__pb2.RetryDeadLettersRequest.SerializeToString,
             areal_dot_v1_dot_buffer__service__pb2.RetryDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.BufferService/DropDeadLetters',
+            areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersResponse.FromString,
             options,
             channel_credentials,
             insecure,

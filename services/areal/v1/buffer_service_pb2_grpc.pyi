@@ -72,6 +72,8 @@ class BufferServiceStub:
     """Dead-lettered tasks with cause and traceback, newest first."""
     RetryDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RetryDeadLettersRequest, _buffer_service_pb2.RetryDeadLettersResponse]
     """Queues dead letters again with fresh attempts."""
+    DropDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]
+    """Takes dead letters off the list for good; they stay counted as dead-lettered."""
 
 @_typing.type_check_only
 class BufferServiceAsyncStub(BufferServiceStub):
@@ -117,6 +119,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """Dead-lettered tasks with cause and traceback, newest first."""
     RetryDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RetryDeadLettersRequest, _buffer_service_pb2.RetryDeadLettersResponse]  # type: ignore[assignment]
     """Queues dead letters again with fresh attempts."""
+    DropDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]  # type: ignore[assignment]
+    """Takes dead letters off the list for good; they stay counted as dead-lettered."""
 
 class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
@@ -267,5 +271,13 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.RetryDeadLettersResponse, _abc.Awaitable[_buffer_service_pb2.RetryDeadLettersResponse]]:
         """Queues dead letters again with fresh attempts."""
+
+    @_abc_1.abstractmethod
+    def DropDeadLetters(
+        self,
+        request: _buffer_service_pb2.DropDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.DropDeadLettersResponse, _abc.Awaitable[_buffer_service_pb2.DropDeadLettersResponse]]:
+        """Takes dead letters off the list for good; they stay counted as dead-lettered."""
 
 def add_BufferServiceServicer_to_server(servicer: BufferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

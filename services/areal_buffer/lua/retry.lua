@@ -3,8 +3,9 @@
 local ids = #ARGV > 0 and ARGV or call('ZRANGE', P .. 'dead', 0, 499)
 local retried = 0
 for _, id in ipairs(ids) do
-  local task = read_task(id)
-  if task and task.state == 'dead_lettered' then
+  -- What was dropped is no longer on the list and stays where it is.
+  if call('ZSCORE', P .. 'dead', id) then
+    local task = read_task(id)
     call('HDEL', task.key, 'attempts', 'infra', 'regen', 'failed_servers', 'cause', 'traceback',
       'reason', 'deadline', 'revoked')
     task.deadline = 0

@@ -1,0 +1,16 @@
+-- ARGV: ids; none: up to 500 dead letters
+-- Takes dead letters off the list for good; their state and the counters stay as they are.
+-- Returns how many.
+local ids = #ARGV > 0 and ARGV or call('ZRANGE', P .. 'dead', 0, 499)
+local dropped = 0
+for _, id in ipairs(ids) do
+  if call('ZREM', P .. 'dead', id) == 1 then
+    local key = P .. 'task:' .. id
+    call('HDEL', key, 'body', 'traceback', 'failed_servers', 'lengths', 'head')
+    if call('HGET', key, 'purpose') == 'serve' then
+      call('PEXPIRE', key, CONFIG.serve_result_ttl_ms)
+    end
+    dropped = dropped + 1
+  end
+end
+return dropped
