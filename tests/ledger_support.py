@@ -103,6 +103,7 @@ class Book:
         self.store = store
         self.redis = client
         self.prefix = prefix
+        self.namespace = prefix.split("{")[1].split("}", maxsplit=1)[0]
         self.incarnation = 0
 
     async def submit(

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.buffer_types import TaskRecord
 from areal.clients.rollout import RolloutClient
@@ -219,13 +220,15 @@ async def _wait(client: RolloutClient, task_ids: list[str], options: SubmitOptio
 
 async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[TaskRecord]:
     """Each task once, when it has ended; a service that restarts meanwhile is asked again."""
+    backoff = Backoff()
     while remaining:
         try:
             async for record in client.watch_tasks(sorted(remaining), include_trajectories=True):
+                backoff.reset()
                 remaining.discard(record.task.task_id)
                 yield record
         except Unavailable:
-            await asyncio.sleep(1.0)  # backoff; the caller has the deadline
+            await backoff.sleep()  # the caller has the deadline
 
 
 def _say(text: str) -> None:

@@ -21,6 +21,7 @@ from areal import errors
 from areal.clients.stores import redis_prefix
 from areal.observability.waits import Waits
 from areal.types import Purpose, TaskState
+from areal_buffer.compression import compress, expand
 from areal_buffer.config import LedgerConfig
 from areal_buffer.records import (
     FinishedGroup,
@@ -204,7 +205,7 @@ class RedisStore:
             "complete",
             group.task_id,
             token,
-            group.payload,
+            compress(group.payload),
             group.head_version,
             ",".join(map(str, group.lengths)),
             len(group.lengths),
@@ -273,7 +274,7 @@ class RedisStore:
             ids = task_ids[at : at + _CHUNK_TASKS]
             payloads = await self._run("fetch", incarnation, step, _FETCH_BYTES, *ids)
             for payload in payloads:
-                yield payload
+                yield expand(payload)
             at += len(payloads)
 
     async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
@@ -387,5 +388,5 @@ def _stored_task(
         submitted_ms=int(values["submitted"] or 0),
         ended_ms=int(values["ended"] or 0),
         step=int(values["step"] or 0),
-        payload=payload,
+        payload=None if payload is None else expand(payload),
     )

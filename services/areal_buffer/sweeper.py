@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from areal.clients.backoff import Backoff
 from areal.errors import ArealError
 from areal.observability.logging import get_logger
 from areal.observability.waits import Wait
@@ -26,7 +27,6 @@ from areal_buffer.redis_store import RedisStore
 from areal_buffer.wakes import Kind, Wakes
 
 _SAMPLE_S = 1.0
-_RECONNECT_S = 0.5
 # A script ends after so many; full rounds are repeated at once.
 _SWEEP_LIMIT = 500
 
@@ -101,10 +101,12 @@ class Sweeper:
 
     async def listen_forever(self, client: redis.Redis) -> None:
         """Turns published wake-ups into events."""
+        backoff = Backoff()
         while True:
             try:
                 async with client.pubsub(ignore_subscribe_messages=True) as channel:
                     await channel.subscribe(self._store.wake_channel)
+                    backoff.reset()
                     # Something may have happened while nobody listened.
                     self._wakes.notify_all()
                     while True:
@@ -113,4 +115,4 @@ class Sweeper:
                             self._wakes.notify(Kind(message["data"].decode()))
             except (RedisError, OSError) as error:
                 self._log.warning("wake_channel_lost", error=str(error))
-            await asyncio.sleep(_RECONNECT_S)
+            await backoff.sleep()

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
@@ -17,8 +18,8 @@ from areal.wire import STATE_FROM_PB
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 
-# Between two tries of a service that is away.
-_RETRY_S = 1.0
+# Between two looks at a trainer that is done.
+_OVER_S = 1.0
 _VERSION_FIELDS = (
     "current_version",
     "confirmed_version",
@@ -109,23 +110,26 @@ async def watch_clock(
 async def watch_versions(hub: StatusHub, weight_sync: WeightSyncClient) -> None:
     """Follows the policy versions; never returns."""
     log = get_logger("areal_gateway.sources")
+    backoff = Backoff()
     while True:
         try:
             async with aclosing(weight_sync.watch()) as statuses:
                 async for status in statuses:
+                    backoff.reset()
                     hub.put(
                         "versions",
                         {name: getattr(status, name) for name in _VERSION_FIELDS},
                     )
         except ArealError as error:
             log.info("versions_interrupted", error=str(error))
-        await asyncio.sleep(_RETRY_S)
+        await backoff.sleep()
 
 
 async def watch_trainer(hub: StatusHub, trainer: TrainerClient, config: GatewayConfig) -> None:
     """Follows the trainer's steps by long polls, across its restarts; never returns."""
     incarnation: int | None = None
     wait_s = 0.0
+    backoff = Backoff()
     while True:
         try:
             status = await trainer.get_status(hub.last_step, wait_s)
@@ -136,8 +140,9 @@ async def watch_trainer(hub: StatusHub, trainer: TrainerClient, config: GatewayC
         except ArealError as error:
             hub.fail("trainer", str(error))
             wait_s = 0.0
-            await asyncio.sleep(_RETRY_S)
+            await backoff.sleep()
             continue
+        backoff.reset()
         incarnation = status.incarnation
         hub.add_rows(status.rows)
         fields = asdict(status)
@@ -146,5 +151,5 @@ async def watch_trainer(hub: StatusHub, trainer: TrainerClient, config: GatewayC
         # A finished trainer answers at once: a long poll would spin.
         over = status.state in {"finished", "failed"}
         if over and not status.rows:
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_OVER_S)
         wait_s = 0.0 if over else config.trainer_wait_s

@@ -22,13 +22,13 @@ at once by `keep_leases`.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from areal.clients.backoff import Backoff
 from areal.clients.buffer_types import Lease, ReturnCause
 from areal.errors import ArealError
 from areal.observability.logging import get_logger
@@ -137,7 +137,7 @@ class Executor:
     async def run(self) -> None:
         """Leases and starts episodes until drained."""
         config = self._config
-        delay = 0.0
+        backoff = Backoff()
         self._run_ended.clear()
         try:
             while not self._draining:
@@ -155,14 +155,13 @@ class Executor:
                         config.worker_id, min(room, config.max_leases), config.lease_wait_s
                     )
                 except RETRYABLE as error:
-                    if not delay:
+                    if backoff.fresh:
                         self._log.warning("lease_failed", error=str(error))
-                    delay = min(delay * 2 or 0.1, 3.0)
                     self._room.clear()
-                    await _either(self._room, delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                    await _either(self._room, backoff.next())
                     self._waited("ledger", since)
                     continue
-                delay = 0.0
+                backoff.reset()
                 if leases:
                     self._starved = None
                 for lease in leases:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from dataclasses import dataclass, replace
 
+from areal.clients.backoff import Backoff
 from areal.clients.buffer_types import Lease, ReturnCause
 from areal.errors import (
     CapacityExceeded,
@@ -52,7 +52,7 @@ class HandIn:
         """Offers an ending to the ledger until it is taken; returns the outcome's name."""
         deadline = time.monotonic() + self._timeout_s
         task_id = lease.task.task_id
-        delay = 0.1
+        backoff = Backoff()
         while True:
             try:
                 return await self._offer(lease, ending)
@@ -69,11 +69,11 @@ class HandIn:
                     self._log.error("ending_refused", task_id=task_id, error=str(error))
                     return "lost"
             except RETRYABLE as error:
+                delay = backoff.next()
                 if time.monotonic() + delay > deadline:
                     self._log.error("ending_dropped", task_id=task_id, error=str(error))
                     return "lost"
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-                delay = min(delay * 2, 3.0)
+                await asyncio.sleep(delay)
 
     async def _offer(self, lease: Lease, ending: Ending) -> str:
         task_id, token = lease.task.task_id, lease.token

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from areal.chassis import Service, ServiceContext
 from areal.chassis.service import Registration
+from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
 from areal.clients.stores import connect_nats
@@ -34,7 +35,6 @@ from areal_rollout.servicer import RolloutServicer
 from areal_rollout.workflows import WorkflowCache
 
 _DRAIN_S = 15.0
-_NATS_RETRY_S = 3.0
 
 
 class Rollout(Service):
@@ -114,7 +114,7 @@ class Rollout(Service):
         async def announced(_: Msg) -> None:
             membership.announce()
 
-        complained = False
+        backoff = Backoff(0.5, 5.0)
         while self._nats is None:
             try:
                 self._nats = await connect_nats(
@@ -123,10 +123,9 @@ class Rollout(Service):
                     token=self._context.security.nats_token,
                 )
             except Unavailable as error:
-                if not complained:
+                if backoff.fresh:
                     self._log.warning("announcements_away", error=str(error))
-                complained = True
-                await asyncio.sleep(_NATS_RETRY_S)  # backoff: nobody answers
+                await backoff.sleep()
         # The client subscribes again by itself whenever it has to reconnect.
         await self._nats.subscribe(subject, cb=announced)
         membership.announce()

@@ -14,12 +14,11 @@ from nats.aio.client import Client as NatsClient
 from nats.js.api import StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
+from areal.clients.backoff import Backoff
 from areal.clients.stores import connect_nats
 from areal.errors import Unavailable
 from areal.observability.logging import get_logger
 from areal_weight_sync.coordinator import Coordinator
-
-_RETRY_S = 1.0
 
 
 def subject_prefix(namespace: str) -> str:
@@ -50,9 +49,10 @@ class Announcer:
             return
         feed = coordinator.open_feed()
         pending: dict[str, None] = {}
-        silent = False
+        backoff = Backoff(0.2, 5.0)
         while True:
-            pending.update(dict.fromkeys(await feed.take(_RETRY_S if pending else None)))
+            # What could not be said is tried again although nothing new happens.
+            pending.update(dict.fromkeys(await feed.take(backoff.next() if pending else None)))
             try:
                 while pending:
                     server_id = next(iter(pending))
@@ -61,16 +61,15 @@ class Announcer:
                     # nats uses wait_for, which in Python 3.11 may swallow a cancellation.
                     if (task := asyncio.current_task()) and task.cancelling():
                         return
-                if silent:
+                if not backoff.fresh:
                     self._log.info("announcements_resumed")
-                silent = False
+                backoff.reset()
             except Exception as error:  # nats raises many unrelated classes
                 self._stream_known = False
-                if not silent:
+                if backoff.fresh:
                     reason = str(error) or type(error).__name__
                     self._log.warning("announcements_paused", error=reason)
-                silent = True
-                await asyncio.sleep(_RETRY_S)  # backoff: the connection has no event to wait for
+                await backoff.sleep()
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -48,6 +48,7 @@ class Model:
         self.batches: dict[int, list[str]] = {}
         self.batch_incarnation: dict[int, int] = {}
         self.staleness: list[int] = []
+        self.published = (-1, 0)
 
     def having(self, state: str, purpose: str = "train") -> list[T]:
         found = [t for t in self.tasks.values() if t.state == state and t.purpose == purpose]
@@ -277,6 +278,17 @@ class Model:
         self.incarnation += 1
         self.size, self.eta, self.concurrent, self.want = size, eta, concurrent, ""
         return self.incarnation, self.last, self.committed
+
+    def publish(self, version: int, incarnation: int) -> str:
+        """PublishVersion of weight-sync, which reads the ledger's incarnation."""
+        if incarnation < self.incarnation:
+            raise StaleIncarnation
+        if (version, incarnation) == self.published:
+            return "again"
+        if version <= self.published[0]:
+            raise WrongStep
+        self.published = (version, incarnation)
+        return "new"
 
     def cancel(self, ids: list[str]) -> int:
         found = [self.tasks[i] for i in ids if i in self.tasks]

@@ -23,7 +23,10 @@ from tests.ledger_support import Book, finished, new_task, open_book
 from tests.redis_server import start_redis
 
 from areal.errors import ArealError
+from areal.observability.waits import Waits
 from areal.types import Purpose
+from areal.weights import PolicyVersion
+from areal_weight_sync.store import RedisStore
 
 IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
 STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))
@@ -61,6 +64,8 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         self.book: Book = self.runner.run(self.opened.__aenter__())
         self.store = self.book.store
+        self.versions = RedisStore(self.book.redis, self.book.namespace, 3600.0, Waits())
+        self.run(self.versions.acquire())
         self.model = Model(2, 1, 100)
         self.issued: list[tuple[str, int]] = []
         self.late: list[tuple[str, int]] = []
@@ -276,6 +281,23 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart_trainer(self, back: int, size: int, eta: int, concurrent: int) -> None:
         # The bound may not shrink within a run: groups taken under the old one are replayed.
         self.register(max(0, self.model.last - back), size, max(eta, self.model.eta), concurrent)
+
+    @rule(ahead=st.integers(-2, 1), old=seldom)
+    def publish(self, ahead: int, old: bool) -> None:
+        """The trainer publishes the weights of a step; fenced by the ledger's incarnation."""
+        version = max(0, self.model.published[0] + ahead)
+        incarnation = max(1, self.model.incarnation - old)
+        before = self.model.published
+        policy = PolicyVersion(version=version, incarnation=incarnation, path=f"/v{version}")
+
+        async def call() -> str:
+            await self.versions.publish(policy)
+            return "again" if before == (version, incarnation) else "new"
+
+        self.same(lambda: self.model.publish(version, incarnation), call())
+        stored = self.run(self.versions.load()).current
+        now = (stored.version, stored.incarnation) if stored else (-1, 0)
+        assert now == self.model.published
 
     @rule(ids=st.lists(task_ids, min_size=1, max_size=2, unique=True))
     def cancel(self, ids: list[str]) -> None:

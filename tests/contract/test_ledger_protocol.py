@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.ledger_support import Book, finished, open_book
+from tests.ledger_support import Book, finished, make_group, open_book
 from tests.redis_server import start_redis
 
 from areal.errors import (
@@ -19,6 +20,7 @@ from areal.errors import (
     WrongStep,
 )
 from areal.types import Purpose
+from areal.wire import group_to_pb
 
 
 @pytest.fixture(scope="module")
@@ -720,6 +722,31 @@ async def test_memory_when_full_then_submission_is_refused_only_with_enough_queu
     assert await book.submit("a", full=True) == [False]
     with pytest.raises(CapacityExceeded):
         await book.submit("s", purpose=Purpose.SERVE, full=True)
+
+
+async def test_group_when_large_then_stored_smaller_and_read_back_the_same(book: Book) -> None:
+    await book.register(size=2)
+    await book.submit("large", "plain")
+    await book.submit("served", purpose=Purpose.SERVE)
+    leases = await book.lease(3)
+    group = replace(
+        finished("large"),
+        payload=group_to_pb(make_group("large", length=2000)).SerializeToString(),
+    )
+    assert await book.store.complete(leases["large"], group, full=False)
+    served = replace(group, task_id="served")
+    assert await book.store.complete(leases["served"], served, full=False)
+    assert await book.complete("plain", leases["plain"])
+    # As an earlier release stored it.
+    plain = finished("plain").payload
+    await book.redis.set(f"{book.prefix}group:plain", plain)  # type: ignore[attr-defined]
+    stored = await book.redis.strlen(f"{book.prefix}group:large")  # type: ignore[attr-defined]
+    assert stored < len(group.payload) / 2
+    assert await book.take(1) == ("taken", ["large", "plain"])
+    fetched = [p async for p in book.store.fetch(book.incarnation, 1, ["large", "plain"])]
+    assert fetched == [group.payload, plain]
+    (record,) = [r async for r in book.store.read(["served"], groups=True)]
+    assert record.payload == group.payload
 
 
 async def test_cancel_when_all_of_a_purpose_then_batched_ones_stay(book: Book) -> None:

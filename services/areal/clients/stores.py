@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import nats
 import redis.asyncio as redis
 from nats.aio.client import Client as NatsClient
@@ -76,7 +78,8 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
             token=token if token and "@" not in url else None,
             connect_timeout=5,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=1,
+            # Each process at its own pace: not all of them come back at once.
+            reconnect_time_wait=random.uniform(0.5, 2.0),  # noqa: S311 - jitter
             disconnected_cb=disconnected,
             reconnected_cb=reconnected,
             error_cb=error,

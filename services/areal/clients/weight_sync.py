@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import grpc
 
+from areal.clients.backoff import Backoff
 from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
 from areal.security import Security
@@ -61,16 +62,15 @@ class WeightSyncClient(Client):
 
         States between two reads are merged: the newest is what counts.
         """
-        delay = 0.1
+        backoff = Backoff()
         while True:
             try:
                 async with aclosing(self._watch_once(timeout=None)) as statuses:
                     async for status in statuses:
-                        delay = 0.1
+                        backoff.reset()
                         yield status
             except Unavailable:
-                await asyncio.sleep(delay)  # backoff, not polling: nobody answers
-                delay = min(delay * 2, 3.0)
+                await backoff.sleep()
 
     async def wait_for(
         self, what: str, until: Callable[[SyncStatus], bool], *, timeout: float

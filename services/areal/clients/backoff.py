@@ -1,0 +1,47 @@
+"""The pause before the next try: longer each time, and never the same for two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+
+class Backoff:
+    """Doubling delays with jitter; `reset` after a success.
+
+    Jitter, because a thousand clients that lost one server at once must not come back at once.
+
+    Example:
+        backoff = Backoff()
+        while True:
+            try:
+                await connect()
+                backoff.reset()
+            except Unavailable:
+                await backoff.sleep()
+    """
+
+    def __init__(self, first_s: float = 0.1, most_s: float = 3.0) -> None:
+        """The first delay is at most `first_s`, none is above `most_s`."""
+        self._first_s = first_s
+        self._most_s = most_s
+        self._ceiling_s = first_s
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has failed since the last success."""
+        return self._ceiling_s == self._first_s
+
+    def next(self) -> float:
+        """Seconds to wait before the next try."""
+        delay = self._ceiling_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        self._ceiling_s = min(2 * self._ceiling_s, self._most_s)
+        return delay
+
+    def reset(self) -> None:
+        """It worked: the next failure starts from the first delay."""
+        self._ceiling_s = self._first_s
+
+    async def sleep(self) -> None:
+        """Waits that long."""
+        await asyncio.sleep(self.next())
