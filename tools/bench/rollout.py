@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -237,20 +238,25 @@ async def serve() -> None:
 
 async def measure(repeats: int, port: int) -> dict[str, Any]:
     cases = [(64, 0.0, 6400), (1024, 0.5, 8192), (4096, 1.0, 16384)]
-    result: dict[str, Any] = {}
-    print(f"{'episodes':38}{'ours':>12}{'bare pool':>12}   CPU µs per episode")
+    result: dict[str, Any] = {"bench": "rollout", "load": round(os.getloadavg()[0], 1)}
+    print(f"{'episodes':38}{'ours':>12}{'bare pool':>12}{'ratio':>8}   CPU µs per episode")
     for concurrent, seconds, count in cases:
         ours, pool = [], []
-        for _ in range(repeats):
-            cpu, _ = await run_executor(
-                _Ledger(count, {}), _Waiting(seconds), _NoGeneration(), concurrent
-            )
-            ours.append(cpu / count * 1e6)
-            pool.append((await run_pool(count, seconds, concurrent))[0] / count * 1e6)
+        for number in range(repeats):
+            for mine in (True, False) if number % 2 else (False, True):
+                if mine:
+                    ledger = _Ledger(count, {})
+                    cpu, _ = await run_executor(
+                        ledger, _Waiting(seconds), _NoGeneration(), concurrent
+                    )
+                else:
+                    cpu, _ = await run_pool(count, seconds, concurrent)
+                (ours if mine else pool).append(cpu / count * 1e6)
         name = f"{concurrent} concurrent, {seconds:g} s each"
-        mine, bound = statistics.median(ours), statistics.median(pool)
-        result[name] = {"ours_us": round(mine, 1), "pool_us": round(bound, 1)}
-        print(f"{name:38}{mine:12.1f}{bound:12.1f}")
+        cost, bound = statistics.median(ours), statistics.median(pool)
+        ratio = round(cost / bound, 2)
+        result[name] = {"ours_us": round(cost, 1), "pool_us": round(bound, 1), "ratio": ratio}
+        print(f"{name:38}{cost:12.1f}{bound:12.1f}{ratio:8.2f}")
     samples, groups = 8, 512
     await run_requests(port, 64, samples, 64)
     costs = [await run_requests(port, groups, samples, 64) for _ in range(repeats)]
