@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs verify bench clean
+.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs verify bench sglang test-sglang clean
 
 ##@ Start
 
@@ -41,6 +41,15 @@ chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=
 
 fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, for half an hour (AREAL_FUZZ=50)
 	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py $(ARGS)
+
+sglang: .venv-sglang/.set-up ## Real SGLang for a CPU in .venv-sglang (downloads 2.6 GB once)
+
+.venv-sglang/.set-up: tools/sglang_cpu/requirements.txt tools/sglang_cpu/install.sh
+	PYTHON=$(PYTHON) tools/sglang_cpu/install.sh .venv-sglang
+	@touch $@
+
+test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embedded engine and real SGLang
+	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py $(ARGS)
 
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done

@@ -143,6 +143,9 @@ class StackConfig:
 
     rollout_workers: int = 1
     """Rollout service processes."""
+    inference_command: str = ""
+    """Starts an inference server, e.g. `/opt/sglang/bin/python -m sglang.launch_server`: model,
+    address and limits are added as SGLang's flags. Empty: the CPU engine."""
     inference_max_running: int = 64
     """Requests decoded at once by each inference server."""
     max_restarts: int = 5

@@ -19,6 +19,9 @@ from areal_inference.request import Request, SamplingParams
 MAX_SEQUENCES = 4096
 """Most sequences one /generate call may start."""
 
+RESERVED_POSITIONS = 6
+"""Of the context, that SGLang keeps from prompts; so do we, or clients would rely on them."""
+
 _DEFAULT_MAX_NEW_TOKENS = 128
 _MAX_STOP_TOKENS = 256
 
@@ -206,6 +209,11 @@ def _check_prompt(ids: Any, limits: Limits) -> None:
         raise RequestError(
             f"The input ({len(ids)} tokens) is longer than the model's context length "
             f"({limits.context_length} tokens)."
+        )
+    if len(ids) >= limits.context_length - RESERVED_POSITIONS:
+        raise RequestError(
+            f"Input length ({len(ids)} tokens) exceeds the maximum allowed length "
+            f"({limits.context_length - RESERVED_POSITIONS} tokens)."
         )
     if len(ids) >= limits.max_total_tokens:
         raise RequestError(

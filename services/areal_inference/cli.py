@@ -50,7 +50,7 @@ def run(
     weight_version: Annotated[
         str | None, typer.Option(help="Version name of the initial weights [default].")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampler [random].")] = None,
+    random_seed: Annotated[int | None, typer.Option(help="Seed of the sampler [random].")] = None,
     command_timeout_s: Annotated[
         float | None, typer.Option(help="Deadline of a control call, seconds [300].")
     ] = None,

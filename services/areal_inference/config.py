@@ -61,7 +61,7 @@ class InferenceConfig:
     weight_version: str = "default"
     """Version name of the weights loaded at the start."""
 
-    seed: int | None = None
+    random_seed: int | None = None
     """Seed of the sampler; default: from the operating system, so that servers differ."""
 
     command_timeout_s: float = 300.0

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
+from datetime import UTC, datetime
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from areal.errors import Unavailable
+from areal_inference.api import RESERVED_POSITIONS
 from areal_inference.http import engine_error, guarded, json_response
 from areal_inference.request import Request, SamplingParams
 from areal_inference.service import Service
@@ -112,7 +114,7 @@ class _Info:
                 "status": "ready" if service.ready else "starting",
                 "context_length": service.context_length,
                 "max_total_num_tokens": service.max_total_tokens,
-                "max_req_input_len": service.context_length - 1,
+                "max_req_input_len": service.context_length - RESERVED_POSITIONS,
                 "startup_time": service.started_at,
                 "boot_id": service.boot_id,
                 "internal_states": [
@@ -135,7 +137,7 @@ class _Info:
         used = sum(r.length for r in running)
         return json_response(
             {
-                "timestamp": time.time(),
+                "timestamp": datetime.now(UTC).isoformat(),
                 "version": VERSION,
                 "loads": [
                     {

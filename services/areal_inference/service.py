@@ -81,7 +81,7 @@ class Service:
             ),
             max_total_tokens=self.max_total_tokens,
             max_prefill_tokens=config.max_prefill_tokens,
-            seed=config.seed,
+            seed=config.random_seed,
         )
         return Scheduler(
             runner,

@@ -48,7 +48,8 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
         headers: Sent with every request: the bearer token (SGLang's `--api-key`).
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+        # Below the 5 s after which uvicorn closes idle connections: never reuse a dead one.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Accept-Encoding": "identity", **headers},
     )

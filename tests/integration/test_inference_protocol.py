@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     save_tokenizer(root / "a")
     make_model(root / "b", seed=2, max_position_embeddings=8192)
     make_model(root / "wrong", vocab_size=137)
-    with running_server(root / "a", "--max-running-requests", "32", "--seed", "3") as server:
+    with running_server(root / "a", "--max-running-requests", "32", "--random-seed", "3") as server:
         yield Served(server.url, root / "a", root / "b", root / "wrong", model)
 
 
@@ -465,7 +465,7 @@ async def test_info_when_read_then_has_what_clients_need(http, served):
         assert info["architectures"] == ["Qwen2ForCausalLM"]
     _, server = await get(http, "/server_info")
     assert server["status"] == "ready"
-    assert server["max_req_input_len"] == 8191
+    assert server["max_req_input_len"] == 8186
     assert server["boot_id"]
     _, loads = await get(http, "/v1/loads")
     assert loads["loads"][0]["num_running_reqs"] == 0

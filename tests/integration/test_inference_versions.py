@@ -49,7 +49,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Fleet]:
         make_model(f, request.param, seed=10 + i, max_position_embeddings=8192)
         for i, f in enumerate(folders)
     ]
-    with running_server(folders[0], "--weight-version", "v0", "--seed", "5") as server:
+    with running_server(folders[0], "--weight-version", "v0", "--random-seed", "5") as server:
         yield Fleet(server.url, folders, models)
 
 

@@ -284,7 +284,7 @@ async def test_generate_when_400_then_it_is_the_requests_fault():
         ([], 6, "input_ids: empty"),
         ([1, 200], 6, r"token id 200 is outside 0\.\.199"),
         ([1, -1], 6, r"token id -1 is outside"),
-        ([1] * 49, 6, "a prompt of 49 tokens leaves no room in a context of 50"),
+        ([1] * 44, 6, "a prompt of 44 tokens leaves no room in a context of 50"),
         ([1], 0, "max_new_tokens 0"),
     ],
 )
@@ -300,7 +300,7 @@ async def test_generate_when_context_is_short_then_asks_for_what_fits():
     server = FakeSGLang()
     async with serving(server, context=50) as client:
         response = await client.generate(request(100, [1] * 40), empty([1] * 40))
-    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 9
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 4  # of 50, 6 stay free
     assert response.stop_reason is StopReason.LENGTH
 
 
@@ -354,3 +354,13 @@ async def test_generate_when_cancelled_then_the_server_is_told():
             await task
         await until(lambda: server.aborted)
         assert client.table.choose(0, "", 1).outstanding == 0
+
+
+async def test_generate_when_many_run_then_no_id_begins_another():
+    """SGLang aborts by prefix: aborting ...-1 would end ...-10 too."""
+    server = FakeSGLang()
+    async with serving(server) as client:
+        for _ in range(12):
+            await client.generate(request(1), empty())
+    rids = [r["rid"] for r in server.requests]
+    assert not [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]

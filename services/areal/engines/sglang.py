@@ -147,7 +147,7 @@ class SGLangClient:
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
             bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
             raise InvalidInput(f"input_ids: token id {bad} is outside 0..{limits.vocab_size - 1}")
-        if len(ids) >= limits.context_length - 1:
+        if limits.room(len(ids)) < 1:
             raise InvalidInput(
                 f"input_ids: a prompt of {len(ids)} tokens leaves no room in a context of "
                 f"{limits.context_length}"
@@ -187,7 +187,7 @@ class SGLangClient:
         began = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
         prompt = len(request.input_ids)
-        most = min(request.gconfig.max_new_tokens, self.limits.context_length - 1 - prompt)
+        most = min(request.gconfig.max_new_tokens, self.limits.room(prompt))
         failures: list[str] = []
         fruitless = 0
         while True:
@@ -288,7 +288,8 @@ class SGLangClient:
         """One /generate call; appends its tokens and returns the finish reason's type."""
         assert self._session is not None, "start() comes first"
         sampled = len(response.output_tokens)
-        rid = f"{request.rid or 'areal'}-{self._name}-{next(self._numbers)}"
+        # The number first: SGLang aborts by prefix, so no id may begin another.
+        rid = f"{next(self._numbers)}-{self._name}-{request.rid or 'areal'}"
         body = orjson.dumps(
             {
                 "rid": rid,

@@ -26,6 +26,14 @@ class ModelLimits:
     """Prompt and output together, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
 
+    def room(self, prompt: int) -> int:
+        """Tokens that may follow a prompt of so many; below 1: it is too long.
+
+        SGLang takes prompts up to `context_length` - 7, and what an interrupted request goes on
+        from is a prompt: so no output may grow beyond that.
+        """
+        return self.context_length - 6 - prompt
+
 
 def sampling_params(
     gconfig: GenerationHyperparameters, limits: ModelLimits, sampled: int, room: int

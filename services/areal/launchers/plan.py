@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal.config import BaseExperimentConfig, parse_allocation
+from areal.errors import ConfigError
 from areal.launchers.ports import PortPicker
 from areal.launchers.probes import http_probe
 from areal.launchers.processes import ProcessSpec
@@ -74,7 +76,8 @@ def plan_stack(
         preferred_ports: Ports of an earlier run of this trial, by process name.
 
     Raises:
-        ConfigError: A store's program is missing, or a secret's file.
+        ConfigError: A store's program is missing, or a secret's file, or `stack.inference_command`
+            is no command.
     """
     config = copy.deepcopy(config)
     plan = StackPlan(config)
@@ -130,6 +133,12 @@ def _inference(
 ) -> ProcessSpec:
     name = f"inference-{index}"
     port = picker.pick(name)
+    try:
+        command = shlex.split(config.stack.inference_command)
+    except ValueError as error:
+        raise ConfigError(
+            f"stack.inference_command {config.stack.inference_command!r}: {error}"
+        ) from None
     arguments = {
         "model-path": config.model.path,
         "host": HOST,
@@ -138,14 +147,14 @@ def _inference(
         "context-length": str(config.model.context_length),
         "max-running-requests": str(config.stack.inference_max_running),
         # Servers must differ, and a rerun should not.
-        "seed": str(1_000 * config.seed + index),
+        "random-seed": str(1_000 * config.seed + index),
     }
-    if config.security.token_file:
+    if config.security.token_file and not command:  # SGLang's is its own business: --api-key
         arguments["token-file"] = config.security.token_file
     return ProcessSpec(
         name=name,
         argv=(
-            *(sys.executable, "-m", "areal_inference"),
+            *(command or (sys.executable, "-m", "areal_inference")),
             *(part for key, value in arguments.items() for part in (f"--{key}", value)),
         ),
         log=folder.log_of(name),

@@ -14,7 +14,8 @@ from areal.errors import WaitTimeout
 
 Probe = Callable[[], Awaitable[str]]
 
-_TRY_S = 2.0
+# SGLang's /health generates a token, and sleeps for a second on the way.
+_TRY_S = 5.0
 
 
 async def _ask(

@@ -65,6 +65,10 @@ def test_parse_when_malformed_then_schema_error_names_the_field(bad, message: st
         ({"input_ids": [5, 100]}, "token id 100 is out of vocabulary, expected 0..99"),
         ({"input_ids": [-1]}, "token id -1 is out of vocabulary"),
         ({"input_ids": [5] * 32}, "longer than the model's context length (32 tokens)"),
+        (
+            {"input_ids": [5] * 26},
+            "Input length (26 tokens) exceeds the maximum allowed length (26",
+        ),
         (with_params(max_new_tokens=30), "3 tokens from the input and 30 for the completion"),
         (with_params(max_new_tokens=0), "max_new_tokens: 0, expected at least 1"),
         (with_params(max_new_tokens=4, min_new_tokens=5), "min_new_tokens: 5, expected 0..4"),

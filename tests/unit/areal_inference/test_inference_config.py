@@ -20,7 +20,10 @@ from areal_inference.config import InferenceConfig
         ({"model_path": "x", "port": 70000}, "inference.port: 70000, expected 0..65535"),
         ({"model_path": "x", "dtype": "fp16"}, "inference.dtype: 'fp16', expected one of"),
         ({"model_path": "x", "context_length": 0}, "context_length: 0, expected a positive"),
-        ({"model_path": "x", "seed": 1.5}, "inference.seed: 1.5 is float, expected int or null"),
+        (
+            {"model_path": "x", "random_seed": 1.5},
+            "inference.random_seed: 1.5 is float, expected int or null",
+        ),
     ],
 )
 def test_from_mapping_when_wrong_then_one_line_names_key_and_value(values, message: str):

@@ -61,6 +61,21 @@ def test_plan_when_endpoints_are_given_then_those_are_not_started(tmp_path: Path
     assert plan.trainer is None
 
 
+def test_plan_when_a_command_for_inference_is_given_then_it_gets_the_flags(tmp_path: Path) -> None:
+    config, folder = make(tmp_path)
+    config.stack.inference_command = "'/opt/sg lang/python' -m sglang.launch_server --tp 2"
+    first, second = plan_stack(config, folder, with_trainer=False).inference
+    own = ("/opt/sg lang/python", "-m", "sglang.launch_server", "--tp", "2")
+    assert first.argv[: len(own)] == own
+    flags = dict(zip(first.argv[len(own) :: 2], first.argv[len(own) + 1 :: 2], strict=True))
+    assert flags["--port"] == first.address.rpartition(":")[2]
+    assert flags["--context-length"] == str(config.model.context_length)
+    assert first.argv != second.argv, "another port, another seed"
+    config.stack.inference_command = "python 'unclosed"
+    with pytest.raises(ConfigError, match=r"stack\.inference_command .*unclosed"):
+        plan_stack(config, folder, with_trainer=False)
+
+
 def test_plan_when_several_ranks_then_torchrun(tmp_path: Path) -> None:
     config, folder = make(tmp_path, "allocation_mode=sglang:d1+fsdp:d2")
     trainer = plan_stack(config, folder, with_trainer=True).trainer

@@ -1,0 +1,185 @@
+"""Inference engines that speak SGLang's protocol, started for real around the same tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from tests.inference_server import REPOSITORY, running_server
+
+SERVE = REPOSITORY / "tools" / "sglang_cpu" / "serve.sh"
+START_TIMEOUT_S = 300.0
+"""SGLang imports for a minute on a busy machine."""
+CONTEXT = 4096
+VOCABULARY = 131
+
+
+@dataclass
+class EngineUnderTest:
+    """One running server and the models it can be switched between; version i is models[i]."""
+
+    name: str
+    """ "embedded" (areal-inference) or "real" (SGLang)."""
+    url: str
+    folders: list[Path]
+    models: list[Any]
+
+    @property
+    def real(self) -> bool:
+        return self.name == "real"
+
+    def model(self, version: str) -> Any:
+        return self.models[int(version)]
+
+
+class Http:
+    """Calls of one server; answers are (status, parsed body or text)."""
+
+    def __init__(self, engine: EngineUnderTest, session: aiohttp.ClientSession):
+        self.engine = engine
+        self._session = session
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(path) as answer:
+            return answer.status, _parsed(await answer.text())
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        async with self._session.post(path, json=body) as answer:
+            return answer.status, _parsed(await answer.text())
+
+    async def ok(self, path: str, body: Any) -> Any:
+        status, answer = await self.post(path, body)
+        assert status == 200, f"{path}: HTTP {status}: {answer}"
+        return answer
+
+    async def generate(self, prompt: Any, *, extra: dict[str, Any] | None = None, **params: Any):
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        return await self.ok("/generate", {**body, **(extra or {})})
+
+    async def stream(self, prompt: list[int], **params: Any) -> list[str]:
+        """The data of each event."""
+        body = {"input_ids": prompt, "sampling_params": params, "stream": True}
+        body["return_logprob"] = True
+        async with self._session.post("/generate", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            lines = (await answer.text()).splitlines()
+        return [line.removeprefix("data: ") for line in lines if line]
+
+    async def pause(self, mode: str) -> None:
+        await self.ok("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self.ok("/continue_generation", {})
+
+    async def update(self, version: int, **values: Any) -> Any:
+        folder = str(self.engine.folders[version])
+        body = {"model_path": folder, "weight_version": str(version), **values}
+        return await self.ok("/update_weights_from_disk", body)
+
+    async def version(self) -> str:
+        return (await self.get("/model_info"))[1]["weight_version"]
+
+    async def load(self) -> dict[str, Any]:
+        return (await self.get("/v1/loads"))[1]["loads"][0]
+
+    async def running(self, count: int) -> None:
+        """Returns when this many requests are being decoded."""
+        await self.until(lambda load: load["num_running_reqs"] >= count)
+
+    async def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Returns when the server's load is as wanted."""
+        async with asyncio.timeout(60):
+            while not holds(await self.load()):  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@contextmanager
+def running_engine(
+    name: str, folders: list[Path], models: list[Any], log: Path
+) -> Iterator[EngineUnderTest]:
+    """A ready server at version 0."""
+    flags = ("--weight-version", "0", "--random-seed", "5", "--context-length", str(CONTEXT))
+    flags += ("--max-running-requests", "16")
+    if name == "embedded":
+        with running_server(folders[0], *flags) as server:
+            yield EngineUnderTest(name, server.url, folders, models)
+        return
+    with running_sglang(folders[0], log, *flags) as url:
+        yield EngineUnderTest(name, url, folders, models)
+
+
+@contextmanager
+def running_sglang(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """A real SGLang server on a free port; its url."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(SERVE), "--model-path", str(model), "--port", str(port), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, env={**os.environ}
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_up(process, f"{url}/model_info", log)
+        yield url
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        # Its scheduler and detokenizer are processes of their own, in the same group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def _wait_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        words = log.read_text(errors="replace")[-3000:]
+        assert process.poll() is None, f"SGLang ended with {process.returncode}: {words}"
+        assert time.monotonic() < deadline, f"SGLang not up in {START_TIMEOUT_S:.0f} s: {words}"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.3)
+
+
+def output_logprobs(answer: Any) -> torch.Tensor:
+    """As the server reports them."""
+    return torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+
+
+@torch.no_grad()
+def reference(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Logits that transformers computes for each output token, [len(output), vocabulary]."""
+    logits = model(torch.tensor([prompt + output])).logits[0]
+    return logits[len(prompt) - 1 : len(prompt) - 1 + len(output)]
+
+
+def chosen(logits: torch.Tensor, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Logprobs of tokens in the temperature-scaled distribution."""
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)

@@ -1,0 +1,267 @@
+"""The clients that production uses, against both engines: generation, and weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from itertools import pairwise
+
+import pytest
+import torch
+from tests.contract.engines import CONTEXT, VOCABULARY, Http, chosen, reference
+from tests.unit.areal_weight_sync.weight_sync_fakes import FakeStore
+
+from areal.engines.server_table import ServerTable
+from areal.engines.sglang import Interrupted, SGLangClient
+from areal.engines.sglang_protocol import ModelLimits
+from areal.servers import InferenceServer, ServerState
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.weights import PolicyVersion, build_manifest
+from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.coordinator import Coordinator
+from areal_weight_sync.engine import EngineError
+from areal_weight_sync.http_engine import HttpEngine, open_session
+
+TOLERANCE = 1e-4
+PROMPT = [5, 17, 99, 3, 42]
+LIMITS = ModelLimits(vocab_size=VOCABULARY, context_length=CONTEXT)
+"""No end-of-sequence token is sent; the engines know the model's, 1."""
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def request_done(self, seconds: float, tokens: int) -> None:
+        pass
+
+    def interruption(self, kind: str) -> None:
+        self.kinds.append(kind)
+
+
+@contextlib.asynccontextmanager
+async def client_of(http: Http, version: int = 0):
+    """A generation client whose table lists the server; `failures` is what it would report."""
+    failures: list[str] = []
+
+    async def report(url: str, cause: str) -> None:
+        failures.append(cause)
+
+    client = SGLangClient(
+        ServerTable(),
+        LIMITS,
+        report=report,
+        observer=Observer(),
+        request_timeout_s=100.0,
+        setup_timeout_s=60.0,
+    )
+    await client.start()
+    url = http.engine.url
+    client.table.update([InferenceServer(url, url, ServerState.SERVING, version, "")])
+    try:
+        yield client, failures
+    finally:
+        await client.close()
+
+
+def empty() -> LLMResponse:
+    return LLMResponse(list(PROMPT), [], [], [], StopReason.ABORT)
+
+
+def request(tokens: int, **params) -> LLMRequest:
+    # Never ends early: the stop token is masked until the last token.
+    params = {"min_new_tokens": tokens, **params}
+    return LLMRequest(list(PROMPT), GenerationHyperparameters(max_new_tokens=tokens, **params))
+
+
+def unstopped(logits: torch.Tensor) -> torch.Tensor:
+    """With the masked stop token."""
+    logits = logits.clone()
+    logits[:, 1] = float("-inf")
+    return logits
+
+
+def check(http: Http, response: LLMResponse, tokens: int) -> None:
+    """Every token has a version, and its logprob by that version over a fresh cache."""
+    assert len(response.output_tokens) == len(response.output_versions) == tokens
+    assert all(a <= b for a, b in pairwise(response.output_versions))
+    for version in set(response.output_versions):
+        at = [i for i, v in enumerate(response.output_versions) if v == version]
+        logits = reference(http.engine.models[version], PROMPT, response.output_tokens)
+        expected = chosen(unstopped(logits[at]), [response.output_tokens[i] for i in at])
+        found = torch.tensor([response.output_logprobs[i] for i in at])
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+# ------------------------------------------------------------------ generation
+
+
+async def test_client_when_generating_then_all_that_we_promise(http: Http):
+    async with client_of(http) as (client, failures):
+        responses = await asyncio.gather(*(client.generate(request(40), empty()) for _ in range(8)))
+        for response in responses:
+            assert response.stop_reason is StopReason.LENGTH
+            assert response.interruptions == 0
+            check(http, response, 40)
+        greedy = GenerationHyperparameters(max_new_tokens=20, greedy=True, min_new_tokens=20)
+        one = await client.generate(LLMRequest(list(PROMPT), greedy), empty())
+        stop = one.output_tokens[5]
+        stopping = GenerationHyperparameters(max_new_tokens=20, greedy=True, stop_token_ids=[stop])
+        response = await client.generate(LLMRequest(list(PROMPT), stopping), empty())
+        assert response.stop_reason is StopReason.STOP
+        assert response.output_tokens[-1] in (stop, 1)
+        assert failures == []
+
+
+async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(http: Http):
+    async with client_of(http) as (client, _):
+        partial = [empty() for _ in range(4)]
+        tasks = [asyncio.create_task(client.generate(request(400), each)) for each in partial]
+        await http.running(4)
+        await asyncio.sleep(0.1)
+        await client.interrupt(20.0)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, Interrupted)
+    assert all(0 < len(response.output_tokens) < 400 for response in partial)
+    async with client_of(http) as (client, failures):
+        responses = await asyncio.gather(*(client.generate(request(400), each) for each in partial))
+        for response in responses:
+            check(http, response, 400)
+        assert failures == []
+
+
+async def test_client_when_more_run_than_the_server_takes_then_the_waiting_end_empty(http: Http):
+    """An abort reaches requests of which no token exists yet: no failure, just nothing."""
+    async with client_of(http) as (client, failures):
+        partial = [empty() for _ in range(24)]
+        tasks = [asyncio.create_task(client.generate(request(400), each)) for each in partial]
+        await http.until(lambda load: load["num_waiting_reqs"] > 0)
+        await client.interrupt(20.0)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {Interrupted}
+        assert failures == []
+    assert min(len(response.output_tokens) for response in partial) == 0
+    assert max(len(response.output_tokens) for response in partial) > 0
+
+
+async def test_client_when_cancelled_then_the_server_stops_working_on_it(http: Http):
+    async with client_of(http) as (client, _):
+        task = asyncio.create_task(client.generate(request(3000), empty()))
+        await http.running(1)
+        task.cancel()
+        await http.until(lambda load: not load["num_running_reqs"])
+
+
+# ------------------------------------------------------------------ weight-sync's engine
+
+
+def version_of(http: Http, version: int) -> PolicyVersion:
+    return build_manifest(http.engine.folders[version], version, 1)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_http_engine_when_driven_through_an_update_then_confirms_it(http: Http, mode: str):
+    async with open_session() as session:
+        engine = HttpEngine(http.engine.url, session)
+        boot = await engine.boot_id()
+        assert await engine.weight_version() == "0"
+        assert await engine.running() == 0
+        before = await engine.fingerprint(10.0)
+        await engine.pause(mode)
+        await engine.load(version_of(http, 1), flush_cache=mode != "in_place", timeout=30.0)
+        assert await engine.weight_version() == "1"
+        after = await engine.fingerprint(10.0)
+        await engine.resume()
+        assert before is not None
+        assert after is not None
+        assert before.layout == after.layout
+        assert before.digest != after.digest
+        prompt = [3, 10, 17, 24]
+        found = torch.tensor(await engine.logprobs(prompt, "1"))
+        expected = chosen(reference(http.engine.models[1], prompt[:1], prompt[1:]), prompt[1:])
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        assert await engine.boot_id() == boot
+
+
+async def test_http_engine_when_the_folder_is_missing_then_says_so(http: Http):
+    async with open_session() as session:
+        engine = HttpEngine(http.engine.url, session)
+        missing = PolicyVersion(version=9, incarnation=1, path="/nowhere")
+        with pytest.raises(EngineError, match="nowhere"):
+            await engine.load(missing, flush_cache=True, timeout=30.0)
+        assert await engine.weight_version() == "0"
+
+
+# ------------------------------------------------------------------ the coordinator
+
+
+@contextlib.asynccontextmanager
+async def coordinator_of(http: Http, table: ServerTable, interrupt: str):
+    """A coordinator that brings the server along, and keeps a client's table up to date."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def spawn(coroutine, name: str) -> asyncio.Task[None]:
+        tasks.append(asyncio.create_task(coroutine, name=name))
+        return tasks[-1]
+
+    async with open_session() as session:
+        coordinator = Coordinator(
+            CoordinatorConfig(interrupt=interrupt, probe_interval_s=0.2, serving_grace_s=5.0),
+            FakeStore(),
+            lambda url: HttpEngine(url, session),
+            spawn,
+        )
+
+        async def feed() -> None:
+            changes = coordinator.open_feed()
+            while True:
+                await changes.take()
+                table.update(coordinator.servers())
+
+        spawn(feed(), "feed")
+        try:
+            yield coordinator
+        finally:
+            await coordinator.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def confirmed(coordinator: Coordinator, version: int) -> None:
+    feed = coordinator.open_feed()
+    async with asyncio.timeout(60):
+        while coordinator.status().confirmed_version < version:
+            await feed.take()
+    coordinator.close_feed(feed)
+
+
+@pytest.mark.parametrize("interrupt", ["in_place", "retract", "abort"])
+async def test_coordinator_when_versions_come_while_requests_run_then_none_is_lost(
+    http: Http, interrupt: str
+):
+    async with client_of(http) as (client, failures):
+        client.table.update([])
+        async with coordinator_of(http, client.table, interrupt) as coordinator:
+            coordinator.register("s", http.engine.url)
+            await coordinator.publish(version_of(http, 0))
+            await confirmed(coordinator, 0)
+            tasks = [asyncio.create_task(client.generate(request(500), empty())) for _ in range(12)]
+            await http.running(12)
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.1)
+                await coordinator.publish(version_of(http, version))
+                await confirmed(coordinator, version)
+            responses = await asyncio.gather(*tasks)
+            status = coordinator.status()
+        assert failures == []
+        (server,) = coordinator.servers()
+        assert (server.state, server.version) == (ServerState.SERVING, 3)
+        assert status.updates == 3
+        assert (status.aborted_requests > 0) == (interrupt == "abort")
+        for response in responses:
+            assert response.stop_reason is StopReason.LENGTH
+            assert (response.interruptions > 0) == (interrupt == "abort")
+            assert set(response.output_versions) == {0, 1, 2, 3}
+            if interrupt != "in_place":  # whose cache keeps older versions' entries
+                check(http, response, 500)

@@ -1,0 +1,27 @@
+"""Lets `import torchvision` work beside the CPU build of torch.
+
+The torchvision wheel is linked against CUDA, so its operators never get registered, and the import
+stops at `register_fake("torchvision::nms")`. SGLang imports torchvision but calls none of its
+operators for a text model: declaring the two schemas is enough. The .pth file beside this one
+loads it in every interpreter of the environment, the spawned scheduler's included.
+"""
+
+import importlib.abc
+import sys
+
+
+class _DeclareOperators(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            library = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                library.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+            torch.areal_torchvision_library = library  # lives as long as torch
+
+
+sys.meta_path.insert(0, _DeclareOperators())
