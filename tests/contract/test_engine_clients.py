@@ -161,7 +161,7 @@ def version_of(http: Http, version: int) -> PolicyVersion:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 async def test_http_engine_when_driven_through_an_update_then_confirms_it(http: Http, mode: str):
-    async with open_session() as session:
+    async with open_session({}) as session:
         engine = HttpEngine(http.engine.url, session)
         boot = await engine.boot_id()
         assert await engine.weight_version() == "0"
@@ -184,7 +184,7 @@ async def test_http_engine_when_driven_through_an_update_then_confirms_it(http: 
 
 
 async def test_http_engine_when_the_folder_is_missing_then_says_so(http: Http):
-    async with open_session() as session:
+    async with open_session({}) as session:
         engine = HttpEngine(http.engine.url, session)
         missing = PolicyVersion(version=9, incarnation=1, path="/nowhere")
         with pytest.raises(EngineError, match="nowhere"):
@@ -204,7 +204,7 @@ async def coordinator_of(http: Http, table: ServerTable, interrupt: str):
         tasks.append(asyncio.create_task(coroutine, name=name))
         return tasks[-1]
 
-    async with open_session() as session:
+    async with open_session({}) as session:
         coordinator = Coordinator(
             CoordinatorConfig(interrupt=interrupt, probe_interval_s=0.2, serving_grace_s=5.0),
             FakeStore(),
