@@ -29,6 +29,8 @@ from typing import Any
 from areal.errors import InvalidInput
 
 MANIFEST = "manifest.json"
+# The ledger orders groups by version and submission in one double: 21 bits are left for versions.
+MAX_POLICY_VERSION = 2**21
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 * 1024 * 1024

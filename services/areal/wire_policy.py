@@ -6,7 +6,7 @@ from areal.errors import InvalidInput
 from areal.servers import InferenceServer, ServerState, SyncStatus
 from areal.v1 import policy_pb2 as pb
 from areal.v1 import weight_sync_service_pb2 as service_pb
-from areal.weights import PolicyVersion, WeightFile, WeightTensor
+from areal.weights import MAX_POLICY_VERSION, PolicyVersion, WeightFile, WeightTensor
 
 _STATE_TO_PB: dict[ServerState, pb.ServerState.ValueType] = {
     state: pb.ServerState.Value(f"SERVER_STATE_{state.name}") for state in ServerState
@@ -35,12 +35,16 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
     """Decodes a version.
 
     Raises:
-        InvalidInput: Negative version or incarnation, no path, or a time that is none.
+        InvalidInput: Version or incarnation out of range, no path, or a time that is none.
     """
-    if message.version < 0:
-        raise InvalidInput(f"version.version {message.version}: expected 0 or more")
-    if message.incarnation < 0:
-        raise InvalidInput(f"version.incarnation {message.incarnation}: expected 0 or more")
+    if not 0 <= message.version < MAX_POLICY_VERSION:
+        raise InvalidInput(
+            f"version.version {message.version}: expected 0 to {MAX_POLICY_VERSION - 1}"
+        )
+    if not 0 <= message.incarnation < 2**53:  # Lua's numbers are doubles
+        raise InvalidInput(
+            f"version.incarnation {message.incarnation}: expected 0 or more, below 2^53"
+        )
     if not message.path:
         raise InvalidInput("version.path '': expected a model directory")
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from areal.errors import InvalidInput
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
+from areal.weights import MAX_POLICY_VERSION
 from areal.wire import group_from_pb, parse_json_object, task_from_pb
 from areal_buffer.records import FinishedGroup, NewTask
 
@@ -25,8 +26,6 @@ _MAX_LINE_CHARS = 2_000
 # A bitmap of 2^27 positions is 16 MiB.
 _MAX_POSITION_INDEX = 2**27
 _MAX_EPOCH = 2**31
-# Scores order groups by version and submission in one double: 21 bits are left for the version.
-_MAX_VERSION = 2**21
 # Lua's numbers are doubles.
 _MAX_NUMBER = 2**53
 _TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
@@ -57,8 +56,8 @@ def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
 
 def check_step(value: int, field: str, at_least: int) -> int:
     """A train step that can be a policy version; raises InvalidInput."""
-    if not at_least <= value < _MAX_VERSION:
-        raise InvalidInput(f"{field} {value}: expected {at_least} to {_MAX_VERSION - 1}")
+    if not at_least <= value < MAX_POLICY_VERSION:
+        raise InvalidInput(f"{field} {value}: expected {at_least} to {MAX_POLICY_VERSION - 1}")
     return value
 
 
@@ -140,13 +139,13 @@ def check_group(request: pb.CompleteTaskRequest, max_group_bytes: int) -> Finish
     ids = {trajectory.trajectory_id for trajectory in group.trajectories}
     if "" in ids or len(ids) != len(group.trajectories):
         raise InvalidInput(f"group {task_id!r}: trajectory_id must be set and distinct")
-    head_version, generated, reward = _MAX_VERSION, 0, 0.0
+    head_version, generated, reward = MAX_POLICY_VERSION, 0, 0.0
     for trajectory in group.trajectories:
         sampled = trajectory.token_versions[trajectory.token_versions >= 0]
         if sampled.size:
             generated += int(sampled.size)
             head_version = min(head_version, int(sampled.min()))
-            if int(sampled.max()) >= _MAX_VERSION:
+            if int(sampled.max()) >= MAX_POLICY_VERSION:
                 raise InvalidInput(
                     f"trajectory {trajectory.trajectory_id!r} token_versions: "
                     f"{int(np.max(sampled))} is no policy version"

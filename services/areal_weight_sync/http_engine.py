@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from areal.errors import InvalidInput
 from areal.weights import PolicyVersion
 from areal_weight_sync.engine import EngineError, Fault, Fingerprint
 
+_HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
 
 
@@ -31,13 +33,17 @@ def normalize_url(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url.strip())
         port = parts.port or (443 if parts.scheme == "https" else 80)
+        host = parts.hostname or ""
+        host.encode("idna")  # what looking it up begins with: no empty and no long label
     except ValueError as error:
-        raise InvalidInput(f"url {url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-        raise InvalidInput(f"url {url!r}: expected http://host:port")
+        raise InvalidInput(f"url {url[:300]!r}: {error}") from None
+    if not _HOST.fullmatch(host):
+        raise InvalidInput(f"url {url[:300]!r}: expected http://host:port")
+    if parts.scheme not in ("http", "https") or parts.username:
+        raise InvalidInput(f"url {url[:300]!r}: expected http://host:port")
     if parts.path.strip("/") or parts.query or parts.fragment:
-        raise InvalidInput(f"url {url!r}: expected http://host:port, without a path")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        raise InvalidInput(f"url {url[:300]!r}: expected http://host:port, without a path")
+    host = f"[{host}]" if ":" in host else host
     return f"{host}:{port}", f"{parts.scheme}://{host}:{port}"
 
 
@@ -214,6 +220,8 @@ class HttpEngine:
             raise EngineError(
                 Fault.UNREACHABLE, f"{path}: cannot connect: {error.os_error.strerror or error}"
             ) from None
+        except UnicodeError as error:  # a name that cannot be looked up
+            raise EngineError(Fault.UNREACHABLE, f"{path}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             detail = str(error) or type(error).__name__
             raise EngineError(Fault.GARBAGE, f"{path}: {detail:.200}") from None

@@ -201,3 +201,14 @@ def test_version_when_its_time_is_none_then_refused(seconds: int) -> None:
     message.publish_time.seconds = seconds
     with pytest.raises(InvalidInput, match=r"version\.publish_time"):
         version_from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("version", -1), ("version", 2**21), ("version", 2**63 - 1), ("incarnation", 2**53)],
+)
+def test_version_when_no_ledger_could_count_it_then_refused(field: str, value: int) -> None:
+    message = policy_pb2.PolicyVersion(version=1, path="/model")
+    setattr(message, field, value)
+    with pytest.raises(InvalidInput, match=rf"version\.{field} {value}"):
+        version_from_pb(message)
