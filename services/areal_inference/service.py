@@ -163,10 +163,14 @@ class Service:
             self.metrics.observe(request)
 
     async def abort(self, rid: str | None, message: str = "Aborted") -> int:
-        """Finish a request (and its n samples), or all (None), with what they have."""
+        """Finish a request (and its n samples), or all (None), with what they have.
+
+        An empty id is nobody's.
+        """
         rids = None
         if rid is not None:
-            rids = {r for r in self.live if r == rid or r.rpartition("_")[0] == rid}
+            named = {r for r in self.live if r == rid or r.rpartition("_")[0] == rid}
+            rids = named if rid else set()
         timeout = self.config.command_timeout_s
         return await self.engine.call(lambda s: s.abort(rids, message), timeout)
 

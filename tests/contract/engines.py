@@ -42,6 +42,11 @@ class EngineUnderTest:
     def real(self) -> bool:
         return self.name == "real"
 
+    @property
+    def long(self) -> int:
+        """Tokens of a request that is still running after a few updates; the real one is slow."""
+        return 400 if self.real else 1500
+
     def model(self, version: str) -> Any:
         return self.models[int(version)]
 
@@ -99,6 +104,11 @@ class Http:
     async def running(self, count: int) -> None:
         """Returns when this many requests are being decoded."""
         await self.until(lambda load: load["num_running_reqs"] >= count)
+
+    async def advance(self, requests: int, tokens: int = 20) -> None:
+        """Returns when so many requests have, on average, so many tokens more."""
+        goal = (await self.load())["num_used_tokens"] + requests * tokens
+        await self.until(lambda load: load["num_used_tokens"] >= goal)
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         """Returns when the server's load is as wanted."""

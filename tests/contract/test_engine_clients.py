@@ -114,27 +114,30 @@ async def test_client_when_generating_then_all_that_we_promise(http: Http):
 
 
 async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(http: Http):
+    long = http.engine.long
     async with client_of(http) as (client, _):
         partial = [empty() for _ in range(4)]
-        tasks = [asyncio.create_task(client.generate(request(400), each)) for each in partial]
+        tasks = [asyncio.create_task(client.generate(request(long), each)) for each in partial]
         await http.running(4)
-        await asyncio.sleep(0.1)
+        await http.advance(4)
         await client.interrupt(20.0)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, Interrupted)
-    assert all(0 < len(response.output_tokens) < 400 for response in partial)
+    assert all(0 < len(response.output_tokens) < long for response in partial)
     async with client_of(http) as (client, failures):
-        responses = await asyncio.gather(*(client.generate(request(400), each) for each in partial))
+        responses = await asyncio.gather(
+            *(client.generate(request(long), each) for each in partial)
+        )
         for response in responses:
-            check(http, response, 400)
+            check(http, response, long)
         assert failures == []
 
 
 async def test_client_when_more_run_than_the_server_takes_then_the_waiting_end_empty(http: Http):
     """An abort reaches requests of which no token exists yet: no failure, just nothing."""
     async with client_of(http) as (client, failures):
-        partial = [empty() for _ in range(24)]
-        tasks = [asyncio.create_task(client.generate(request(400), each)) for each in partial]
+        partial, long = [empty() for _ in range(24)], http.engine.long
+        tasks = [asyncio.create_task(client.generate(request(long), each)) for each in partial]
         await http.until(lambda load: load["num_waiting_reqs"] > 0)
         await client.interrupt(20.0)
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -240,16 +243,19 @@ async def confirmed(coordinator: Coordinator, version: int) -> None:
 async def test_coordinator_when_versions_come_while_requests_run_then_none_is_lost(
     http: Http, interrupt: str
 ):
+    long = http.engine.long
     async with client_of(http) as (client, failures):
         client.table.update([])
         async with coordinator_of(http, client.table, interrupt) as coordinator:
             coordinator.register("s", http.engine.url)
             await coordinator.publish(version_of(http, 0))
             await confirmed(coordinator, 0)
-            tasks = [asyncio.create_task(client.generate(request(500), empty())) for _ in range(12)]
+            tasks = [
+                asyncio.create_task(client.generate(request(long), empty())) for _ in range(12)
+            ]
             await http.running(12)
             for version in (1, 2, 3):
-                await asyncio.sleep(0.1)
+                await http.advance(12)
                 await coordinator.publish(version_of(http, version))
                 await confirmed(coordinator, version)
             responses = await asyncio.gather(*tasks)
@@ -264,4 +270,4 @@ async def test_coordinator_when_versions_come_while_requests_run_then_none_is_lo
             assert (response.interruptions > 0) == (interrupt == "abort")
             assert set(response.output_versions) == {0, 1, 2, 3}
             if interrupt != "in_place":  # whose cache keeps older versions' entries
-                check(http, response, 500)
+                check(http, response, long)

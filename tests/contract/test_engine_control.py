@@ -15,7 +15,7 @@ from areal.engines.sglang_protocol import error_message
 
 TOLERANCE = 1e-4
 PROMPT = [5, 17, 99, 3, 42]
-LONG = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 1.0}
+LONG = {"ignore_eos": True, "temperature": 1.0}
 
 
 def spans(answer) -> list[tuple[str, int, int]]:
@@ -55,17 +55,18 @@ def recomputed(http: Http, answer) -> torch.Tensor:
 
 
 @contextlib.asynccontextmanager
-async def generating(http: Http, count: int = 3, **params):
+async def generating(http: Http, count: int = 3):
     """Requests in flight, well inside their output; gives their tasks."""
+    params = {**LONG, "max_new_tokens": http.engine.long}
     tasks = [
         asyncio.create_task(
-            http.generate(PROMPT, extra={"rid": f"r{i}", "extra_key": "0"}, **{**LONG, **params})
+            http.generate(PROMPT, extra={"rid": f"r{i}", "extra_key": "0"}, **params)
         )
         for i in range(count)
     ]
     try:
         await http.running(count)
-        await asyncio.sleep(0.1)
+        await http.advance(count)
         yield tasks
     finally:
         for task in tasks:
@@ -84,7 +85,7 @@ async def test_update_when_paused_in_place_then_requests_go_on_over_their_cache(
             assert answer["success"] is True
             assert await http.version() == str(version)
             await http.resume()
-            await asyncio.sleep(0.1)
+            await http.advance(len(tasks))
         answers = await asyncio.gather(*tasks)
     for answer in answers:
         assert finish(answer) == "length"
@@ -120,7 +121,7 @@ async def test_pause_when_abort_then_partial_answers_with_200(http: Http):
         await http.update(1)
     for answer in answers:
         assert finish(answer) == "abort"
-        assert 0 < len(answer["output_ids"]) < LONG["max_new_tokens"]
+        assert 0 < len(answer["output_ids"]) < http.engine.long
         assert spans(answer) == [("0", 0, len(answer["output_ids"]))]
         torch.testing.assert_close(
             output_logprobs(answer), recomputed(http, answer), atol=TOLERANCE, rtol=0
@@ -181,7 +182,7 @@ async def test_abort_when_one_is_named_then_only_it_ends_with_what_it_has(http: 
         await http.ok("/abort_request", {"rid": "r1"})
         answer = await tasks[1]
         assert finish(answer) == "abort"
-        assert 0 < len(answer["output_ids"]) < LONG["max_new_tokens"]
+        assert 0 < len(answer["output_ids"]) < http.engine.long
         assert len(output_logprobs(answer)) == len(answer["output_ids"])
         assert spans(answer) == [("0", 0, len(answer["output_ids"]))]
         others = await asyncio.gather(tasks[0], tasks[2])
@@ -197,8 +198,12 @@ async def test_abort_when_all_then_partial_answers(http: Http):
 
 
 async def test_abort_when_retracted_then_partial_answers_keep_their_tokens(http: Http):
-    """They wait in the queue with tokens of their own: nothing of them may be lost."""
+    """They wait in the queue with tokens of their own.
+
+    SGLang hands a request's tokens on every 50; an abort in the queue gives those handed on.
+    """
     async with generating(http) as tasks:
+        await http.advance(len(tasks), 60)
         await http.pause("retract")
         await http.ok("/abort_request", {"abort_all": True})
         await http.resume()
@@ -222,7 +227,7 @@ async def test_abort_when_paused_in_place_then_answered_by_continue_at_the_lates
 
 @pytest.mark.parametrize("body", [{}, {"rid": "nobody"}, {"rid": ""}])
 async def test_abort_when_nobody_is_meant_then_nothing_happens(http: Http, body):
-    async with generating(http, count=1, max_new_tokens=100) as tasks:
+    async with generating(http, count=1) as tasks:
         await http.ok("/abort_request", body)
         assert finish(await tasks[0]) == "length"
 
@@ -230,7 +235,8 @@ async def test_abort_when_nobody_is_meant_then_nothing_happens(http: Http, body)
 async def test_abort_when_a_rid_begins_another_then_sglang_ends_both(http: Http):
     """SGLang compares prefixes: our client's ids must not begin one another."""
     async with generating(http, count=2) as tasks:
-        longer = asyncio.create_task(http.generate(PROMPT, extra={"rid": "r1-and-more"}, **LONG))
+        params = {**LONG, "max_new_tokens": http.engine.long}
+        longer = asyncio.create_task(http.generate(PROMPT, extra={"rid": "r1-and-more"}, **params))
         await http.running(3)
         await http.ok("/abort_request", {"rid": "r1"})
         assert finish(await tasks[1]) == "abort"
