@@ -50,4 +50,5 @@ async def http(engine: EngineUnderTest) -> AsyncIterator[Http]:
         yield calls
         await calls.ok("/abort_request", {"abort_all": True})
         await calls.resume()
+        await calls.until(lambda load: not load["num_running_reqs"] + load["num_waiting_reqs"])
         await calls.update(0)

@@ -161,7 +161,7 @@ async def test_control_when_paused_in_place_then_answers_at_once(http: Http):
 
 async def test_update_when_in_place_but_flushing_then_refused(http: Http):
     """SGLang answers 400 although weights and version have changed; ours changes nothing."""
-    async with generating(http):
+    async with generating(http) as tasks:
         await http.pause("in_place")
         body = {"model_path": str(http.engine.folders[1]), "weight_version": "1"}
         status, answer = await http.post("/update_weights_from_disk", body)
@@ -170,6 +170,7 @@ async def test_update_when_in_place_but_flushing_then_refused(http: Http):
         sums = await checksums(http)
         await http.ok("/abort_request", {"abort_all": True})
         await http.resume()
+        await asyncio.gather(*tasks)
     await http.update(1 if http.engine.real else 0)
     assert await checksums(http) == sums
 
