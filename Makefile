@@ -30,8 +30,9 @@ demo: $(STAMP) ## A policy learns to add on this machine's CPU, and shows it
 
 ##@ Test
 
+# Two at a time, a file on one of them: much of a test is waiting for processes.
 test: $(STAMP) ## Every test that needs no cluster
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) ## Without the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
