@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from areal import errors
 from areal.clients.buffer import TakeResult, TakeState
-from areal.config import RolloutConfig
+from areal.config_services import RolloutConfig
 from areal.engines.session import RETRY_S, TrainerSession, current_session
 from areal.recipe import describe_workflow, recipe_of
 from areal.types import LIVE_STATES, Purpose, StopReason, Task, TrajectoryGroup, WorkflowSpec

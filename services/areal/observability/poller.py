@@ -25,7 +25,7 @@ from typing import Any
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient, TrainerStatus
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import EndpointsConfig
+from areal.config_services import EndpointsConfig
 from areal.errors import ArealError
 from areal.observability.waits import Wait
 from areal.security import Security

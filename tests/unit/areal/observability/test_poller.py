@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from areal.config import EndpointsConfig
+from areal.config_services import EndpointsConfig
 from areal.observability.poller import StackPoller
 from areal.servers import ServerState
 from areal.types import TaskState

@@ -1,0 +1,162 @@
+"""The sections that services and launchers read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = [
+    "BufferConfig",
+    "CheckpointConfig",
+    "DatasetConfig",
+    "EndpointsConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "StackConfig",
+    "WeightSyncConfig",
+]
+
+
+@dataclass
+class ModelConfig:
+    """The policy to start from: version 0."""
+
+    path: str = ""
+    """A Hugging Face model directory. Relative paths are taken from the working directory."""
+    tokenizer_path: str = ""
+    """Where tokenizer.json lies; empty: the model's directory."""
+    dtype: str = "float32"
+    """Of the inference servers: float32 or bfloat16."""
+    context_length: int = 4096
+    """Prompt and completion together, in tokens."""
+
+
+@dataclass
+class DatasetConfig:
+    """A dataset by path or generator name."""
+
+    path: str = ""
+    """A .jsonl file, or a name that the recipe understands."""
+    batch_size: int = 64
+    """Groups per train step (B)."""
+    shuffle: bool = True
+    """A new order each epoch, from the seed."""
+
+
+@dataclass
+class RolloutConfig:
+    """Generation: how much at once, and how stale."""
+
+    max_concurrent_rollouts: int = 256
+    """Groups running at once, over all rollout workers."""
+    max_head_offpolicyness: int = 2
+    """The staleness bound (eta): 0 is synchronous training."""
+    straggler_deadline_s: float = 30.0
+    """How long a batch waits for groups that would become too stale."""
+    lease_ttl_s: float = 30.0
+    """A worker that is silent for this long loses its leases."""
+    setup_timeout_s: float = 120.0
+    """How long to wait for the first inference server."""
+    request_timeout_s: float = 600.0
+    """One generation request, from sending to its last token."""
+    batch_timeout_s: float = 1800.0
+    """How long the trainer waits for a batch before it gives up with a named cause."""
+    max_attempts: int = 3
+    """Attempts ended by the workflow's own error before a task is dead-lettered."""
+    max_infrastructure_attempts: int = 10
+    """Attempts ended by infrastructure before a task is dead-lettered."""
+    max_group_bytes: int = 64 * 1024 * 1024
+    """A finished group larger than this is refused."""
+
+
+@dataclass
+class RewardConfig:
+    """Scoring: worker processes and their limits."""
+
+    workers: int = 1
+    """Worker processes per reward service."""
+    timeout_s: float = 10.0
+    """One call of the reward function."""
+    memory_mb: int = 1024
+    """Address space a worker may add to what it had when ready."""
+
+
+@dataclass
+class BufferConfig:
+    """The ledger."""
+
+    max_memory_mb: int = 2048
+    """Redis memory above which batches ask for a checkpoint first and completions wait."""
+    serve_result_ttl_s: float = 86400.0
+    """How long delivered trajectories stay readable."""
+
+
+@dataclass
+class WeightSyncConfig:
+    """How policy versions reach the inference servers."""
+
+    transport: str = "disk"
+    """disk: safetensors on a volume that all servers mount."""
+    interrupt: str = "in_place"
+    """What running requests feel: in_place (pause), retract (pause, recompute) or abort."""
+    path: str = ""
+    """Folder of published versions; empty: `weights/` in the run folder."""
+    keep_versions: int = 3
+    """Published versions kept on disk."""
+    probe_interval_s: float = 1.0
+    """Between health probes of a server."""
+    update_timeout_s: float = 120.0
+    """One server's update, from pause to confirmed."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When the trainer saves, what it keeps."""
+
+    freq_steps: int = 20
+    """A checkpoint (and a ledger commit) every so many steps; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints kept."""
+    recover: str = "auto"
+    """auto: resume from the newest valid checkpoint of this trial; never: refuse to overwrite."""
+
+
+@dataclass
+class StackConfig:
+    """What `areal run` and `areal up` start on this machine."""
+
+    rollout_workers: int = 1
+    """Rollout service processes."""
+    inference_command: str = ""
+    """Starts an inference server, e.g. `/opt/sglang/bin/python -m sglang.launch_server`: model,
+    address and limits are added as SGLang's flags. Empty: the CPU engine."""
+    inference_max_running: int = 64
+    """Requests decoded at once by each inference server."""
+    max_restarts: int = 5
+    """Restarts of one process within ten minutes before the run is given up."""
+    ready_timeout_s: float = 120.0
+    """For the whole stack to become ready."""
+
+
+@dataclass
+class EndpointsConfig:
+    """Where everything is: filled in by `areal run`, set in full by a chart or compose file."""
+
+    redis: str = ""
+    """redis://[:password@]host:port/db"""
+    nats: str = ""
+    """nats://host:port"""
+    buffer: str = ""
+    """host:port of BufferService."""
+    rollout: str = ""
+    """host:port of RolloutService."""
+    reward: str = ""
+    """host:port of RewardService."""
+    weight_sync: str = ""
+    """host:port of WeightSyncService."""
+    trainer: str = ""
+    """host:port of TrainerService."""
+    gateway: str = ""
+    """http://host:port of the gateway."""
+    inference: list[str] = field(default_factory=list)
+    """Static list of inference servers, http://host:port."""
