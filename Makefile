@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs verify bench sglang test-sglang clean
+.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs verify bench sglang test-sglang images clean
 
 ##@ Start
 
@@ -81,6 +81,18 @@ imports: $(STAMP) ## Who may import whom
 
 layout: $(STAMP) ## Every service has the same rooms
 	$(BIN)/python tools/check_layout.py
+
+##@ Deploy
+
+# The index with your build of torch: TORCH_INDEX; another base: BASE_IMAGE (Debian, Python 3.11+).
+images: ## Container images areal/{stores,control,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
+	@for target in $(or $(IMAGES),stores control inference-cpu trainer); do \
+		echo "== areal/$$target:$(or $(TAG),dev)"; \
+		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
+			--build-arg VERSION=$(or $(TAG),dev) --build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \
+			$(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
+			$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
+	done
 
 ##@ Generate
 

