@@ -114,9 +114,9 @@ class Book:
         tasks = [new_task(task_id, purpose, **more) for task_id in ids]
         return await self.store.submit(tasks, **options)  # type: ignore[arg-type]
 
-    async def lease(self, n: int = 1) -> dict[str, int]:
+    async def lease(self, n: int = 1, worker: str = "w", boot: int = 0) -> dict[str, int]:
         """id -> token."""
-        leases, _ = await self.store.lease("w", n)
+        leases, _ = await self.store.lease(worker, n, boot)
         return {lease.task_id: lease.token for lease in leases}
 
     async def complete(

@@ -20,6 +20,7 @@ from tests.nats_server import start_nats
 from tests.redis_server import start_redis
 
 from areal.config import GRPOConfig, save_config
+from areal.launchers.tags import PROCESS_VARIABLE
 from areal.models.tiny import make_tiny_model
 
 SERVICES = Path(__file__).parents[1] / "services"
@@ -36,7 +37,12 @@ class Process:
 
     def __init__(self, log: Path, module: str, *arguments: str) -> None:
         self.log_file = log
-        environment = {**os.environ, "PYTHONPATH": str(SERVICES), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(SERVICES),
+            "OMP_NUM_THREADS": "1",
+            PROCESS_VARIABLE: log.stem,  # a name that outlives it, as the launcher gives
+        }
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],

@@ -54,7 +54,9 @@ T = TypeVar("T")
 class Store(Protocol):
     """What the waiting calls need of the store."""
 
-    async def lease(self, worker_id: str, max_tasks: int) -> tuple[list[StoredLease], str]:
+    async def lease(
+        self, worker_id: str, max_tasks: int, boot: int
+    ) -> tuple[list[StoredLease], str]:
         """Leases what admission allows now; the reason when that is nothing."""
 
     async def take(
@@ -79,12 +81,12 @@ class Ledger:
         self._waits = waits
 
     async def lease_tasks(
-        self, worker_id: str, max_tasks: int, max_wait_s: float
+        self, worker_id: str, max_tasks: int, max_wait_s: float, boot: int = 0
     ) -> tuple[list[StoredLease], str]:
         """Up to max_tasks leases; waits for the first. Empty: with the reason."""
         return await self._until(
             Kind.LEASE,
-            lambda: self._store.lease(worker_id, max_tasks),
+            lambda: self._store.lease(worker_id, max_tasks, boot),
             lambda found: bool(found[0]),
             max_wait_s,
             f"worker {worker_id}",

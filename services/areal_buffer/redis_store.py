@@ -175,9 +175,11 @@ class RedisStore:
 
     # -- leases -------------------------------------------------------------------------------
 
-    async def lease(self, worker_id: str, max_tasks: int) -> tuple[list[StoredLease], str]:
+    async def lease(
+        self, worker_id: str, max_tasks: int, boot: int = 0
+    ) -> tuple[list[StoredLease], str]:
         """Leases what admission allows now; the reason when that is nothing."""
-        reason, rows = await self._run("lease", worker_id, max_tasks)
+        reason, rows = await self._run("lease", worker_id, max_tasks, boot)
         leases = [
             StoredLease(
                 _text(task_id),

@@ -109,8 +109,9 @@ class BufferServicer(BufferServiceServicer):
             raise InvalidInput(
                 f"max_tasks {request.max_tasks}: expected 1 to {check.MAX_LEASES_PER_CALL}"
             )
+        check.check_number(request.boot, "boot", 0)
         leases, reason = await self._ledger.lease_tasks(
-            worker, request.max_tasks, request.max_wait.ToMilliseconds() / 1000
+            worker, request.max_tasks, request.max_wait.ToMilliseconds() / 1000, request.boot
         )
         response = pb.LeaseTasksResponse(reason=reason)
         for lease in leases:

@@ -18,6 +18,9 @@ class ExecutorConfig:
 
     worker_id: str
     """Unique among all workers."""
+    boot: int = 0
+    """Of a worker whose id outlives its process: larger with each start, so that the ledger takes
+    back at once what an earlier life held."""
     capacity: int
     """Episodes at once in this process; the ledger bounds all processes together."""
     max_leases: int = 64
@@ -71,10 +74,11 @@ class RolloutSettings:
             lease_ttl_s=rollout.lease_ttl_s,
         )
 
-    def executor(self, worker_id: str) -> ExecutorConfig:
+    def executor(self, worker_id: str, boot: int) -> ExecutorConfig:
         """The part for the executor."""
         return ExecutorConfig(
             worker_id=worker_id,
+            boot=boot,
             capacity=self.capacity,
             lease_ttl_s=self.lease_ttl_s,
             episode_timeout_s=4 * self.request_timeout_s,

@@ -152,7 +152,10 @@ class Executor:
                     continue
                 try:
                     leases, reason = await self._ledger.lease_tasks(
-                        config.worker_id, min(room, config.max_leases), config.lease_wait_s
+                        config.worker_id,
+                        min(room, config.max_leases),
+                        config.lease_wait_s,
+                        boot=config.boot,
                     )
                 except RETRYABLE as error:
                     if backoff.fresh:

@@ -15,7 +15,7 @@ class Ledger(Protocol):
     """Where leases come from and groups go to (`areal.clients.buffer.BufferClient`)."""
 
     async def lease_tasks(
-        self, worker_id: str, max_tasks: int, max_wait_s: float
+        self, worker_id: str, max_tasks: int, max_wait_s: float, *, boot: int
     ) -> tuple[list[Lease], str]:
         """Leases, or why there are none."""
         ...

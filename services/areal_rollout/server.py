@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from areal.engines.server_table import ServerTable
 from areal.engines.sglang import SGLangClient
 from areal.engines.sglang_protocol import ModelLimits
 from areal.errors import ConfigError, Unavailable
+from areal.launchers.tags import PROCESS_VARIABLE
 from areal.observability.logging import get_logger
 from areal.tokenizer import Tokenizer
 from areal.v1 import rollout_service_pb2 as pb
@@ -85,9 +87,9 @@ class Rollout(Service):
         )
         await generation.start()
         self._generation = generation
-        worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        worker_id, boot = _identity()
         executor = Executor(
-            settings.executor(worker_id),
+            settings.executor(worker_id, boot),
             ledger=self._ledger,
             generation=generation,
             scorer=self._reward,
@@ -102,7 +104,7 @@ class Rollout(Service):
         spawn(self._subscribe(membership), "announcements")
         spawn(executor.keep_leases(), "leases")
         spawn(executor.run(), "episodes")
-        self._log.info("worker", worker_id=worker_id)
+        self._log.info("worker", worker_id=worker_id, boot=boot)
 
     async def _subscribe(self, membership: Membership) -> None:
         """Listens for announcements; without NATS the membership still asks every two seconds."""
@@ -143,6 +145,18 @@ class Rollout(Service):
             await self._nats.close()
         for client in (self._ledger, self._reward, self._weight_sync):
             await client.close()
+
+
+def _identity() -> tuple[str, int]:
+    """This worker's id, and the number of its life if it has a name that outlives its process.
+
+    The launcher names its processes; so does a pod's `AREAL_PROCESS`. The number is the time in
+    microseconds: two lives of one name begin on one machine, one after the other.
+    """
+    host = socket.gethostname()
+    if name := os.environ.get(PROCESS_VARIABLE, ""):
+        return f"{host}-{name}", time.time_ns() // 1000
+    return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}", 0
 
 
 def build(config: GRPOConfig, context: ServiceContext) -> Rollout:

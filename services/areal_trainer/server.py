@@ -33,6 +33,7 @@ from areal.errors import ArealError, InvalidInput
 from areal.observability.logging import configure_logging, get_logger
 from areal.recipe import Recipe, load_recipe
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
+from areal.verdict import write_verdict
 from areal_trainer.config import TrainerConfig
 from areal_trainer.metrics import TrainerCollector
 from areal_trainer.servicer import TrainerServicer
@@ -170,7 +171,10 @@ def main() -> None:
             code = run(TrainerConfig.from_experiment(experiment, config), listen, metrics)
         except ArealError as error:
             print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line
-            code = EXIT_BAD_INPUT if isinstance(error, InvalidInput) else 1
+            code = 1
+            if isinstance(error, InvalidInput):
+                code = EXIT_BAD_INPUT
+                write_verdict(str(error))  # torchrun would make a 1 of it
         _leave(code)
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -35,6 +35,7 @@ class T:
     revoked: bool = False
     dropped: bool = False
     want: str = ""
+    worker: str = ""
 
 
 class Model:
@@ -49,6 +50,7 @@ class Model:
         self.batch_incarnation: dict[int, int] = {}
         self.staleness: list[int] = []
         self.published = (-1, 0)
+        self.boots: dict[str, int] = {}
 
     def having(self, state: str, purpose: str = "train") -> list[T]:
         found = [t for t in self.tasks.values() if t.state == state and t.purpose == purpose]
@@ -90,7 +92,21 @@ class Model:
         self.sealed = seal or (self.sealed and not train)
         return flags
 
-    def lease(self, most: int) -> list[tuple[str, int, int, bytes]]:
+    def begin_life(self, worker: str, boot: int) -> None:
+        known = self.boots.get(worker, 0)
+        if boot < known:
+            raise LeaseLost
+        self.boots[worker] = boot
+        if 0 < known < boot:
+            for task in self.having("running") + self.having("running", "serve"):
+                if task.worker == worker:
+                    self.end_attempt(task, "suspected_poison")
+
+    def lease(
+        self, most: int, worker: str = "w", boot: int = 0
+    ) -> list[tuple[str, int, int, bytes]]:
+        if boot:
+            self.begin_life(worker, boot)
         given: list[tuple[str, int, int, bytes]] = []
         running = self.having("running") + self.having("running", "serve")
         slots, headroom = self.concurrent - len(running), self.headroom()
@@ -112,6 +128,7 @@ class Model:
                 pick.floor = self.v
             self.token += 1
             pick.token, pick.revoked, pick.state = self.token, False, "running"
+            pick.worker = worker
             given.append((pick.id, self.token, self.v, pick.partial))
         if given:
             self.serve_turn = turn

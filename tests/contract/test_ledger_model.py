@@ -144,19 +144,26 @@ class LedgerMachine(RuleBasedStateMachine):
             self.store.submit(tasks, incarnation=0, seal=seal, full=full),
         )
 
-    @rule(most=st.integers(1, 6))
-    def lease(self, most: int) -> None:
+    @rule(most=st.integers(1, 6), worker=st.sampled_from(["w", "named"]), boot=st.integers(1, 6))
+    def lease(self, most: int, worker: str = "w", boot: int = 0) -> None:
+        """A named worker tells its life; now and then it is an older or a newer one."""
+        boot = boot if worker == "named" else 0
+
         async def call() -> list[tuple[str, int, int, bytes]]:
-            leases, reason = await self.store.lease("w", most)
+            leases, reason = await self.store.lease(worker, most, boot)
             assert bool(leases) != bool(reason)
             return [(x.task_id, x.token, x.policy_version, x.partial) for x in leases]
 
-        before = self.model.headroom()
-        given = self.same(lambda: self.model.lease(most), call())
+        before = len(self.model.having("running"))
+        room = self.model.headroom()
+        given = self.same(lambda: self.model.lease(most, worker, boot), call())
+        if isinstance(given, type):
+            return
         self.issued += [(each[0], each[1]) for each in given]
         taken = [i for i, *_ in given if self.model.tasks[i].purpose == "train"]
         wanted = [i for i in taken if self.model.tasks[i].want == self.model.want != ""]
-        assert len(taken) - len(wanted) <= max(0, before)  # L4
+        released = before + len(taken) - len(self.model.having("running"))
+        assert len(taken) - len(wanted) <= max(0, room + released)  # L4
 
     def lease_at(self, at: int) -> tuple[str, int]:
         return self.issued[-1 - at % len(self.issued)]

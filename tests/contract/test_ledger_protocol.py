@@ -89,6 +89,49 @@ async def test_complete_when_task_was_released_then_refused(book: Book) -> None:
         await book.complete("a", first)
 
 
+async def test_lease_when_a_worker_was_started_again_then_its_leases_are_given_back_at_once(
+    book: Book,
+) -> None:
+    await book.submit("a", "b", "c")
+    await book.submit("s", purpose=Purpose.SERVE)
+    await book.lease(1, worker="other", boot=5)  # one of them
+    mine = await book.lease(2, worker="w0", boot=7)
+    assert await book.counts() == {"queued": 1, "running": 3}
+    assert await book.lease(1, worker="w0", boot=7) != {}  # the same life: nothing changes
+    assert await book.counts() == {"running": 4}
+    again = await book.lease(9, worker="w0", boot=8)
+    assert set(again) >= set(mine)
+    assert all(again[task_id] > mine[task_id] for task_id in mine)
+    assert await book.counts() == {"running": 4}  # the other worker's lease was left alone
+    task_id = next(iter(mine))
+    async for record in book.store.read([task_id], groups=False):
+        assert record.reason == "worker w0 died and was started again"
+        assert record.infrastructure_attempts == 1
+    with pytest.raises(LeaseLost, match="no longer holds"):
+        await book.complete(task_id, mine[task_id])
+    assert await book.complete(task_id, again[task_id])
+
+
+async def test_lease_when_a_newer_life_of_the_worker_has_begun_then_the_older_is_refused(
+    book: Book,
+) -> None:
+    await book.submit("a", "b")
+    first = await book.lease(1, worker="w0", boot=7)
+    await book.lease(0, worker="w0", boot=8)
+    # Its late answer still counts, for nobody has the task yet; but it gets no more.
+    assert await book.complete("a", first["a"])
+    with pytest.raises(LeaseLost, match="worker w0: a newer process of this name has begun"):
+        await book.lease(1, worker="w0", boot=7)
+    assert await book.counts() == {"completed": 1, "queued": 1}
+
+
+async def test_lease_when_workers_have_no_lasting_name_then_none_gives_back(book: Book) -> None:
+    await book.submit("a", "b")
+    await book.lease(1)
+    await book.lease(1)
+    assert await book.counts() == {"running": 2}
+
+
 async def test_complete_when_task_has_ended_then_refused(book: Book) -> None:
     await book.submit("a")
     token = (await book.lease())["a"]

@@ -16,6 +16,7 @@ from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
 from areal.config_train import PPOActorConfig
+from areal.engines.exchange import gather_json
 from areal.engines.fsdp.distributed import join_process_group, local_device
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor
@@ -62,9 +63,8 @@ def run(job):
     if "save_at" in job:
         saved.result(timeout=60)
     # Rank 0's statistics speak for all ranks.
-    everyone = [None] * engine.world_size
-    torch.distributed.all_gather_object(
-        everyone, [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in rows]
+    everyone = gather_json(
+        [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in rows]
     )
     assert all(other == everyone[0] for other in everyone)
     if not job.get("gradients"):

@@ -330,3 +330,27 @@ async def test_server_when_killed_then_its_requests_end_elsewhere(stack):
     await weight_sync.wait_for("two servers", lambda s: s.confirmed_servers == 2, timeout=60)
     await weight_sync.close()
     await client.close()
+
+
+@pytest.mark.slow
+async def test_worker_when_killed_then_its_next_life_has_the_leases_back_at_once(tmp_path):
+    """Not after their time to live, which is ten minutes here."""
+    with start_stack(tmp_path, servers=1, lease_ttl_s=600.0) as stack:
+        address = stack.config.endpoints.rollout
+        stack.service("rollout", address)
+        stack.wait("rollout", address)
+        client = RolloutClient(address)
+        ids = [f"again-{i}" for i in range(4)]
+        await client.submit_tasks([task(i, rlvr(2, 700, min_new_tokens=700)) for i in ids])
+        async with asyncio.timeout(60):
+            while {r.state for r in await client.get_tasks(ids)} != {TaskState.RUNNING}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await client.close()
+        stack.processes["rollout"].kill()
+        stack.service("rollout", address)
+        stack.wait("rollout", address)
+        again = RolloutClient(address)
+        records = await finished(again, ids, timeout=90)
+        await again.close()
+    assert {r.state for r in records.values()} == {TaskState.DELIVERED}
+    assert [r.infrastructure_attempts for r in records.values()] == [1] * 4

@@ -15,7 +15,7 @@ from tests.redis_server import start_redis
 from areal.clients.buffer import BufferClient, TakeState
 from areal.config import GRPOConfig
 from areal.engines.session import TrainerSession
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, WaitTimeout
 from areal.servers import SyncStatus
 from areal.types import Purpose
 
@@ -24,6 +24,8 @@ BATCH, STEPS = 2, 4
 
 class ServedVersion:
     """Weight-sync with version 0 confirmed."""
+
+    address = "weight-sync.test:1"
 
     async def wait_confirmed(self, version: int, *, timeout: float) -> SyncStatus:
         return SyncStatus(
@@ -111,6 +113,23 @@ def steps(session: Session, count: int) -> list[list[str]]:
         batches.append(session.take())
         session.finish_step()
     return batches
+
+
+def test_call_when_nobody_answers_then_the_error_names_the_service_and_its_address(begin) -> None:
+    session = begin()
+
+    async def never() -> None:
+        held.extend(str(wait) for wait in session.waits.oldest() if wait.what == "call")
+        await asyncio.Event().wait()
+
+    held: list[str] = []
+    buffer = f"buffer {session.buffer.address}"
+    with pytest.raises(WaitTimeout, match=rf"for the batch on {buffer}$"):
+        session.ask_buffer(never(), "the batch", timeout=0.1)
+    with pytest.raises(WaitTimeout, match=r"for the version on weight-sync weight-sync\.test:1$"):
+        session.ask_weight_sync(never(), "the version", timeout=0.1)
+    assert held[0].startswith(f"call (the batch) on {buffer} for ")
+    assert held[1].startswith("call (the version) on weight-sync weight-sync.test:1 for ")
 
 
 def test_resume_when_killed_between_checkpoint_and_commit_then_commits_first(begin) -> None:

@@ -31,13 +31,13 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
 from areal.chassis.authentication import Doorkeeper, TokenInterceptor, http_middleware
 from areal.chassis.background import Background
+from areal.chassis.health import BoundedHealthServicer
 from areal.chassis.interceptors import CallInterceptor
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
@@ -155,10 +155,10 @@ async def _start_http(
 
 async def _start_grpc(
     context: ServiceContext, service: Service, doorkeeper: Doorkeeper
-) -> tuple[grpc.aio.Server | None, HealthServicer, list[str]]:
-    health_servicer = HealthServicer()
+) -> tuple[grpc.aio.Server | None, BoundedHealthServicer, list[str]]:
     registrations = service.registrations()
     names = [name for name, _ in registrations]
+    health_servicer = BoundedHealthServicer(names)
     if not registrations:
         return None, health_servicer, names
     server = grpc.aio.server(

@@ -159,17 +159,27 @@ class BufferClient(TrainerBufferClient):
     # -- working ------------------------------------------------------------------------------
 
     async def lease_tasks(
-        self, worker_id: str, max_tasks: int, max_wait_s: float
+        self, worker_id: str, max_tasks: int, max_wait_s: float, *, boot: int = 0
     ) -> tuple[list[Lease], str]:
         """Leases up to max_tasks, waiting up to max_wait_s (at most 30 s) for the first.
 
         Not retried here: call it in a loop.
 
+        Args:
+            worker_id: Who works on them.
+            max_tasks: At most so many.
+            max_wait_s: For the first.
+            boot: Of a worker whose id outlives its process: larger with each start. The first
+                call of a newer life gives back the leases of the lives before.
+
         Returns:
             The leases, and when there are none the reason.
+
+        Raises:
+            LeaseLost: A newer life of this worker has begun.
         """
         request = pb.LeaseTasksRequest(
-            worker_id=worker_id, max_tasks=max_tasks, max_wait=to_duration(max_wait_s)
+            worker_id=worker_id, max_tasks=max_tasks, max_wait=to_duration(max_wait_s), boot=boot
         )
         response = await self._call(
             self._stub.LeaseTasks, request, timeout=max_wait_s + LONG_POLL_MARGIN_S

@@ -30,11 +30,14 @@ class AsyncBridge:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
+    def call(
+        self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, on: str = ""
+    ) -> T:
         """Runs a coroutine and waits for its result.
 
         Raises:
-            WaitTimeout: After `timeout` seconds; the coroutine is cancelled.
+            WaitTimeout: After `timeout` seconds, naming `what` and `on`; the coroutine is
+                cancelled.
         """
         since = time.monotonic()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -44,7 +47,7 @@ class AsyncBridge:
             if future.done():  # the coroutine's own TimeoutError
                 raise
             future.cancel()
-            raise WaitTimeout(what, since=since) from None
+            raise WaitTimeout(what, on=on, since=since) from None
 
     def close(self) -> None:
         """Stops the loop; pending coroutines are cancelled."""

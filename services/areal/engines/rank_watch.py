@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from areal.engines.exchange import gather_json
 from areal.observability.logging import get_logger
 
 BEAT_S = 1.0
@@ -40,11 +41,9 @@ class RankWatch:
 
     def __init__(self, rank: int, world_size: int) -> None:
         """Collective: exchanges who is where. Call after the process group was joined."""
-        import torch.distributed as dist
-
         self._rank = rank
-        self._neighbours: list[tuple[str, int]] = [("", 0)] * world_size
-        dist.all_gather_object(self._neighbours, (socket.gethostname(), os.getpid()))
+        everyone = gather_json([socket.gethostname(), os.getpid()])
+        self._neighbours = [(str(host), int(pid)) for host, pid in everyone]
         self._watched = [r for r in range(world_size) if r != rank] if rank == 0 else [0]
         self._silent = dict.fromkeys(self._watched, 0.0)
         self._last: dict[int, bytes] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from areal import errors
+from areal.engines.exchange import broadcast_json
 
 T = TypeVar("T")
 
@@ -18,22 +19,29 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
 
-    def on_rank0(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 and gives every rank its result, or its error."""
+    def on_rank0(self, function: Callable[[], T], shape: Any = Any) -> T:
+        """Runs `function` on rank 0 and gives every rank its result, or its error.
+
+        Args:
+            function: Makes something that JSON can carry.
+            shape: The type of that, where it is more than plain JSON (dataclasses, tuples, enums,
+                paths), so that all ranks get it in this type.
+        """
         if self.world_size == 1:
             return function()
-        import torch.distributed as dist
+        from pydantic import TypeAdapter
 
-        outcome: list[Any] = [None, None]
+        shaped = TypeAdapter(shape)
+        outcome: dict[str, Any] = {}
         if self.rank == 0:
             try:
-                outcome[0] = function()
+                outcome["result"] = shaped.dump_python(function(), mode="json")
             except errors.ArealError as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        result: T = outcome[0]
+                outcome["error"] = _describe(error)
+        outcome = broadcast_json(outcome)
+        if "error" in outcome:
+            raise _restore(outcome["error"])
+        result: T = shaped.validate_python(outcome["result"])
         return result
 
     def all_ranks(self, flag: bool) -> bool:
@@ -51,3 +59,20 @@ class Ranks:
         value = torch.tensor([int(flag)], device=device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value.item())
+
+
+def _describe(error: errors.ArealError) -> dict[str, str]:
+    return {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "traceback": getattr(error, "traceback", ""),
+    }
+
+
+def _restore(described: dict[str, str]) -> errors.ArealError:
+    """The error with its class and its sentence; classes that build theirs must not build again."""
+    kind = getattr(errors, described["kind"], errors.ArealError)
+    error: errors.ArealError = kind.__new__(kind, described["text"])
+    if isinstance(error, errors.WorkflowError):
+        error.traceback = described["traceback"]
+    return error

@@ -145,7 +145,7 @@ class RemoteSGLangEngine:
             return None
         while self._open:
             head = list(itertools.islice(self._open, 500))
-            records = session.call(
+            records = session.ask_buffer(
                 session.buffer.get_tasks([task_id for _, _, task_id in head]), "task states"
             )
             live = {
@@ -173,7 +173,7 @@ class RemoteSGLangEngine:
         if recipe is not None:
             session = self.session
             session.on_rank0(
-                lambda: session.call(
+                lambda: session.ask_buffer(
                     session.buffer.put_recipe(recipe.file_name, recipe.source),
                     "storing the recipe",
                 )
@@ -183,7 +183,7 @@ class RemoteSGLangEngine:
 
     def _send(self, tasks: list[Task], *, seal: bool = False) -> int:
         session = self.session
-        accepted = session.call(
+        accepted = session.ask_buffer(
             session.buffer.submit_tasks(tasks, incarnation=session.incarnation, seal=seal),
             f"submission of {len(tasks)} tasks",
         )
@@ -191,7 +191,7 @@ class RemoteSGLangEngine:
 
     def _submit(self, spec: WorkflowSpec, wanted: int) -> None:
         """Submits rows until `wanted` new ones are in; ids seen before do not count (L6)."""
-        stats = self.session.call(self.session.buffer.get_stats(), "ledger statistics")
+        stats = self.session.ask_buffer(self.session.buffer.get_stats(), "ledger statistics")
         self._top_up(spec, wanted - _queued_train_tasks(stats))
 
     def _refill(self, spec: WorkflowSpec, queued: int) -> None:
@@ -221,7 +221,7 @@ class RemoteSGLangEngine:
 
     def _poll(self, task_ids: list[str], submit: Any, since: float) -> TakeResult:
         session = self.session
-        taken: TakeResult = session.call(
+        taken: TakeResult = session.ask_buffer(
             session.buffer.take_batch(
                 session.incarnation, session.step + 1, POLL_S, task_ids=task_ids
             ),
@@ -246,7 +246,7 @@ class RemoteSGLangEngine:
         since = time.monotonic()
         session.on_rank0(session.confirm_version)
         while True:
-            taken = session.on_rank0(lambda: self._poll(task_ids, submit, since))
+            taken = session.on_rank0(lambda: self._poll(task_ids, submit, since), TakeResult)
             if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
@@ -271,7 +271,7 @@ class RemoteSGLangEngine:
         session = self.session
         shares = assign_groups([sum(g.lengths) for g in taken.groups], session.world_size)
         mine = [taken.groups[i].task_id for i in shares[session.rank]]
-        groups: list[TrajectoryGroup] = session.call(
+        groups: list[TrajectoryGroup] = session.ask_buffer(
             session.buffer.fetch_groups(session.incarnation, session.step + 1, mine),
             f"{len(mine)} groups of step {session.step + 1}",
         )
@@ -308,7 +308,7 @@ class RemoteSGLangEngine:
         def all_ended() -> bool:
             if waiting:
                 waiting.difference_update(
-                    session.call(
+                    session.ask_buffer(
                         session.buffer.wait_tasks(sorted(waiting), POLL_S), f"evaluation {name!r}"
                     )
                 )
@@ -326,7 +326,7 @@ class RemoteSGLangEngine:
 
     def _mean_reward(self, tasks: Sequence[Task], name: str) -> float:
         session = self.session
-        records = session.call(
+        records = session.ask_buffer(
             session.buffer.get_tasks([t.task_id for t in tasks], include_groups=True),
             f"results of evaluation {name!r}",
             timeout=RETRY_S,

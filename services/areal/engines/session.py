@@ -125,7 +125,7 @@ class TrainerSession(Ranks):
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
         (self.resumed, self.incarnation, self.last_taken_step, self.published_version) = (
-            self.on_rank0(self._register)
+            self.on_rank0(self._register, tuple[Checkpoint | None, int, int, int])
         )
         self.step = self._checkpoints.last_step = self.resumed.step if self.resumed else 0
         if self.rank == 0:
@@ -142,7 +142,7 @@ class TrainerSession(Ranks):
                 f"checkpoint.recover 'never': {newest.path} exists; choose another trial_name"
             )
         try:
-            registered = self.call(
+            registered = self.ask_buffer(
                 self.buffer.register_trainer(
                     resume_step=newest.step if newest else 0,
                     batch_size=self.config.train_dataset.batch_size,
@@ -161,7 +161,7 @@ class TrainerSession(Ranks):
         self.folder.clean()
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit_step(registered.incarnation, newest.step)
-        versions = self.call(
+        versions = self.ask_weight_sync(
             self.weight_sync.wait_confirmed(0, timeout=self.config.rollout.setup_timeout_s),
             "the first inference server to serve",
             timeout=self.config.rollout.setup_timeout_s + 5,
@@ -186,7 +186,7 @@ class TrainerSession(Ranks):
                 raise
             self.save_checkpoint()
             if self.rank == 0:
-                cancelled = self.call(
+                cancelled = self.ask_buffer(
                     self.buffer.cancel_tasks(
                         all_of_purpose=Purpose.TRAIN,
                         reason="run finished",
@@ -206,10 +206,29 @@ class TrainerSession(Ranks):
         self._checkpoints.close()
         self.bridge.close()
 
-    def call(self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S) -> Any:
-        """Runs one client coroutine from the recipe's thread."""
-        with self.waits.on("call", "buffer or weight-sync", what):
-            return self.bridge.call(coroutine, timeout=timeout, what=what)
+    def call(
+        self,
+        coroutine: Any,
+        what: str,
+        timeout: float = RETRY_S + RPC_TIMEOUT_S,
+        *,
+        on: str = "this process",
+    ) -> Any:
+        """Runs one coroutine from the recipe's thread; whoever waits is told on whom."""
+        with self.waits.on("call", on, what):
+            return self.bridge.call(coroutine, timeout=timeout, what=what, on=on)
+
+    def ask_buffer(
+        self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S
+    ) -> Any:
+        """Runs one call of `self.buffer`."""
+        return self.call(coroutine, what, timeout, on=f"buffer {self.buffer.address}")
+
+    def ask_weight_sync(
+        self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S
+    ) -> Any:
+        """Runs one call of `self.weight_sync`."""
+        return self.call(coroutine, what, timeout, on=f"weight-sync {self.weight_sync.address}")
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -239,7 +258,7 @@ class TrainerSession(Ranks):
     def confirm_version(self) -> None:
         """Waits until one server has confirmed the weights of the last finished step (L5)."""
         if self.rank == 0 and self.step <= self.published_version:
-            self.call(
+            self.ask_weight_sync(
                 self.weight_sync.wait_confirmed(
                     self.step, timeout=self.config.rollout.setup_timeout_s
                 ),
@@ -249,7 +268,7 @@ class TrainerSession(Ranks):
 
     def publish(self, version: PolicyVersion) -> None:
         """Announces the weights of the step that ends (rank 0)."""
-        self.call(
+        self.ask_weight_sync(
             self.weight_sync.publish_version(version, retry_for=RETRY_S),
             f"publishing version {version.version}",
         )
@@ -311,7 +330,7 @@ class TrainerSession(Ranks):
         )
 
     def _commit_step(self, incarnation: int, step: int) -> None:
-        self.call(
+        self.ask_buffer(
             self.buffer.commit_step(
                 incarnation=incarnation,
                 step=step,

@@ -17,6 +17,7 @@ from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
 from areal.launchers.secret_files import place_secrets
 from areal.launchers.stores import nats_spec, redis_spec
+from areal.verdict import VERDICT_VARIABLE
 
 HOST = "127.0.0.1"
 
@@ -185,6 +186,8 @@ def _trainer(config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker
         metrics=f"{HOST}:{metrics_port}",
         job=True,
         stop_grace_s=30.0,
+        environment={VERDICT_VARIABLE: str(folder.verdict_file.resolve())},
+        verdict=folder.verdict_file,
     )
 
 

@@ -44,6 +44,8 @@ class ProcessSpec:
     stop_grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    verdict: Path | None = None
+    """Where a process below it says that its input is bad (see `areal.verdict`)."""
 
 
 def python_environment() -> dict[str, str]:

@@ -30,6 +30,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.metrics_file = path / "metrics.jsonl"
         self.trainer_file = path / "trainer.json"
+        self.verdict_file = path / ".trainer-verdict"
         self.summary_file = path / "summary.json"
         self.plot_file = path / "reward.png"
 

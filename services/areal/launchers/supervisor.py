@@ -2,7 +2,7 @@
 
                     probe says yes
     ┌─> STARTING ──────────────────> UP
-    │      │ exit, or not ready         │ exit
+    │      │ exit, or not ready         │ exit, or a silent job
     │      │ within the deadline        v
     │      ├──────────────────────> ended ── job and code 0 ──> FINISHED
     │      │                          │ bad input (code 2), or too many restarts ──> FAILED
@@ -13,11 +13,12 @@
 | state    | consumes        | waits for               | unblocked by                      |
 |----------|-----------------|-------------------------|-----------------------------------|
 | STARTING | a free port     | the probe               | it answers, exit, deadline, stop  |
-| UP       | CPU and memory  | its own exit            | exit, stop                        |
+| UP       | CPU and memory  | its own exit            | exit, stop, a job's long silence  |
 | BACKOFF  | nothing         | a timer of 0.5 to 10 s  | the timer, stop                   |
 
-Exit code 2 (bad input) is final for a job, and for a service that has never been up: starting it
-again would say the same. A service that was up before may answer 2 because a dependency is away.
+Exit code 2 (bad input), or a verdict that says so, is final for a job, and for a service that has
+never been up: starting it again would say the same. A service that was up before may answer 2
+because a dependency is away.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from areal.errors import ArealError, WaitTimeout
 from areal.launchers.log_tail import gist, last_error
 from areal.launchers.probes import wait_ready
 from areal.launchers.processes import Child, ProcessSpec, last_lines
+from areal.launchers.pulse import wait_silent
+from areal.verdict import read_verdict
 
 ResultT = TypeVar("ResultT")
 
@@ -63,6 +66,9 @@ class RestartPolicy:
     """From start to ready."""
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
+    silent_s: float = 40.0
+    """A job without a sign of life for so long is killed. Ranks that watch each other need 30 s,
+    and name the culprit: they go first."""
     steady_s: float = 20.0
     """A process that was up for so long is not failing to live: the next delay is the first."""
 
@@ -169,6 +175,8 @@ class Supervised:
         self._up.clear()
         self._set(ProcessState.STARTING)
         self._life_begins = self.spec.log.stat().st_size if self.spec.log.exists() else 0
+        if self.spec.verdict is not None:
+            self.spec.verdict.unlink(missing_ok=True)
         try:
             child = await Child.start(self.spec, self._stack_id)
         except OSError as error:
@@ -183,11 +191,12 @@ class Supervised:
             cause = await self._become_ready(exited, stopping)
             if not cause and not exited.done() and not self._stopping.is_set():
                 since = time.monotonic()
-                await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                cause = await self._until_silent(exited, stopping)
                 if time.monotonic() - since >= self._policy.steady_s:
                     self._in_a_row = 0
             if self._stopping.is_set() or not exited.done():
-                await child.stop(self._grace_s)
+                # The silent one is not asked to leave: it would not hear, or half a minute late.
+                await child.stop(0.0 if cause and self._was_up else self._grace_s)
             else:
                 await child.sweep()
             code = await exited
@@ -198,6 +207,24 @@ class Supervised:
             exited.cancel()
         self.pid = 0
         return cause or self._judge(code)
+
+    async def _until_silent(
+        self, exited: asyncio.Future[int], stopping: asyncio.Future[Any]
+    ) -> str:
+        """Waits for the end of a life; returns why a job that has not ended counts as dead."""
+        first: set[asyncio.Future[Any]] = {exited, stopping}
+        if not self.spec.job:  # a service that hangs is waited for: its callers retry
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            return ""
+        silent = asyncio.ensure_future(
+            wait_silent(self.spec.probe, self.pid, self._policy.silent_s)
+        )
+        try:
+            await asyncio.wait({*first, silent}, return_when=asyncio.FIRST_COMPLETED)
+            heard = exited.done() or stopping.done()
+            return "" if heard else f"{self.spec.name} {silent.result()}"
+        finally:
+            silent.cancel()
 
     async def _become_ready(
         self, exited: asyncio.Future[int], stopping: asyncio.Future[Any]
@@ -235,6 +262,8 @@ class Supervised:
         cause = f"{self.spec.name} ended with {said}"
         if self.spec.job and (why := last_error(self.spec.log, self._life_begins)):
             cause += f": {why}"
+        if self.spec.verdict is not None and (line := read_verdict(self.spec.verdict)):
+            code, cause = BAD_INPUT, f"{self.spec.name}: {line}"
         if code == BAD_INPUT and (self.spec.job or not self._was_up):
             self._give_up(cause)
             return None

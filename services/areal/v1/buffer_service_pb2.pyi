@@ -130,8 +130,13 @@ class LeaseTasksRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     MAX_TASKS_FIELD_NUMBER: _builtins.int
     MAX_WAIT_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     max_tasks: _builtins.int
+    boot: _builtins.int
+    """Set by a worker whose id outlives its process: grows with each start. The first call of a newer
+    life gives back what the lives before held; an older life is refused (FAILED_PRECONDITION).
+    """
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -140,10 +145,11 @@ class LeaseTasksRequest(_message.Message):
         worker_id: _builtins.str = ...,
         max_tasks: _builtins.int = ...,
         max_wait: _duration_pb2.Duration | None = ...,
+        boot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tasks", b"max_tasks", "max_wait", b"max_wait", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "max_tasks", b"max_tasks", "max_wait", b"max_wait", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
--- ARGV: worker id, max tasks
+-- ARGV: worker id, max tasks, boot of the worker (0: its id is of this life only)
 -- Returns {reason, leases}; a lease: {id, body, token, policy version, partial, failed servers}.
-local worker, wanted = ARGV[1], tonumber(ARGV[2])
+local worker, wanted, boot = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+if boot > 0 then begin_life(worker, boot) end
 local limit = limits()
 local slots = limit.max_concurrent - count('all:running')
 local headroom, why = admission(limit)

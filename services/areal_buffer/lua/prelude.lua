@@ -14,6 +14,7 @@
 --   batch:<step>       list    "id \n head version \n lengths" of each group
 --   batch_incarnations hash    step -> incarnation that took it first
 --   seen:<epoch>       bitmap  dataset positions submitted
+--   boots              hash    worker -> its newest life (of workers whose name outlives them)
 
 local P = KEYS[1]
 local META, COUNTS = P .. 'meta', P .. 'counts'
@@ -211,6 +212,25 @@ local function admission(limit)
   return headroom, 'admission: ' .. int(running) .. ' running + ' .. int(completed) ..
     ' completed + ' .. int(ahead) .. ' batched ahead of version ' .. int(limit.version) ..
     ', at most (' .. int(limit.eta) .. ' + 1) * ' .. int(limit.batch_size)
+end
+
+-- The first call of a worker's newer life ends all leases of the lives before: nobody works on them.
+-- Each holds few leases, so one script can; an older life that still speaks is refused.
+local function begin_life(worker, boot)
+  local known = tonumber(call('HGET', P .. 'boots', worker) or 0)
+  if boot == known then return end
+  if boot < known then
+    fail('LeaseLost', 'worker ' .. worker .. ': a newer process of this name has begun; this one must stop')
+  end
+  call('HSET', P .. 'boots', worker, int(boot))
+  if known == 0 then return end
+  for _, purpose in ipairs({'train', 'serve'}) do
+    for _, id in ipairs(call('ZRANGE', P .. 'running:' .. purpose, 0, -1)) do
+      if call('HGET', P .. 'task:' .. id, 'worker') == worker then
+        end_attempt(read_task(id), 'suspected_poison', 'worker ' .. worker .. ' died and was started again')
+      end
+    end
+  end
 end
 
 -- The lease's token must be the newest given for the task, and the task still be open.

@@ -22,7 +22,9 @@ class FakeStore:
         self.full: list[bool] = []
         self.near_limit: list[bool] = []
 
-    async def lease(self, worker_id: str, max_tasks: int) -> tuple[list[StoredLease], str]:
+    async def lease(
+        self, worker_id: str, max_tasks: int, boot: int
+    ) -> tuple[list[StoredLease], str]:
         self.looks += 1
         if not self.ready:
             return [], "queue empty"

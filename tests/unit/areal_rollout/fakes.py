@@ -43,7 +43,7 @@ class FakeLedger:
         self.tasks.extend(leases)
         self.added.set()
 
-    async def lease_tasks(self, worker_id, max_tasks, max_wait_s):
+    async def lease_tasks(self, worker_id, max_tasks, max_wait_s, *, boot):
         self.calls.append(max_tasks)
         if self.lease_errors:
             raise self.lease_errors.popleft()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from areal.errors import WaitTimeout
-from areal.launchers.probes import Probe
+from areal.launchers.probes import Probe, http_probe
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.supervisor import (
     ProcessState,
@@ -24,6 +26,7 @@ from areal.launchers.supervisor import (
     Supervisor,
 )
 from areal.launchers.tags import find_tagged
+from areal.verdict import VERDICT_VARIABLE
 
 FAST = RestartPolicy(max_restarts=3, ready_timeout_s=60.0, first_delay_s=0.02, max_delay_s=0.05)
 
@@ -150,6 +153,159 @@ async def test_job_when_bad_input_then_not_retried(tmp_path: Path, stack_id: str
     with pytest.raises(StackFailure, match="trainer ended with exit code 2"):
         await asyncio.wait_for(asyncio.shield(process.ended), 60.0)
     assert process.restarts == 0
+
+
+@pytest.mark.slow
+async def test_job_when_a_rank_under_torchrun_has_bad_input_then_not_retried(
+    tmp_path: Path, stack_id: str
+) -> None:
+    """torchrun itself always ends with code 1."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "from areal.verdict import write_verdict\n"
+        "write_verdict(\"actor.path 'nowhere': no config.json there\"); raise SystemExit(2)\n"
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    verdict = tmp_path / "verdict"
+    verdict.write_text("of an earlier life")
+    spec = ProcessSpec(
+        "trainer",
+        (sys.executable, *torchrun, str(rank)),
+        tmp_path / "trainer.log",
+        job=True,
+        environment={VERDICT_VARIABLE: str(verdict)},
+        verdict=verdict,
+    )
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    with pytest.raises(StackFailure, match=r"^trainer: actor.path 'nowhere': no config.json there"):
+        await asyncio.wait_for(asyncio.shield(process.ended), 100.0)
+    assert process.restarts == 0
+
+
+async def test_job_when_it_crashes_then_an_earlier_verdict_does_not_count(
+    tmp_path: Path, stack_id: str
+) -> None:
+    verdict = tmp_path / "verdict"
+    verdict.write_text("of an earlier life")
+    spec = python("trainer", "raise SystemExit(1)", tmp_path, job=True, verdict=verdict)
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    with pytest.raises(StackFailure, match="3 restarts within"):
+        await asyncio.wait_for(asyncio.shield(process.ended), 60.0)
+    assert process.restarts == 3
+
+
+# As the trainer: an HTTP server in a thread with a loop of its own; the main thread does the rest.
+ANSWERS = """
+import asyncio, pathlib, sys, threading, time
+from aiohttp import web
+
+async def serve():
+    async def healthz(_):
+        return web.json_response({})
+    app = web.Application()
+    app.add_routes([web.get("/healthz", healthz)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", int(sys.argv[1])).start()
+    await asyncio.Event().wait()
+
+threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+"""
+
+
+def answering(log: Path, main: str) -> ProcessSpec:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ProcessSpec(
+        "trainer",
+        (sys.executable, "-c", ANSWERS + main, str(port)),
+        log / "trainer.log",
+        probe=http_probe("127.0.0.1", port, "/healthz"),
+        job=True,
+    )
+
+
+QUICK = dataclasses.replace(FAST, silent_s=1.0)
+
+
+async def test_job_when_stopped_by_sigstop_then_killed_and_started_again_by_name(
+    tmp_path: Path, stack_id: str
+) -> None:
+    recorder = Recorder()
+    process = Supervised(answering(tmp_path, "time.sleep(100)"), stack_id, QUICK, recorder)
+    process.start()
+    await process.wait_up(60.0)
+    stopped = process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP)
+    assert process.pid not in (0, stopped)
+    assert not psutil.pid_exists(stopped)
+    (text,) = recorder.texts("warning")
+    assert "trainer gave no sign of life for" in text
+    assert f"process {stopped} is stopped (SIGSTOP); restart 1 of 3" in text
+    await process.stop(0.0)
+
+
+async def test_job_when_stopped_for_less_then_left_alone(tmp_path: Path, stack_id: str) -> None:
+    policy = dataclasses.replace(FAST, silent_s=600.0)
+    process = Supervised(answering(tmp_path, "time.sleep(100)"), stack_id, policy, Recorder())
+    process.start()
+    await process.wait_up(60.0)
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(0.5)
+    os.kill(pid, signal.SIGCONT)
+    await asyncio.sleep(0.5)
+    assert (process.pid, process.restarts) == (pid, 0)
+    await process.stop(0.0)
+
+
+async def test_job_when_it_hangs_with_its_server_then_the_cause_says_what_did_not_answer(
+    tmp_path: Path, stack_id: str
+) -> None:
+    hang = tmp_path / "hang"
+    main = f"""
+while not pathlib.Path({str(hang)!r}).exists():
+    time.sleep(0.01)
+import os
+[os.close(fd) for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{{fd}}")]
+time.sleep(100)
+"""
+    recorder = Recorder()
+    process = Supervised(answering(tmp_path, main), stack_id, QUICK, recorder)
+    process.start()
+    await process.wait_up(60.0)
+    hang.touch()
+    await until(lambda: process.restarts >= 1)
+    assert "trainer gave no sign of life for" in recorder.texts("warning")[0]
+    await process.stop(0.0)
+
+
+@pytest.mark.slow
+async def test_job_when_its_main_thread_computes_imports_and_compiles_then_it_lives(
+    tmp_path: Path, stack_id: str
+) -> None:
+    """What a trainer's main thread does for long: none of it may look like death."""
+    done = tmp_path / "done"
+    main = f"""
+import torch
+until = time.monotonic() + 4.0
+while time.monotonic() < until:
+    sum(range(200_000))                      # Python that never lets go by itself
+    sorted(range(300_000), key=lambda n: -n) # one long call into C
+    torch.randn(500, 500) @ torch.randn(500, 500)
+compile("x = 1;" * 100_000, "long", "exec")
+pathlib.Path({str(done)!r}).touch()
+"""
+    policy = dataclasses.replace(FAST, silent_s=8.0)
+    process = Supervised(answering(tmp_path, main), stack_id, policy, Recorder())
+    process.start()
+    assert await asyncio.wait_for(asyncio.shield(process.ended), 110.0) == 0
+    assert process.restarts == 0
+    assert done.exists()
 
 
 async def test_start_when_program_is_missing_then_failure_names_it(

@@ -1,0 +1,37 @@
+"""grpc.health.v1, of the services of this process only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+
+
+class BoundedHealthServicer(HealthServicer):  # type: ignore[misc]
+    """Remembers nothing about names that are not served here.
+
+    The library's own keeps a condition for every name that somebody watches; strangers choose
+    those names, and one character more makes a new one.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """`names`: the full names of this process's services, which never change."""
+        super().__init__()
+        self._known = frozenset(("", *names))
+
+    async def Watch(  # noqa: N802 - the RPC's name
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """As in the protocol: an unknown name is told so once, and the stream stays open."""
+        if request.service in self._known:
+            await super().Watch(request, context)
+            return
+        unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        await context.write(health_pb2.HealthCheckResponse(status=unknown))
+        await asyncio.Event().wait()  # until the caller leaves

@@ -1,0 +1,32 @@
+"""How a process says that starting it again is pointless, where its exit code cannot get through.
+
+torchrun ends with code 1 whatever its ranks ended with. So a rank with bad input writes its one
+line into the file that `AREAL_VERDICT` names; the supervisor reads it when the job has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VERDICT_VARIABLE = "AREAL_VERDICT"
+_MOST_BYTES = 4096
+
+
+def write_verdict(line: str) -> None:
+    """Says that the input is bad; nothing to do where nobody asks."""
+    if not (name := os.environ.get(VERDICT_VARIABLE)):
+        return
+    file = Path(name)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # several ranks may say it at once
+    temporary.write_bytes(line.encode()[:_MOST_BYTES])
+    temporary.replace(file)
+
+
+def read_verdict(file: Path) -> str:
+    """The line, or "": the process had no such complaint."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(_MOST_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
