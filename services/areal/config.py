@@ -31,6 +31,7 @@ from areal.config_services import (
 from areal.config_train import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.errors import ConfigError
 from areal.security import SecurityConfig, redact
+from areal.server_sources import parse_source
 from areal.types import GenerationHyperparameters
 
 __all__ = [
@@ -226,6 +227,8 @@ def validate(config: BaseExperimentConfig) -> None:
                 f"{key} {getattr(config, key)!r}: expected lower-case letters, digits and dashes"
             )
     parse_allocation(config.allocation_mode)
+    for entry in config.endpoints.inference:
+        parse_source(entry)
     choices = {
         "model.dtype": ("float32", "bfloat16"),
         "weight_sync.transport": ("disk",),

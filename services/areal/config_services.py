@@ -159,4 +159,6 @@ class EndpointsConfig:
     gateway: str = ""
     """http://host:port of the gateway."""
     inference: list[str] = field(default_factory=list)
-    """Static list of inference servers, http://host:port."""
+    """Where inference servers are: any of http://HOST:PORT, dns://NAME:PORT (each address of the
+    name is one) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own). Empty:
+    servers register with weight-sync, as `areal run` lets its own do."""

@@ -24,9 +24,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from areal.errors import InvalidInput, NotFound
 from areal.observability.logging import get_logger
@@ -41,62 +40,9 @@ from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine import Engine, Fault
 from areal_weight_sync.feed import Feed
 from areal_weight_sync.member import Member
+from areal_weight_sync.ports import Observer, Snapshot, Store, Totals
 from areal_weight_sync.published import DigestCache, collect_garbage
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
-
-
-@dataclass
-class Totals:
-    """Over the trial; survive restarts.
-
-    Example:
-        >>> Totals(published=12, server_updates=24, update_seconds=0.61).mean_seconds
-        0.025416666666666667
-    """
-
-    published: int = 0
-    """Versions published by the trainer (version 0 is not counted)."""
-    server_updates: int = 0
-    update_seconds: float = 0.0
-    aborted_requests: int = 0
-    confirmed_version: int = -1
-
-    @property
-    def mean_seconds(self) -> float:
-        """From pause to continue, per update of a serving server."""
-        return self.update_seconds / self.server_updates if self.server_updates else 0.0
-
-
-@dataclass
-class Snapshot:
-    """What a store remembers."""
-
-    current: PolicyVersion | None = None
-    base: PolicyVersion | None = None
-    """Version 0 (its files may be gone)."""
-    records: list[ServerRecord] = field(default_factory=list)
-    totals: Totals = field(default_factory=Totals)
-
-
-class Store(Protocol):
-    """The truth about versions, atomic."""
-
-    async def publish(self, version: PolicyVersion) -> None:
-        """Makes a version current.
-
-        Raises:
-            StaleIncarnation, WrongStep: Refused; nothing changed.
-        """
-
-
-class Observer(Protocol):
-    """Counts what happens, for /metrics."""
-
-    def updated(self, seconds: float) -> None:
-        """A serving server was updated."""
-
-    def failed(self, fault: Fault) -> None:
-        """A server was quarantined."""
 
 
 class Coordinator:
@@ -203,12 +149,20 @@ class Coordinator:
 
     # ── servers ─────────────────────────────────────────────────────────────────────────────
 
-    def register(self, server_id: str, url: str) -> InferenceServer:
-        """Makes a server known, or cuts its quarantine or its drain short. Idempotent."""
+    def register(self, server_id: str, url: str, *, origin: str = "") -> InferenceServer:
+        """Makes a server known, or cuts its quarantine or its drain short. Idempotent.
+
+        Args:
+            server_id: host:port of the url.
+            url: Where it listens.
+            origin: The source that found it and says when it leaves; empty: an RPC.
+        """
         member = self._members.get(server_id)
+        if member is not None and origin:
+            member.record.origin = origin
         if member is None:
-            member = self._add(ServerRecord(server_id, url))
-            self._log.info("server_registered", server=server_id)
+            member = self._add(ServerRecord(server_id, url, origin=origin))
+            self._log.info("server_registered", server=server_id, origin=origin)
         elif member.record.state is DRAINING:
             member.record.move(JOINING)
             self.changed(member.record)
@@ -251,6 +205,10 @@ class Coordinator:
     def servers(self) -> list[InferenceServer]:
         """Every known server."""
         return [member.record.public() for member in self._members.values()]
+
+    def origins(self) -> dict[str, str]:
+        """Server ids and the source that found each; empty: registered by RPC."""
+        return {server_id: member.record.origin for server_id, member in self._members.items()}
 
     def record(self, server_id: str) -> ServerRecord | None:
         """One server; None when it is not (any longer) known."""

@@ -18,8 +18,9 @@ from areal.weights import PolicyVersion
 from areal_weight_sync.announcer import Announcer
 from areal_weight_sync.config import WeightSyncSettings, settings
 from areal_weight_sync.coordinator import Coordinator
+from areal_weight_sync.discovery import Discovery, Source, make_sources
 from areal_weight_sync.engine import Engine
-from areal_weight_sync.http_engine import HttpEngine, normalize_url, open_session
+from areal_weight_sync.http_engine import HttpEngine, open_session
 from areal_weight_sync.metrics import Metrics
 from areal_weight_sync.servicer import WeightSyncServicer
 from areal_weight_sync.store import RedisStore
@@ -41,6 +42,7 @@ class WeightSync(Service):
         context.waits.watch(self._metrics.waits)
         self._coordinator: Coordinator | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._sources: list[Source] = make_sources(settings.servers)
 
     def registrations(self) -> Sequence[Registration]:
         """The one gRPC service."""
@@ -75,8 +77,10 @@ class WeightSync(Service):
         self._coordinator = self._metrics.coordinator = coordinator
         if snapshot.current is None:
             await self._publish_model(coordinator)
-        for url in settings.servers:
-            coordinator.register(*normalize_url(url))
+        discovery = Discovery(coordinator, self._sources)
+        for source in self._sources:
+            spawn(discovery.follow(source), f"discovery-{source.name}")
+            spawn(source.accompany(coordinator), f"accompany-{source.name}")
         spawn(self._store.persist(coordinator), "persist")
         spawn(self._announcer.run(coordinator), "announcer")
         self._servicer.coordinator = coordinator
@@ -107,6 +111,8 @@ class WeightSync(Service):
 
     async def close(self) -> None:
         """Closes all connections."""
+        for source in self._sources:
+            await source.close()
         await self._announcer.close()
         await self._redis.aclose()
         if self._session is not None:

@@ -62,6 +62,8 @@ class ServerRecord:
 
     server_id: str
     url: str
+    origin: str = ""
+    """The entry of `endpoints.inference` that found it; empty: registered by RPC."""
     state: ServerState = JOINING
     version: int = -1
     """Confirmed in this boot of the server; -1: none."""
@@ -116,6 +118,7 @@ class ServerRecord:
             return cls(
                 server_id=str(raw["server_id"]),
                 url=str(raw["url"]),
+                origin=str(raw.get("origin", "")),
                 version=int(raw["version"]),
                 aborted_requests=int(raw["aborted_requests"]),
                 boot_id=str(raw["boot_id"]),

@@ -27,7 +27,8 @@ from areal.errors import StaleIncarnation, Unavailable, WrongStep
 from areal.observability.logging import get_logger
 from areal.observability.waits import Waits
 from areal.weights import PolicyVersion, from_json, to_json
-from areal_weight_sync.coordinator import Coordinator, Snapshot, Totals
+from areal_weight_sync.coordinator import Coordinator
+from areal_weight_sync.ports import Snapshot, Totals
 from areal_weight_sync.server_state import ServerRecord
 
 

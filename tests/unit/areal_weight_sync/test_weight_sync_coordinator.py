@@ -18,8 +18,9 @@ from areal.errors import InvalidInput, NotFound, StaleIncarnation, WrongStep
 from areal.servers import ServerState
 from areal.weights import PolicyVersion
 from areal_weight_sync.config import CoordinatorConfig
-from areal_weight_sync.coordinator import Coordinator, Snapshot
+from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.engine import EngineError, Fault
+from areal_weight_sync.ports import Snapshot
 from areal_weight_sync.server_state import ServerRecord
 
 JOINING, SYNCING, SERVING = ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING
