@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -17,6 +19,9 @@ from areal_inference.api import RequestError, SchemaError
 from areal_inference.http import guarded, json_response, read_object
 from areal_inference.scheduler import PAUSE_MODES, Scheduler
 from areal_inference.service import Service
+
+if TYPE_CHECKING:
+    from areal_inference.weights import Weights
 
 _COMMON: dict[str, type] = {"rid": object, "http_worker_ipc": object}
 _PAUSE = {**_COMMON, "mode": str}
@@ -43,6 +48,7 @@ _UPDATE = {
     "flush_cache": bool,
     "manifest": dict,
 }
+_STAGE = {"model_path": str}
 _VERSION = {**_COMMON, "new_version": str, "abort_all_requests": bool}
 _CHECKER = {
     **_COMMON,
@@ -63,6 +69,7 @@ def control_routes(service: Service) -> list[StarletteRoute]:
             ("/continue_generation", control.resume, ["POST"]),
             ("/abort_request", control.abort, ["POST"]),
             ("/flush_cache", control.flush, ["GET", "POST"]),
+            ("/stage_weights", control.stage, ["POST"]),
             ("/update_weights_from_disk", control.update_from_disk, ["POST"]),
             ("/update_weight_version", control.update_version, ["POST"]),
             ("/weights_checker", control.check_weights, ["POST"]),
@@ -70,10 +77,32 @@ def control_routes(service: Service) -> list[StarletteRoute]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights read ahead of their use."""
+
+    stamp: tuple[Any, ...]
+    """What the folder was when it was read; see `folder_stamp`."""
+    weights: Weights
+    checksums: dict[str, str]
+
+
+def folder_stamp(folder: Path) -> tuple[Any, ...]:
+    """Differs when a file of the folder was replaced; empty files and folders have one too."""
+    try:
+        with os.scandir(folder) as entries:
+            files = sorted((e.name, e.stat().st_ino, e.stat().st_mtime_ns) for e in entries)
+    except OSError:
+        files = []
+    return (str(folder), *files)
+
+
 class _Control:
     def __init__(self, service: Service):
         self._service = service
         self._timeout = service.config.command_timeout_s
+        self._staged: Staged | None = None
+        self._in_use: Staged | None = None
 
     async def pause(self, http: HttpRequest) -> Response:
         """Stop decoding: abort (default), retract or in_place."""
@@ -119,6 +148,35 @@ class _Control:
             return PlainTextResponse("Flush cache failed.\n", 400)
         return PlainTextResponse("Cache flushed.\n")
 
+    async def stage(self, http: HttpRequest) -> Response:
+        """Ours, not SGLang's: read and check a folder while requests run.
+
+        The update_weights_from_disk of the same folder that follows then only swaps references, so
+        that the pause around it lasts a few milliseconds whatever the size of the model.
+        """
+        body = await read_object(http, _STAGE)
+        if "model_path" not in body:
+            raise SchemaError("model_path: missing, expected a folder with safetensors")
+        self._require_ready()
+        async with self._service.weights_lock:
+            self._staged = None
+            try:
+                self._staged = await asyncio.to_thread(self._read, Path(body["model_path"]))
+            except InvalidInput as error:
+                return json_response({"success": False, "message": str(error)}, 400)
+        return json_response({"success": True, "message": "Staged."})
+
+    def _read(self, folder: Path) -> Staged:
+        """In a thread: a folder's weights and their checksums."""
+        import torch
+
+        from areal_inference.weights import load_weights
+
+        stamp = folder_stamp(folder)
+        dtype: torch.dtype = getattr(torch, self._service.config.dtype)
+        weights = load_weights(folder, self._service.model, dtype)
+        return Staged(stamp, weights, weights.checksums())
+
     async def update_from_disk(self, http: HttpRequest) -> Response:
         """Load a checkpoint folder; all of it is checked before anything changes."""
         body = await read_object(http, _UPDATE)
@@ -139,10 +197,6 @@ class _Control:
 
     async def _update(self, body: dict[str, Any]) -> int:
         """Returns how many paused requests keep running on the new weights."""
-        import torch
-
-        from areal_inference.weights import load_weights
-
         service = self._service
         if body.get("load_format", "auto") not in ("auto", "safetensors"):
             raise RequestError(
@@ -151,9 +205,11 @@ class _Control:
         if "manifest" in body:
             raise RequestError("manifest: not supported by this engine")
         began = time.monotonic()
-        dtype: torch.dtype = getattr(torch, service.config.dtype)
         folder = Path(body["model_path"])
-        weights = await asyncio.to_thread(load_weights, folder, service.model, dtype)
+        staged, self._staged = self._staged, None
+        if staged is None or staged.stamp != folder_stamp(folder):
+            staged = await asyncio.to_thread(self._read, folder)
+        fresh = staged
         flush = body.get("flush_cache", True)
 
         def swap(scheduler: Scheduler) -> int:
@@ -162,7 +218,7 @@ class _Control:
                     f"flush_cache: true, but {len(scheduler.running)} requests are paused in place "
                     "and need their cache; expected false. Nothing was changed."
                 )
-            scheduler.set_weights(weights, body.get("weight_version"), time.monotonic() - began)
+            scheduler.set_weights(fresh.weights, body.get("weight_version"), time.monotonic() - began)
             if flush:
                 scheduler.flush()
             return len(scheduler.running)
@@ -171,6 +227,7 @@ class _Control:
             await service.abort(None)
         count = await service.engine.call(swap, self._timeout, exclusive=True)
         service.model_path = body["model_path"]
+        self._in_use = fresh
         return count
 
     async def update_version(self, http: HttpRequest) -> Response:
@@ -206,7 +263,10 @@ class _Control:
         weights, version = await self._service.engine.call(
             lambda s: (runner.model.weights, s.weight_version), self._timeout
         )
-        checksums = await asyncio.to_thread(weights.checksums)
+        if self._in_use is not None and self._in_use.weights is weights:
+            checksums = self._in_use.checksums
+        else:
+            checksums = await asyncio.to_thread(weights.checksums)
         total = hashlib.sha256()
         for name in sorted(checksums):
             total.update(f"{name} {checksums[name]}\n".encode())

@@ -54,6 +54,12 @@ class Engine(Protocol):
     async def running(self) -> int:
         """Requests running or waiting, asked of the scheduler itself."""
 
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> None:
+        """Has a version's files read and checked ahead of `load`, while requests run.
+
+        Does nothing where the engine cannot (SGLang): then `load` reads them.
+        """
+
     async def pause(self, mode: str) -> None:
         """Stops generation between two steps; `mode` as in WeightSyncConfig.interrupt."""
 

@@ -104,6 +104,16 @@ class HttpEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(Fault.GARBAGE, f"/v1/loads: {error!r:.200}") from None
 
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> None:
+        """POST /stage_weights, which only the embedded engine has: 404 means no."""
+        path = "/stage_weights"
+        status, text = await self._call("POST", path, {"model_path": version.path}, timeout=timeout)
+        if status == 400:
+            message = str(self._parse(path, 200, text).get("message", text))[:300]
+            raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
+        if status not in (404, 405):
+            self._parse(path, status, text)
+
     async def pause(self, mode: str) -> None:
         """POST /pause_generation."""
         await self._json("POST", "/pause_generation", {"mode": mode}, timeout=self._control_timeout)

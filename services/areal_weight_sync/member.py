@@ -1,6 +1,6 @@
 """One server's life, as one task: reach it, bring it to the target, confirm, watch, retry.
 
-    ┌──> step ──> target? ── version behind ──> verify files ─> pause ─> load ─> confirm ─> continue
+    ┌──> step ──> target? ── version behind ──> verify files ─> stage ─> pause ─> load ─> confirm ─> continue
     │              └ at the target ──> probe
     │    any EngineError ──> QUARANTINED(cause), backoff with jitter
     └─── sleep until: poke (new target, report, register) | probe_interval_s | backoff over
@@ -165,12 +165,13 @@ class Member:
         return True
 
     async def _update(self, target: PolicyVersion) -> None:
-        """Pause, load, confirm, continue."""
+        """Stage, pause, load, confirm, continue."""
         record, engine, config = self.record, self._engine, self._hub.config
         was_serving = record.state is SERVING
         loop = asyncio.get_running_loop()
         grace = None
         if was_serving:
+            await self._stage(target)
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
         else:
             self._move(SYNCING)
@@ -214,6 +215,19 @@ class Member:
             self._hub.updated(record, seconds, aborted)
         self._serve(target)
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
+
+    async def _stage(self, target: PolicyVersion) -> None:
+        """Whatever takes long happens before the pause, watched as closely as between updates."""
+        config = self._hub.config
+        staging = asyncio.create_task(
+            self._engine.stage(target, timeout=config.update_timeout_s), name="stage"
+        )
+        try:
+            while not (await asyncio.wait({staging}, timeout=config.probe_interval_s))[0]:
+                await self._engine.weight_version()
+            await staging
+        finally:
+            staging.cancel()
 
     async def _release(self, confirmed: bool) -> None:
         """Lets a paused server go on, whatever happened before."""

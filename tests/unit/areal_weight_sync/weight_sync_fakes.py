@@ -77,6 +77,9 @@ class FakeEngine:
         self.holds: str | None = None  # lies about its weights
         self.load_gate = asyncio.Event()
         self.load_gate.set()
+        self.stage_gate = asyncio.Event()
+        self.stage_gate.set()
+        self.stage_error: EngineError | None = None
         self.load_error: EngineError | None = None
         self.fail_resume = 0
         self.aborts = 0
@@ -99,6 +102,16 @@ class FakeEngine:
     async def running(self) -> int:
         await self._call("running")
         return self.requests
+
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> None:
+        await self._call(f"stage {version.version}")
+        if self.stage_error is not None:
+            raise self.stage_error
+        try:
+            async with asyncio.timeout(timeout):
+                await self.stage_gate.wait()
+        except TimeoutError:
+            raise EngineError(Fault.TIMEOUT, f"stage: no answer within {timeout:.1f} s") from None
 
     async def pause(self, mode: str) -> None:
         await self._call("pause")
