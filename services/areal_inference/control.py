@@ -48,7 +48,7 @@ _UPDATE = {
     "flush_cache": bool,
     "manifest": dict,
 }
-_STAGE = {"model_path": str}
+_STAGE: dict[str, type] = {"model_path": str}
 _VERSION = {**_COMMON, "new_version": str, "abort_all_requests": bool}
 _CHECKER = {
     **_COMMON,
@@ -149,10 +149,10 @@ class _Control:
         return PlainTextResponse("Cache flushed.\n")
 
     async def stage(self, http: HttpRequest) -> Response:
-        """Ours, not SGLang's: read and check a folder while requests run.
+        """Ours, not SGLang's: read and check a folder while requests run; answers its checksums.
 
-        The update_weights_from_disk of the same folder that follows then only swaps references, so
-        that the pause around it lasts a few milliseconds whatever the size of the model.
+        An update_weights_from_disk of the same folder that follows, with `flush_cache: false`,
+        swaps references between two decode steps: it needs no pause and waits for nobody.
         """
         body = await read_object(http, _STAGE)
         if "model_path" not in body:
@@ -164,7 +164,7 @@ class _Control:
                 self._staged = await asyncio.to_thread(self._read, Path(body["model_path"]))
             except InvalidInput as error:
                 return json_response({"success": False, "message": str(error)}, 400)
-        return json_response({"success": True, "message": "Staged."})
+            return _checksums(self._staged.checksums)
 
     def _read(self, folder: Path) -> Staged:
         """In a thread: a folder's weights and their checksums."""
@@ -196,7 +196,7 @@ class _Control:
         return json_response({"success": True, "message": message, "num_paused_requests": count})
 
     async def _update(self, body: dict[str, Any]) -> int:
-        """Returns how many paused requests keep running on the new weights."""
+        """Returns how many requests keep running on the new weights."""
         service = self._service
         if body.get("load_format", "auto") not in ("auto", "safetensors"):
             raise RequestError(
@@ -207,7 +207,8 @@ class _Control:
         began = time.monotonic()
         folder = Path(body["model_path"])
         staged, self._staged = self._staged, None
-        if staged is None or staged.stamp != folder_stamp(folder):
+        ahead = staged is not None and staged.stamp == folder_stamp(folder)
+        if staged is None or not ahead:
             staged = await asyncio.to_thread(self._read, folder)
         fresh = staged
         flush = body.get("flush_cache", True)
@@ -218,14 +219,16 @@ class _Control:
                     f"flush_cache: true, but {len(scheduler.running)} requests are paused in place "
                     "and need their cache; expected false. Nothing was changed."
                 )
-            scheduler.set_weights(fresh.weights, body.get("weight_version"), time.monotonic() - began)
+            scheduler.set_weights(
+                fresh.weights, body.get("weight_version"), time.monotonic() - began
+            )
             if flush:
                 scheduler.flush()
             return len(scheduler.running)
 
         if body.get("abort_all_requests", False):
             await service.abort(None)
-        count = await service.engine.call(swap, self._timeout, exclusive=True)
+        count = await service.engine.call(swap, self._timeout, exclusive=flush or not ahead)
         service.model_path = body["model_path"]
         self._in_use = fresh
         return count
@@ -267,19 +270,24 @@ class _Control:
             checksums = self._in_use.checksums
         else:
             checksums = await asyncio.to_thread(weights.checksums)
-        total = hashlib.sha256()
-        for name in sorted(checksums):
-            total.update(f"{name} {checksums[name]}\n".encode())
-        return json_response(
-            {
-                "success": True,
-                "message": "",
-                "ranks": [{"rank": 0, "checksums": checksums}],
-                "per_engine_checksum": total.hexdigest(),
-                "weight_version": version,
-            }
-        )
+        return _checksums(checksums, weight_version=version)
 
     def _require_ready(self) -> None:
         if not self._service.ready:
             raise Unavailable("server is starting: the model is being loaded")
+
+
+def _checksums(checksums: dict[str, str], **more: str) -> Response:
+    """SGLang's answer to /weights_checker: SHA-256 per tensor, and one over all of them."""
+    total = hashlib.sha256()
+    for name in sorted(checksums):
+        total.update(f"{name} {checksums[name]}\n".encode())
+    return json_response(
+        {
+            "success": True,
+            "message": "",
+            "ranks": [{"rank": 0, "checksums": checksums}],
+            "per_engine_checksum": total.hexdigest(),
+            **more,
+        }
+    )

@@ -54,10 +54,11 @@ class Engine(Protocol):
     async def running(self) -> int:
         """Requests running or waiting, asked of the scheduler itself."""
 
-    async def stage(self, version: PolicyVersion, *, timeout: float) -> None:
-        """Has a version's files read and checked ahead of `load`, while requests run.
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
+        """Has a version's files read ahead, while requests run; of the weights read.
 
-        Does nothing where the engine cannot (SGLang): then `load` reads them.
+        A `load` without flushing then swaps them in between two steps and needs no pause. None:
+        the engine cannot (SGLang); then `load` needs the pause and reads the files in it.
         """
 
     async def pause(self, mode: str) -> None:

@@ -104,15 +104,14 @@ class HttpEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(Fault.GARBAGE, f"/v1/loads: {error!r:.200}") from None
 
-    async def stage(self, version: PolicyVersion, *, timeout: float) -> None:
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
         """POST /stage_weights, which only the embedded engine has: 404 means no."""
         path = "/stage_weights"
         status, text = await self._call("POST", path, {"model_path": version.path}, timeout=timeout)
         if status == 400:
             message = str(self._parse(path, 200, text).get("message", text))[:300]
             raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
-        if status not in (404, 405):
-            self._parse(path, status, text)
+        return None if status in (404, 405) else self._fingerprint(path, status, text)
 
     async def pause(self, mode: str) -> None:
         """POST /pause_generation."""
@@ -137,7 +136,10 @@ class HttpEngine:
         )
         if 400 <= status < 500:
             return None
-        body = self._parse("/weights_checker", status, text)
+        return self._fingerprint("/weights_checker", status, text)
+
+    def _fingerprint(self, path: str, status: int, text: bytes) -> Fingerprint:
+        body = self._parse(path, status, text)
         ranks = body.get("ranks") or [body]
         try:
             sums = [dict(rank["checksums"]) for rank in ranks]
@@ -145,7 +147,7 @@ class HttpEngine:
             if not names:
                 raise ValueError("no tensors")
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(Fault.GARBAGE, f"/weights_checker: {error!r:.200}") from None
+            raise EngineError(Fault.GARBAGE, f"{path}: {error!r:.200}") from None
         canonical = json.dumps(sorted(json.dumps(each, sort_keys=True) for each in sums))
         layout = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         return Fingerprint(

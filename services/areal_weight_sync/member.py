@@ -1,6 +1,6 @@
 """One server's life, as one task: reach it, bring it to the target, confirm, watch, retry.
 
-    ┌──> step ──> target? ── version behind ──> verify files ─> stage ─> pause ─> load ─> confirm ─> continue
+    ┌──> step ──> target? ── version behind ──> verify files ─> pause ─> load ─> confirm ─> continue
     │              └ at the target ──> probe
     │    any EngineError ──> QUARANTINED(cause), backoff with jitter
     └─── sleep until: poke (new target, report, register) | probe_interval_s | backoff over
@@ -10,6 +10,9 @@ skipped. Members share nothing but the files' digests and the votes, so a dead o
 no other. Whatever happens between pause and continue, continue is sent: a server left paused hangs
 every request in it. When the weights could not be confirmed its requests are aborted first (their
 callers keep the tokens so far and go on elsewhere), so that none goes on with unknown weights.
+
+An engine that stages (areal_inference) reads and compares the weights beforehand and swaps them in
+between two decode steps: updated in place, it is never paused.
 """
 
 from __future__ import annotations
@@ -170,8 +173,9 @@ class Member:
         was_serving = record.state is SERVING
         loop = asyncio.get_running_loop()
         grace = None
+        staged = was_serving and await self._stage(target)
+        pausing = not (staged and config.interrupt == "in_place")
         if was_serving:
-            await self._stage(target)
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
         else:
             self._move(SYNCING)
@@ -179,7 +183,8 @@ class Member:
         start, deadline = time.perf_counter(), time.monotonic() + config.update_timeout_s
         confirmed, by_checksum = False, False
         try:
-            await engine.pause(config.interrupt)
+            if pausing:
+                await engine.pause(config.interrupt)
             await engine.load(
                 target,
                 flush_cache=config.interrupt != "in_place",
@@ -203,7 +208,8 @@ class Member:
             if not confirmed:
                 record.version = -1
                 self._leave_traffic()
-            await self._release(confirmed)
+            if pausing or not confirmed:
+                await self._release(confirmed)
         seconds = time.perf_counter() - start
         if not by_checksum:
             prompt = probe_prompt(target)
@@ -212,12 +218,15 @@ class Member:
             )
         if was_serving:
             record.aborted_requests += aborted
-            self._hub.updated(record, seconds, aborted)
+            self._hub.updated(record, seconds if pausing else 0.0, aborted)
         self._serve(target)
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
 
-    async def _stage(self, target: PolicyVersion) -> None:
-        """Whatever takes long happens before the pause, watched as closely as between updates."""
+    async def _stage(self, target: PolicyVersion) -> bool:
+        """Whether the version was read and compared ahead, while requests go on.
+
+        The server is watched as closely as between updates: it still takes traffic.
+        """
         config = self._hub.config
         staging = asyncio.create_task(
             self._engine.stage(target, timeout=config.update_timeout_s), name="stage"
@@ -225,9 +234,12 @@ class Member:
         try:
             while not (await asyncio.wait({staging}, timeout=config.probe_interval_s))[0]:
                 await self._engine.weight_version()
-            await staging
+            fingerprint = await staging
         finally:
             staging.cancel()
+        if fingerprint is not None:
+            self._vote(target, fingerprint)
+        return fingerprint is not None
 
     async def _release(self, confirmed: bool) -> None:
         """Lets a paused server go on, whatever happened before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -184,6 +185,57 @@ async def test_http_engine_when_driven_through_an_update_then_confirms_it(http: 
         expected = chosen(reference(http.engine.models[1], prompt[:1], prompt[1:]), prompt[1:])
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
         assert await engine.boot_id() == boot
+
+
+async def test_http_engine_when_staged_then_swapped_in_under_running_requests(http: Http):
+    """Ours only: SGLang knows no staging, and says so with a 404."""
+    async with open_session({}) as session:
+        engine = HttpEngine(http.engine.url, session)
+        version = version_of(http, 1)
+        staged = await engine.stage(version, timeout=30.0)
+        if http.engine.real:
+            assert staged is None
+            return
+        assert staged != await engine.fingerprint(10.0)
+        params = {"max_new_tokens": http.engine.long, "ignore_eos": True}
+        tasks = [asyncio.create_task(http.generate(PROMPT, **params)) for _ in range(3)]
+        await http.running(3)
+        await http.advance(3)
+        await engine.load(version, flush_cache=False, timeout=5.0)
+        assert not any(task.done() for task in tasks)
+        assert staged == await engine.fingerprint(10.0)
+        for answer in await asyncio.gather(*tasks):
+            spans = answer["meta_info"]["weight_versions"]
+            assert [span["version"] for span in spans] == ["0", "1"]
+            assert len(answer["output_ids"]) == http.engine.long
+
+
+async def test_http_engine_when_staged_files_are_replaced_then_the_new_ones_are_loaded(
+    http: Http, tmp_path
+):
+    async with open_session({}) as session:
+        engine = HttpEngine(http.engine.url, session)
+        folder = tmp_path / "version"
+        shutil.copytree(http.engine.folders[1], folder)
+        before = await engine.stage(build_manifest(folder, 1, 1), timeout=30.0)
+        shutil.rmtree(folder)
+        shutil.copytree(http.engine.folders[2], folder)
+        await engine.load(build_manifest(folder, 2, 1), flush_cache=True, timeout=30.0)
+        after = await engine.fingerprint(10.0)
+        assert after is not None
+        assert after != before
+        await engine.load(version_of(http, 2), flush_cache=True, timeout=30.0)
+        assert await engine.fingerprint(10.0) == after
+
+
+async def test_http_engine_when_the_folder_to_stage_is_missing_then_says_so(http: Http):
+    if http.engine.real:
+        pytest.skip("SGLang knows no staging")
+    async with open_session({}) as session:
+        engine = HttpEngine(http.engine.url, session)
+        missing = PolicyVersion(version=9, incarnation=1, path="/nowhere")
+        with pytest.raises(EngineError, match="nowhere"):
+            await engine.stage(missing, timeout=30.0)
 
 
 async def test_http_engine_when_the_folder_is_missing_then_says_so(http: Http):

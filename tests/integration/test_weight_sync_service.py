@@ -126,7 +126,7 @@ async def test_updates_when_requests_run_then_none_is_aborted_and_tokens_carry_v
         assert {s["version"] for a in answers for s in a["meta_info"]["weight_versions"]} >= {"3"}
         status = await rig.client.status()
         assert (status.updates, status.aborted_requests) == (3, 0)
-        assert 0 < status.update_seconds_mean < 2.0
+        assert status.update_seconds_mean == 0.0  # staged, then swapped in between two steps
         with capsys.disabled():
             print(f"\nupdate_seconds_mean, 16 requests each: {status.update_seconds_mean:.4f}")
 

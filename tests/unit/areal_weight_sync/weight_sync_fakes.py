@@ -77,6 +77,7 @@ class FakeEngine:
         self.holds: str | None = None  # lies about its weights
         self.load_gate = asyncio.Event()
         self.load_gate.set()
+        self.stages = False
         self.stage_gate = asyncio.Event()
         self.stage_gate.set()
         self.stage_error: EngineError | None = None
@@ -103,7 +104,9 @@ class FakeEngine:
         await self._call("running")
         return self.requests
 
-    async def stage(self, version: PolicyVersion, *, timeout: float) -> None:
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
+        if not self.stages:
+            return None
         await self._call(f"stage {version.version}")
         if self.stage_error is not None:
             raise self.stage_error
@@ -112,6 +115,7 @@ class FakeEngine:
                 await self.stage_gate.wait()
         except TimeoutError:
             raise EngineError(Fault.TIMEOUT, f"stage: no answer within {timeout:.1f} s") from None
+        return Fingerprint("tp1", f"w{version.version}" if self.holds is None else self.holds)
 
     async def pause(self, mode: str) -> None:
         await self._call("pause")
