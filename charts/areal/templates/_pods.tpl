@@ -1,0 +1,190 @@
+{{/* Volumes and the parts of pods that several components share. */}}
+
+{{- define "areal.configVolumes" -}}
+- name: config
+  configMap: {name: {{ include "areal.name" (list . "config") }}}
+- name: tmp
+  emptyDir: {}
+{{- if .Values.tls.existingSecret }}
+- name: tls
+  secret: {secretName: {{ .Values.tls.existingSecret }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
+{{- define "areal.configMounts" -}}
+- {name: config, mountPath: /etc/areal/config, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if .Values.tls.existingSecret }}
+- {name: tls, mountPath: /etc/areal/tls, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Models, weights, checkpoints: mounted at /data, the working directory, so that relative paths lie on it. */}}
+{{- define "areal.dataVolume" -}}
+- name: data
+{{- if .Values.storage.hostPath }}
+  hostPath: {path: {{ .Values.storage.hostPath }}, type: DirectoryOrCreate}
+{{- else }}
+  persistentVolumeClaim: {claimName: {{ .Values.storage.existingClaim | default (include "areal.name" (list . "data")) }}}
+{{- end }}
+{{- end }}
+
+{{/* The kubelet makes a folder of the node for root; it is given away before anybody writes. */}}
+{{- define "areal.ownFolder" -}}
+- name: own-folder
+  image: {{ include "areal.image" (list . "control" "") }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [chown, "10001:10001", /data]
+  # The one container that is root, for the one call that needs it.
+  securityContext:
+    runAsUser: 0
+    runAsGroup: 0
+    runAsNonRoot: false
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities: {drop: [ALL], add: [CHOWN]}
+  resources: {{- include "areal.smallResources" . | nindent 4 }}
+  volumeMounts:
+    - {name: data, mountPath: /data}
+{{- end }}
+
+{{- define "areal.smallResources" -}}
+requests: {cpu: 10m, memory: 32Mi}
+limits: {memory: 256Mi}
+{{- end }}
+
+{{/* Version 0 is made, or looked at, by the Job `prepare`; whoever reads it waits here. */}}
+{{- define "areal.waitForModel" -}}
+- name: wait-for-model
+  image: {{ include "areal.image" (list . "control" "") }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [sh, -ec]
+  args:
+    - |
+      for second in $(seq 1800); do
+        if test -f "$MODEL.ready"; then exit 0; fi
+        sleep 1
+      done
+      echo "$MODEL is not ready after 30 minutes: see the log of job/$PREPARE" >&2
+      exit 1
+  env:
+    - {name: MODEL, value: {{ include "areal.modelPath" . | quote }}}
+    - {name: PREPARE, value: {{ include "areal.fullname" . }}-prepare}
+  securityContext: {{- include "areal.securityContext" . | nindent 4 }}
+  resources: {{- include "areal.smallResources" . | nindent 4 }}
+  volumeMounts:
+    - {name: data, mountPath: /data, readOnly: true}
+{{- end }}
+
+{{/* One of the services that are all the same kind of process.
+     (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30 and, where needed, "secrets" (list variable key …),
+     "data" "read" or "write", "listen" 8080, "account" name of its ServiceAccount, "recreate" true) */}}
+{{- define "areal.service" -}}
+{{- $ := .root }}{{ $values := index .root.Values .key }}{{ $id := list .root .name }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) }}
+{{- if $values.enabled -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ include "areal.name" $id }}
+  labels: {{- include "areal.labels" $id | nindent 4 }}
+  annotations:
+    areal.io/replica-count: {{ $values.replicaCount | quote }}
+spec:
+  {{- if not (dig "autoscaling" "enabled" false $values) }}
+  replicas: {{ include "areal.replicas" (list $ $values .name) }}
+  {{- end }}
+  strategy: {{ if .recreate }}{type: Recreate}{{ else }}{type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}{{ end }}
+  selector:
+    matchLabels: {{- include "areal.selectorLabels" $id | nindent 6 }}
+  template:
+    metadata:
+      labels: {{- include "areal.labels" $id | nindent 8 }}
+      annotations:
+        checksum/config: {{ include "areal.experiment" $ | sha256sum }}
+        {{- with $values.podAnnotations }}{{ toYaml . | nindent 8 }}{{ end }}
+    spec:
+      {{- if .account }}
+      {{- include "areal.podSpec" (list $ $values) | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true" | nindent 6 }}
+      {{- if not $values.serviceAccountName }}
+      serviceAccountName: {{ .account }}
+      {{- end }}
+      {{- else }}
+      {{- include "areal.podSpec" (list $ $values) | nindent 6 }}
+      {{- end }}
+      terminationGracePeriodSeconds: {{ add .grace 10 }}
+      {{- if .data }}
+      initContainers: {{- include "areal.waitForModel" $ | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: {{ .name }}
+          image: {{ include "areal.image" (list $ "control" $values.image) }}
+          imagePullPolicy: {{ $.Values.image.pullPolicy }}
+          command: [areal-{{ .name }}]
+          args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:{{ $listen }}", --metrics, "0.0.0.0:9100", --grace, {{ .grace | quote }}]
+          workingDir: {{ ternary "/data" "/tmp" (hasKey . "data") }}
+          env:
+            - {name: HOME, value: /tmp}
+            {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 12 }}
+            {{- range .secrets }}
+            {{- include "areal.secretEnv" (list $ (index . 0) (index . 1)) | nindent 12 }}
+            {{- end }}
+            {{- with $values.extraEnv }}{{ toYaml . | nindent 12 }}{{ end }}
+          ports:
+            - {name: {{ $port }}, containerPort: {{ $listen }}}
+            - {name: metrics, containerPort: 9100}
+          startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
+          readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 3, timeoutSeconds: 3}
+          livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
+          # Callers learn from the Endpoints that it leaves, then it drains.
+          lifecycle: {preStop: {exec: {command: [sleep, "3"]}}}
+          securityContext: {{- include "areal.securityContext" $ | nindent 12 }}
+          resources: {{- toYaml $values.resources | nindent 12 }}
+          volumeMounts:
+            {{- include "areal.configMounts" $ | nindent 12 }}
+            {{- if .data }}
+            - {name: data, mountPath: /data, readOnly: {{ ne .data "write" }}}
+            {{- end }}
+      volumes:
+        {{- include "areal.configVolumes" $ | nindent 8 }}
+        {{- if .data }}
+        {{- include "areal.dataVolume" $ | nindent 8 }}
+        {{- end }}
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "areal.name" $id }}
+  labels: {{- include "areal.labels" $id | nindent 4 }}
+spec:
+  selector: {{- include "areal.selectorLabels" $id | nindent 4 }}
+  ports:
+    - {name: {{ $port }}, port: {{ $listen }}, targetPort: {{ $port }}}
+    - {name: metrics, port: 9100, targetPort: metrics}
+{{- if ne (dig "service" "type" "ClusterIP" $values) "ClusterIP" }}
+---
+# For clients outside; metrics stay inside.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "areal.name" $id }}-external
+  labels: {{- include "areal.labels" (list $ (printf "%s-external" .name)) | nindent 4 }}
+spec:
+  type: {{ $values.service.type }}
+  selector: {{- include "areal.selectorLabels" $id | nindent 4 }}
+  ports:
+    - name: {{ $port }}
+      port: {{ $listen }}
+      targetPort: {{ $port }}
+      {{- with $values.service.nodePort }}
+      nodePort: {{ . }}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* (list $ resources number-of-gpus) */}}
+{{- define "areal.gpuResources" -}}
+{{- $resources := deepCopy (index . 1) }}
+{{- if index . 2 }}{{ $_ := set $resources "limits" (merge (dict (index . 0).Values.gpuResource (index . 2)) ($resources.limits | default dict)) }}{{ end }}
+{{- toYaml $resources }}
+{{- end }}

@@ -1,0 +1,69 @@
+{{/* The trainer's pods, the same under every workload; `areal.trainerPod` takes (dict "root" $ "container" name "rank" "0" "torchrun" true). */}}
+
+{{- define "areal.trainerProcesses" -}}
+{{ max 1 (int .Values.trainer.gpusPerPod) }}
+{{- end }}
+
+{{/* Neither operator rolls a changed template: what the trainer runs is in its name. */}}
+{{- define "areal.trainerName" -}}
+{{- $what := printf "%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) }}
+{{- include "areal.name" (list $ "trainer") }}-{{ $what | sha256sum | trunc 8 }}
+{{- end }}
+
+{{- define "areal.trainerPodLabels" -}}
+{{- include "areal.labels" (list .root "trainer") }}
+{{- with .rank }}
+areal.io/trainer-rank: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "areal.trainerPod" -}}
+{{- $ := .root }}{{ $values := .root.Values.trainer -}}
+{{ include "areal.podSpec" (list $ $values) }}
+terminationGracePeriodSeconds: {{ $values.gracePeriodSeconds }}
+{{- with .restartPolicy }}
+restartPolicy: {{ . }}
+{{- end }}
+{{- with .subdomain }}
+subdomain: {{ . }}
+{{- end }}
+initContainers:
+  {{- include "areal.waitForModel" $ | nindent 2 }}
+containers:
+  - name: {{ .container }}
+    image: {{ include "areal.image" (list $ "trainer" $values.image) }}
+    imagePullPolicy: {{ $.Values.image.pullPolicy }}
+    {{- if .torchrun }}
+    # Reads PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR and PET_MASTER_PORT.
+    command: [python, -m, torch.distributed.run, -m, areal_trainer]
+    {{- else }}
+    # One process: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who it is.
+    command: [areal-trainer]
+    {{- end }}
+    args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:50051", --metrics, "0.0.0.0:9100"]
+    workingDir: /data
+    env:
+      - {name: HOME, value: /tmp}
+      {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
+      {{- with .env }}{{ toYaml . | nindent 6 }}{{ end }}
+      {{- with $values.extraEnv }}{{ toYaml . | nindent 6 }}{{ end }}
+    # No probes: ranks find each other by names that resolve only while pods are ready, before anything
+    # listens; the ranks watch each other instead, and all leave when one is lost.
+    ports:
+      - {name: grpc, containerPort: 50051}
+      - {name: metrics, containerPort: 9100}
+      - {name: pytorchjob-port, containerPort: 23456}
+    securityContext: {{- include "areal.securityContext" $ | nindent 6 }}
+    resources: {{- include "areal.gpuResources" (list $ $values.resources $values.gpusPerPod) | nindent 6 }}
+    volumeMounts:
+      {{- include "areal.configMounts" $ | nindent 6 }}
+      - {name: recipe, mountPath: /etc/areal/recipe, readOnly: true}
+      - {name: data, mountPath: /data}
+      - {name: shm, mountPath: /dev/shm}
+volumes:
+  {{- include "areal.configVolumes" $ | nindent 2 }}
+  - name: recipe
+    configMap: {name: {{ include "areal.name" (list $ "recipe") }}}
+  {{- include "areal.dataVolume" $ | nindent 2 }}
+  - {name: shm, emptyDir: {medium: Memory}}
+{{- end }}

@@ -1,0 +1,114 @@
+"""Mistakes in values are refused with a sentence that says what to do."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.charts.rendering import CHART, refusal, render, render_ci
+
+MISTAKES = [
+    ("sglang.replicaCount=many", "sglang.replicaCount: Invalid type. Expected: integer"),
+    ("sglang.replicas=2", "Additional property replicas is not allowed"),
+    ("trainer.workload=MPIJob", 'must be one of the following: "PyTorchJob", "TrainJob", "Job"'),
+    ("weightSync.replicaCount=2", "weightSync.replicaCount does not match: 1"),
+    ("trainer.replicaCount=0", "trainer.replicaCount: Must be greater than or equal to 1"),
+    ("storage.hostPath=relative", "storage.hostPath: Does not match pattern"),
+    ("rollout.service.nodePort=70000", "Must be less than or equal to 65535"),
+    ("nosuch.key=1", "Additional property nosuch is not allowed"),
+    (
+        "trainer.replicaCount=2,storage.accessMode=ReadWriteOnce",
+        "several trainer pods share one checkpoint folder, so the volume must be ReadWriteMany",
+    ),
+    ("storage.hostPath=/d,storage.existingClaim=c", "are both set: choose one"),
+    ("redis.enabled=false", "redis.externalUrl is empty: expected e.g. redis://host:6379/0"),
+    ("nats.externalUrl=nats://n:4222", "set nats.enabled=false to use the external one"),
+    (
+        "redis.enabled=false,redis.externalUrl=redis://:secret@r:6379",
+        "readable in a ConfigMap: put it into the Secret",
+    ),
+    ("buffer.enabled=false", "set overrides.endpoints.buffer to the one that shall be used"),
+    ("sglang.enabled=false", "set overrides.endpoints.inference to the one"),
+    (
+        "reward.autoscaling.enabled=true,reward.autoscaling.minReplicas=9",
+        "minReplicas 9 is above maxReplicas 8",
+    ),
+    ("config=- a list", "config: not a YAML mapping"),
+    ("config=seed: 1", "model.path of the experiment is empty"),
+    (
+        "overrides.model.path=models/${model.name}",
+        "set overrides.model.path to the folder itself",
+    ),
+]
+
+
+@pytest.mark.parametrize(("setting", "sentence"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_values_when_they_cannot_work_then_a_sentence_says_why(setting, sentence):
+    assert sentence in refusal("--set", setting)
+
+
+def test_values_when_a_component_is_elsewhere_then_its_endpoint_is_used():
+    objects = render(
+        *("--set", "sglang.enabled=false"),
+        *("--set", "overrides.endpoints.inference={http://gpu-1:30000}"),
+    )
+    assert not [o for o in objects if o["metadata"]["name"] == "sglang"]
+
+
+def documented(node):
+    """Dotted keys of a mapping."""
+    for key, value in node.items():
+        yield key
+        if isinstance(value, dict):
+            yield from (f"{key}.{sub}" for sub in documented(value))
+
+
+def test_values_when_listed_then_each_has_a_comment_and_a_schema():
+    text = (CHART / "values.yaml").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 400
+    keys = [n for n, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")]
+    # A mapping whose keys are all explained, or a bound explained with its pair, needs none.
+    without = ("requests:", "limits:", "maxReplicas:", "target:")
+    for number in keys:
+        line = lines[number].strip()
+        if line.endswith(":") and not line.startswith(("resources", "requests")):
+            continue  # a block; its keys are explained
+        if line.startswith(without):
+            continue
+        assert lines[number - 1].strip().startswith("# "), f"line {number + 1}: {line}"
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert set(yaml.safe_load(text)) == set(schema["properties"]) - {"global"}
+
+
+def test_components_when_compared_then_they_have_the_same_keys_in_the_same_order():
+    order = [
+        *("enabled", "replicaCount", "image", "resources", "nodeSelector", "tolerations"),
+        *("affinity", "podAnnotations", "serviceAccountName", "autoscaling", "pdb", "extraEnv"),
+    ]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in ("gateway", "rollout", "reward", "buffer", "weightSync", "sglang", "trainer"):
+        keys = [key for key in values[name] if key in order]
+        assert keys == [key for key in order if key in keys], name
+        assert list(values[name])[: len(keys)] == keys, f"{name}: its own keys come last"
+
+
+def test_helpers_when_counted_then_they_stay_short():
+    for file in (CHART / "templates").glob("_*.tpl"):
+        limit = 150 if file.name == "_helpers.tpl" else 200
+        assert len(file.read_text().splitlines()) <= limit, file.name
+
+
+def test_secret_when_given_then_none_is_generated():
+    kinds = [o["kind"] for o in render_ci("secured-values.yaml")]
+    assert "Secret" not in kinds
+
+
+def test_secret_when_stores_are_external_then_no_password_is_made_up_for_them():
+    objects = render(
+        *("--set", "redis.enabled=false,redis.externalUrl=redis://r:6379/0"),
+        *("--set", "nats.enabled=false,nats.externalUrl=nats://n:4222"),
+    )
+    data = next(o["data"] for o in objects if o["kind"] == "Secret")
+    assert data["token"]
+    assert data["redis-password"] == data["nats-token"] == ""
