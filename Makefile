@@ -8,21 +8,22 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs verify bench sglang test-sglang images clean
+.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs manifests verify bench sglang test-sglang images clean
 
 ##@ Start
 
 help: ## This list
 	@awk 'BEGIN {FS = ":.*## "} \
 		/^##@/ {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
-		/^[a-z-]+:.*## / {printf "  \033[36m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+		/^[a-z0-9-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## A virtual environment in .venv with everything (downloads once)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml tools/get_helm.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=…")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	$(BIN)/python tools/get_helm.py $(BIN)
 	@touch $@
 
 demo: $(STAMP) ## A policy learns to add on this machine's CPU, and shows it
@@ -57,10 +58,10 @@ bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 
 ##@ Check
 
-verify: $(STAMP) proto docs lint typecheck imports layout ## All checks; generated files must be current
-	git diff --exit-code -- proto services/areal/v1 docs
-	@test -z "$$(git ls-files --others --exclude-standard -- services/areal/v1 docs)" || \
-		{ echo 'generated files are not committed:'; git ls-files --others --exclude-standard -- services/areal/v1 docs; exit 1; }
+verify: $(STAMP) proto docs manifests lint typecheck imports layout ## All checks; generated files must be current
+	git diff --exit-code -- proto services/areal/v1 docs manifests charts
+	@test -z "$$(git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts)" || \
+		{ echo 'generated files are not committed:'; git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts; exit 1; }
 
 lint: $(STAMP) ## ruff and buf
 	$(BIN)/ruff check .
@@ -101,6 +102,9 @@ proto: $(STAMP) ## services/areal/v1 from proto/
 
 docs: $(STAMP) ## docs/configuration.md from the dataclasses
 	@if test -f tools/gen_docs.py; then PYTHONPATH=services $(BIN)/python tools/gen_docs.py; fi
+
+manifests: $(STAMP) ## manifests/rendered from the chart, and the chart's copy of its example
+	$(BIN)/python tools/gen_manifests.py
 
 clean: ## Everything that can be made again, but the environment and runs
 	rm -rf build dist *.egg-info services/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

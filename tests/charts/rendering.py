@@ -34,15 +34,15 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def template(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`helm template` of a release named areal."""
-    return helm("template", "areal", str(CHART), "--namespace", NAMESPACE, *arguments)
+def template(*arguments: str, release: str = "areal") -> subprocess.CompletedProcess[str]:
+    """`helm template` of a release."""
+    return helm("template", release, str(CHART), "--namespace", NAMESPACE, *arguments)
 
 
 @functools.cache
-def render(*arguments: str) -> tuple[Json, ...]:
+def render(*arguments: str, release: str = "areal") -> tuple[Json, ...]:
     """The objects of a release; the arguments are helm's."""
-    done = template(*arguments)
+    done = template(*arguments, release=release)
     assert done.returncode == 0, done.stderr
     documents = yaml.load_all(done.stdout, Loader=yaml.CSafeLoader)
     return tuple(document for document in documents if document)
@@ -142,7 +142,7 @@ def _closed(schema: Any) -> Any:
     closed = {key: _closed(value) for key, value in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
-    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
-        if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            closed.setdefault("additionalProperties", False)
+    known = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    if known and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        closed.setdefault("additionalProperties", False)
     return closed

@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from tests.charts.rendering import CI, experiment, named, of_kind, pods, render, render_ci
 
 from areal.security import SECRET_VARIABLES
-from tests.charts.rendering import CI, experiment, named, of_kind, pods, render, render_ci
 
 # Set by Kubernetes itself on the pods of an indexed Job.
 SET_BY_KUBERNETES = {"batch.kubernetes.io/job-completion-index": "0"}

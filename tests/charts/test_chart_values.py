@@ -4,7 +4,6 @@ import json
 
 import pytest
 import yaml
-
 from tests.charts.rendering import CHART, refusal, render, render_ci
 
 MISTAKES = [
