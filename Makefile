@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos fuzz lint format typecheck imports layout proto docs manifests verify bench sglang test-sglang images clean
+.PHONY: help setup demo test test-fast chaos chaos-short fuzz lint format typecheck imports layout proto docs manifests verify bench sglang test-sglang images clean
 
 ##@ Start
 
@@ -38,8 +38,11 @@ test: $(STAMP) ## Every test that needs no cluster
 test-fast: $(STAMP) ## Without the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
-chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1)
+chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1 CHAOS_TABLE=)
 	$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
+
+chaos-short: $(STAMP) ## A minute and a half of it, as in CI
+	CHAOS_MINUTES=1.5 $(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
 
 fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, for half an hour (AREAL_FUZZ=50)
 	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py $(ARGS)

@@ -52,7 +52,8 @@ class Victims:
         self._stack = stack
         self._content: dict[str, Any] = {}
         self._http: aiohttp.ClientSession | None = None
-        self._weight_sync = WeightSyncClient(stack.address("weight-sync"))
+        self._security = stack.security
+        self._weight_sync = WeightSyncClient(stack.address("weight-sync"), self._security)
 
     async def close(self) -> None:
         await self._weight_sync.close()
@@ -113,7 +114,7 @@ class Victims:
     def _probe(self, name: str) -> Probe:
         host, _, port = self._stack.address(name).rpartition(":")
         if name == "redis":
-            return redis_probe(host, int(port))
+            return redis_probe(host, int(port), self._security.redis_password)
         if name == "nats":
             return nats_probe(host, int(port))
         if name.startswith("inference"):
@@ -124,7 +125,9 @@ class Victims:
     async def _serves(self, address: str) -> bool:
         """weight-sync says SERVING, and the server itself is at the version that it says."""
         if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0))
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=2.0), headers=self._security.headers()
+            )
         try:
             servers, current = await self._weight_sync.list_servers(timeout=2.0)
             async with self._http.get(f"http://{address}/model_info") as reply:

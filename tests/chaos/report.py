@@ -1,16 +1,36 @@
-"""The table of faults and recoveries, for people and as JSON."""
+"""The table of faults and recoveries: for people, as JSON, and in docs/failure-modes.md."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from tests.chaos.books import Check
-from tests.chaos.faults import Fault
+from tests.chaos.faults import KILL, Fault
+
+BEGIN, END = "<!-- written by make chaos: begin -->", "<!-- written by make chaos: end -->"
+# What a user sees of a process that was killed, and what is lost; the rest is measured.
+SEEN = {
+    "trainer": ("`trainer ended with signal 9; restart 1`; steps since the checkpoint again", ""),
+    "torchrun": ("`trainer ended with signal 9; restart 1`; steps since the checkpoint again", ""),
+    "rank": ("`rank_lost` with its number; steps since the checkpoint again", ""),
+    "inference": ("`QUARANTINED` in `areal status`, then SERVING", "tokens it held"),
+    "rollout": ("`died and was started again` as the reason of its tasks", "episodes it ran"),
+    "reward": ("scoring retried", ""),
+    "reward-worker": ("`worker_ended`", ""),
+    "buffer": ("calls retried; `leases_extended`", ""),
+    "redis": ("calls retried", ""),
+    "weight-sync": ("a new coordinator after its lease of 3 s", ""),
+    "nats": ("`announcements_paused`", ""),
+    "gateway": ("the page reconnects", ""),
+    "guard": ("`guard ended`; started again", ""),
+}
 
 
 def as_dict(
@@ -32,20 +52,20 @@ def recoveries(faults: Sequence[Fault]) -> list[dict[str, Any]]:
     rows = []
     for victim, action in sorted({(f.victim, f.action) for f in faults}):
         those = [f for f in faults if (f.victim, f.action) == (victim, action)]
-        ready = [f.ready_s for f in those if f.ready_s is not None]
-        paused = [f.pause_s for f in those if f.pause_s is not None]
-        rows.append(
-            {
-                "victim": victim,
-                "action": action,
-                "times": len(those),
-                "ready_median_s": round(median(ready), 2) if ready else None,
-                "ready_worst_s": max(ready, default=None),
-                "pause_median_s": round(median(paused), 2) if paused else None,
-                "pause_worst_s": max(paused, default=None),
-            }
-        )
+        rows.append({"victim": victim, "action": action, **_figures(those)})
     return rows
+
+
+def _figures(faults: Sequence[Fault]) -> dict[str, Any]:
+    ready = [f.ready_s for f in faults if f.ready_s is not None]
+    paused = [f.pause_s for f in faults if f.pause_s is not None]
+    return {
+        "times": len(faults),
+        "ready_median_s": round(median(ready), 2) if ready else None,
+        "ready_worst_s": max(ready, default=None),
+        "pause_median_s": round(median(paused), 2) if paused else None,
+        "pause_worst_s": max(paused, default=None),
+    }
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -66,3 +86,48 @@ def show(report: dict[str, Any], console: Console) -> None:
         mark = "[green]yes[/]" if check["holds"] else "[bold red]NO[/]"
         checks.add_row(check["name"], mark, check["detail"])
     console.print(checks)
+
+
+def write_table(file: Path, faults: Sequence[Fault], *, seed: int, ranks: int, cores: int) -> None:
+    """Replaces what stands between the marks of a Markdown file."""
+    head, _, rest = file.read_text().partition(BEGIN)
+    _, mark, tail = rest.partition(END)
+    assert mark, f"{file}: expected the lines {BEGIN!r} and {END!r}"
+    table = "\n".join(_markdown(faults, seed=seed, ranks=ranks, cores=cores))
+    file.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+
+
+def _markdown(faults: Sequence[Fault], *, seed: int, ranks: int, cores: int) -> Iterator[str]:
+    yield (
+        f"{time.strftime('%Y-%m-%d')}, seed {seed}, {len(faults)} faults, {ranks} trainer "
+        f"rank{'s' if ranks > 1 else ''}, {cores} CPU cores, up to three processes hurt at once:"
+    )
+    yield ""
+    yield "| killed with -9 | times | ready again, median (worst) | training paused, median (worst) | what a user sees | lost |"  # noqa: E501
+    yield "|---|---|---|---|---|---|"
+    for kind, (sees, lost) in SEEN.items():
+        those = [f for f in faults if _kind(f.victim) == kind and f.action == KILL]
+        if those:
+            row = _figures(those)
+            times = " | ".join(_seconds(row, key) for key in ("ready", "pause"))
+            yield f"| {kind} | {row['times']} | {times} | {sees} | {lost or 'nothing'} |"
+    yield ""
+    yield "| stopped (SIGSTOP) for 1 to 20 s | times | ready after SIGCONT | training paused |"
+    yield "|---|---|---|---|"
+    for kind in SEEN:
+        those = [f for f in faults if _kind(f.victim) == kind and f.action != KILL]
+        if those:
+            row = _figures(those)
+            times = " | ".join(_seconds(row, key) for key in ("ready", "pause"))
+            yield f"| {kind} | {row['times']} | {times} |"
+
+
+def _kind(victim: str) -> str:
+    """`inference-1` is an inference server like any other."""
+    name, _, number = victim.rpartition("-")
+    return name if number.isdigit() else victim
+
+
+def _seconds(row: dict[str, Any], key: str) -> str:
+    middle, worst = row[f"{key}_median_s"], row[f"{key}_worst_s"]
+    return "-" if middle is None else f"{middle:.1f} s ({worst:.1f} s)"

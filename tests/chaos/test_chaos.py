@@ -1,6 +1,7 @@
 """`make chaos`: a real training, every process of which is killed or stopped at random.
 
 CHAOS_SEED=1 CHAOS_MINUTES=30 CHAOS_RANKS=2 make chaos ARGS=--json
+CHAOS_TABLE=docs/failure-modes.md make chaos: also writes what it measured there
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -17,7 +19,7 @@ from rich.console import Console
 from tests.chaos.books import Check, check_books, read_ledger
 from tests.chaos.faults import Victims
 from tests.chaos.harness import RECOVERY_S, Chaos
-from tests.chaos.report import as_dict, show
+from tests.chaos.report import as_dict, show, write_table
 from tests.integration.stack_tools import RunningStack, areal_background, eventually
 
 from areal.launchers.tags import find_tagged
@@ -28,13 +30,15 @@ MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
 AT_ONCE = int(os.environ.get("CHAOS_AT_ONCE", "3"))
 RANKS = int(os.environ.get("CHAOS_RANKS", "1"))
 STEPS = int(os.environ.get("CHAOS_STEPS", str(round(50 * MINUTES))))
+TABLE = os.environ.get("CHAOS_TABLE", "")
 BATCH, PROBLEMS, ETA = 32, 1000, 2
 
 pytestmark = [pytest.mark.timeout(60 * MINUTES * 3 + 600)]
 
 
-def arguments() -> list[str]:
+def arguments(token: Path) -> list[str]:
     return [
+        f"security.token_file={token}",
         str(ROOT / "examples" / "arithmetic_grpo.py"),
         "experiment_name=chaos",
         f"trial_name=seed-{SEED}",
@@ -70,9 +74,12 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     stack = RunningStack(ROOT / "runs" / "chaos" / f"seed-{SEED}")
     shutil.rmtree(stack.run_dir, ignore_errors=True)
     stack.run_dir.mkdir(parents=True)
+    token = tmp_path / "token"
+    token.write_text(secrets.token_urlsafe(32))
+    token.chmod(0o600)
     began = time.monotonic()
     launcher = areal_background(
-        "run", "--json", *arguments(), cwd=ROOT, log=stack.run_dir / "out.jsonl"
+        "run", "--json", *arguments(token), cwd=ROOT, log=stack.run_dir / "out.jsonl"
     )
     try:
         eventually(lambda: stack.content, "stack.json is there", 60.0)
@@ -104,5 +111,8 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     else:
         show(report, Console(width=120))
         print(f"in full: {file}")
+    if TABLE and all(check.holds for check in checks):
+        cores = len(os.sched_getaffinity(0))
+        write_table(ROOT / TABLE, chaos.faults, seed=SEED, ranks=RANKS, cores=cores)
     broken = [f"{check.name}: {check.detail}" for check in checks if not check.holds]
     assert not broken, "; ".join(broken)

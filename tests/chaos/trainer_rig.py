@@ -172,7 +172,7 @@ class TrainerRig:
         return asyncio.run(self._prefill(count))
 
     async def _prefill(self, count: int) -> list[str]:
-        client = BufferClient(self.stack.address("buffer"))
+        client = BufferClient(self.stack.address("buffer"), self.stack.security)
         ids = [f"e0-{number}" for number in range(count)]
         spec = WorkflowSpec(name="rlvr")
         try:
@@ -211,7 +211,7 @@ class TrainerRig:
         async def ask() -> dict[str, int]:
             from areal.v1.trajectory_pb2 import TaskState
 
-            client = BufferClient(self.stack.address("buffer"))
+            client = BufferClient(self.stack.address("buffer"), self.stack.security)
             try:
                 stats = await client.get_stats(retry_for=20)
             finally:

@@ -12,8 +12,10 @@ from typing import Any
 
 import psutil
 
+from areal.config import load_service_config
 from areal.launchers.processes import python_environment
 from areal.launchers.tags import end_tagged, find_tagged, leaders_of
+from areal.security import Security
 
 READY_S = 90.0
 
@@ -97,6 +99,11 @@ class RunningStack:
 
     def address(self, name: str) -> str:
         return str(self.process(name)["address"])
+
+    @property
+    def security(self) -> Security:
+        """What its clients present: the token of a stack that asks for one."""
+        return Security.load(load_service_config(self.run_dir / "config.yaml").security)
 
     def log(self, name: str) -> str:
         file = self.run_dir / "logs" / f"{name}.log"

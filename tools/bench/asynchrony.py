@@ -27,7 +27,9 @@ from typing import Any
 import aiohttp
 
 from areal.clients.trainer import TrainerClient
+from areal.config import load_service_config
 from areal.errors import ArealError
+from areal.security import Security
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,11 +57,12 @@ async def watch_sampling(run_dir: Path, ended: asyncio.Event) -> float:
         await asyncio.sleep(POLL_S)
     processes = json.loads(stack.read_text())["processes"]
     servers = [p["address"] for name, p in processes.items() if name.startswith("inference")]
-    trainer = TrainerClient(processes["trainer"]["address"])
+    security = Security.load(load_service_config(run_dir / "config.yaml").security)
+    trainer = TrainerClient(processes["trainer"]["address"], security)
     timeout = aiohttp.ClientTimeout(total=2.0)
     sampling = training = 0.0
     before, since = None, time.monotonic()
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with aiohttp.ClientSession(timeout=timeout, headers=security.headers()) as http:
 
         async def tokens(address: str) -> float:
             async with http.get(f"http://{address}/metrics") as reply:

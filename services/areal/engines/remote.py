@@ -14,9 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from areal import errors
+from areal.clients.backoff import Backoff
 from areal.clients.buffer import TakeResult, TakeState
 from areal.config_services import RolloutConfig
-from areal.engines.session import RETRY_S, TrainerSession, current_session
+from areal.engines import evaluation
+from areal.engines.session import TrainerSession, current_session
+from areal.observability.logging import get_logger
 from areal.recipe import describe_workflow, recipe_of
 from areal.types import LIVE_STATES, Purpose, StopReason, Task, TrajectoryGroup, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb
@@ -55,7 +58,10 @@ class RemoteSGLangEngine:
         # (epoch, index, task_id) of what was submitted and may not have ended, oldest first.
         self._open: deque[tuple[int, int, str]] = deque()
         self._next: list[int] | None = None
+        # Drawn from the rows, and refused by a ledger that was full.
+        self._held_back: list[Task] | None = None
         self._specs: dict[int, WorkflowSpec] = {}
+        self._log = get_logger("areal.engines.remote")
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -105,26 +111,30 @@ class RemoteSGLangEngine:
         ]
         if not tasks:
             raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
-        session.on_rank0(lambda: self._send(tasks))
+        self._submit_all(tasks, f"step {step}")
         return self._take(task_ids=[task.task_id for task in tasks], submit=None)
 
     def evaluate(
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str
     ) -> float:
-        """Mean reward of the current policy on held-out rows; measured once per run and name.
+        """Mean reward of the current policy on held-out rows, recorded under `name`.
 
-        A resumed run returns what was recorded under `name` instead of measuring again: the
-        policy has moved since.
+        What was recorded at this very step is returned as it is. So is the figure of the initial
+        policy before the first step of a resumed run, for that policy is served no longer.
 
         Raises:
             WorkflowError: No row was delivered.
+            WaitTimeout: As for `prepare_batch`.
         """
-        known = self.session.result(name)
+        session = self.session
+        known = evaluation.recorded(session, name)
         if known is not None:
-            return float(known)
-        spec = self._describe(workflow)
-        mean = self._evaluate(rows, spec, name)
-        self.session.record(name, mean)
+            return known
+        session.on_rank0(session.confirm_version)
+        tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name)
+        self._submit_all(tasks, f"evaluation {name!r}")
+        mean = evaluation.mean_reward(session, tasks, name, self.config.batch_timeout_s)
+        evaluation.record(session, name, mean)
         return mean
 
     # -- rank 0 --------------------------------------------------------------------------------
@@ -199,25 +209,69 @@ class RemoteSGLangEngine:
             self._top_up(spec, 2 * self._batch_size - queued)
 
     def _top_up(self, spec: WorkflowSpec, missing: int) -> None:
-        assert self._rows is not None
-        while missing > 0 and not self._sealed:
-            tasks = []
-            for epoch, index, row in self._rows:
-                tasks.append(
-                    Task(
-                        task_id=f"e{epoch}-{index}",
-                        purpose=Purpose.TRAIN,
-                        workflow=spec,
-                        data=dict(row),
-                        position=(epoch, index),
-                    )
-                )
-                self._open.append((epoch, index, tasks[-1].task_id))
+        while missing > 0 and (self._held_back is not None or not self._sealed):
+            tasks = self._draw(spec, missing) if self._held_back is None else self._held_back
+            try:
+                accepted = self._send(tasks, seal=self._sealed)
+            except errors.CapacityExceeded as error:
+                # Then it has enough to do: these go with a later poll, `_poll` has the deadline.
+                if self._held_back is None:
+                    self._log.warning("submission_held_back", tasks=len(tasks), cause=str(error))
+                self._held_back = tasks
+                self._next = list(tasks[0].position or ()) if tasks else self._next
+                return
+            self._held_back = None
+            for task in tasks:
+                epoch, index = task.position or (0, 0)
+                self._open.append((epoch, index, task.task_id))
                 self._next = [epoch, index + 1]
-                if len(tasks) >= missing:
-                    break
-            self._sealed = len(tasks) < missing
-            missing -= self._send(tasks, seal=self._sealed)
+            missing -= accepted
+
+    def _draw(self, spec: WorkflowSpec, count: int) -> list[Task]:
+        """The next rows as tasks; fewer than asked, and sealed, when the rows end."""
+        assert self._rows is not None
+        tasks = [
+            Task(
+                task_id=f"e{epoch}-{index}",
+                purpose=Purpose.TRAIN,
+                workflow=spec,
+                data=dict(row),
+                position=(epoch, index),
+            )
+            for epoch, index, row in itertools.islice(self._rows, count)
+        ]
+        self._sealed = len(tasks) < count
+        return tasks
+
+    def _submit_all(self, tasks: list[Task], what: str) -> None:
+        """Submits tasks without which there is no going on; all ranks wait while there is no room.
+
+        Raises:
+            WaitTimeout: The ledger was full for rollout.batch_timeout_s.
+        """
+        session = self.session
+        since, backoff = time.monotonic(), Backoff(0.2, POLL_S / 2)
+
+        def attempt() -> bool:
+            try:
+                self._send(tasks)
+            except errors.CapacityExceeded as error:
+                if backoff.fresh:
+                    self._log.warning("submission_held_back", tasks=len(tasks), cause=str(error))
+                if time.monotonic() - since > self.config.batch_timeout_s:
+                    raise errors.WaitTimeout(
+                        f"room for {len(tasks)} tasks of {what}: {error}",
+                        on=f"buffer {session.buffer.address}",
+                        since=since,
+                        hint="raise buffer.max_memory_mb, or checkpoint more often",
+                    ) from None
+                session.ask_buffer(backoff.sleep(), f"room for {len(tasks)} tasks of {what}")
+                return False
+            return True
+
+        while not session.on_rank0(attempt):
+            session.raise_if_stopped()
+            session.save_checkpoint()  # commits, so that payloads can go
 
     def _poll(self, task_ids: list[str], submit: Any, since: float) -> TakeResult:
         session = self.session
@@ -233,7 +287,8 @@ class RemoteSGLangEngine:
                 f"batch of step {session.step + 1}: {taken.waiting_for}",
                 on=f"buffer {session.buffer.address}",
                 since=since,
-                hint="see `areal status` and the rollout and inference logs",
+                hint="see `areal status` and the rollout and inference logs"
+                + ("; the ledger is full and refuses more tasks" if self._held_back else ""),
             )
         if taken.state is TakeState.WAITING and submit is not None:
             submit(taken.queued)
@@ -287,61 +342,6 @@ class RemoteSGLangEngine:
             queued=taken.queued,
         )
         return pack_groups(groups)
-
-    def _evaluate(self, rows: Sequence[Mapping[str, Any]], spec: WorkflowSpec, name: str) -> float:
-        session = self.session
-        session.on_rank0(session.confirm_version)
-        tasks = [
-            Task(
-                # Without the incarnation: a resumed run waits for the tasks that are there already.
-                task_id=f"{name}-v{session.step}-{index}",
-                purpose=Purpose.SERVE,
-                workflow=spec,
-                data=dict(row),
-            )
-            for index, row in enumerate(rows)
-        ]
-        session.on_rank0(lambda: self._send(tasks))
-        waiting = {task.task_id for task in tasks}
-        since = time.monotonic()
-
-        def all_ended() -> bool:
-            if waiting:
-                waiting.difference_update(
-                    session.ask_buffer(
-                        session.buffer.wait_tasks(sorted(waiting), POLL_S), f"evaluation {name!r}"
-                    )
-                )
-            if waiting and time.monotonic() - since > self.config.batch_timeout_s:
-                raise errors.WaitTimeout(
-                    f"{len(waiting)} of {len(tasks)} tasks of evaluation {name!r}",
-                    on=f"buffer {session.buffer.address}",
-                    since=since,
-                )
-            return not waiting
-
-        while not session.on_rank0(all_ended):  # the ranks meet after each poll
-            session.raise_if_stopped()
-        return session.on_rank0(lambda: self._mean_reward(tasks, name))
-
-    def _mean_reward(self, tasks: Sequence[Task], name: str) -> float:
-        session = self.session
-        records = session.ask_buffer(
-            session.buffer.get_tasks([t.task_id for t in tasks], include_groups=True),
-            f"results of evaluation {name!r}",
-            timeout=RETRY_S,
-        )
-        rewards: list[float] = [
-            t.reward
-            for record in records
-            for t in (record.group.trajectories if record.group else ())
-        ]
-        if not rewards:
-            raise errors.WorkflowError(
-                f"evaluation {name!r}: none of {len(tasks)} rows was delivered; "
-                f"first cause: {records[0].reason if records else 'unknown'}"
-            )
-        return sum(rewards) / len(rewards)
 
 
 def _queued_train_tasks(stats: pb.GetStatsResponse) -> int:

@@ -3,7 +3,8 @@
     launcher ──pipe──> guard (stdin)
        │ dies: the kernel closes its end of the pipe
        v
-    guard reads EOF ──> SIGTERM to every process of the stack, SIGKILL after the grace ──> exit
+    guard reads EOF ──> SIGTERM to every process of the stack, SIGKILL after the grace
+                    ──> the stack's secrets go ──> exit
 
 The launcher starts it before any other child and holds the only writing end. A child that is
 being started still holds a copy until its exec, so EOF cannot come before it carries its tag.
@@ -32,10 +33,14 @@ def main(argv: list[str]) -> int:
     import json
     from pathlib import Path
 
+    from areal.launchers.run_folder import RunFolder, remove_secrets
     from areal.launchers.tags import end_tagged, leaders_of
 
     stack = json.loads(Path(stack_file).read_text())
-    end_tagged(stack["stack_id"], grace_s=grace_s, leaders=leaders_of(stack))
+    try:
+        end_tagged(stack["stack_id"], grace_s=grace_s, leaders=leaders_of(stack))
+    finally:
+        remove_secrets(RunFolder(Path(stack_file).parent))
     return 0
 
 

@@ -29,8 +29,7 @@ from areal.launchers.guarding import Guard
 from areal.launchers.log_tail import LogTail, humanize
 from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal.launchers.processes import ProcessSpec
-from areal.launchers.run_folder import RunFolder
-from areal.launchers.secret_files import remove_secrets
+from areal.launchers.run_folder import RunFolder, remove_secrets
 from areal.launchers.supervisor import RestartPolicy, Supervisor
 from areal.security import Security
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,11 @@ class RunFolder:
         if not isinstance(content, dict):
             raise NotFound(f"{self.stack_file}: expected a JSON object")
         return content
+
+
+def remove_secrets(folder: RunFolder) -> None:
+    """Forgets what was made; the next stack of the trial makes its own."""
+    shutil.rmtree(folder.secrets, ignore_errors=True)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

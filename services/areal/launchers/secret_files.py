@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from pathlib import Path
 
 from areal.config import BaseExperimentConfig
@@ -55,11 +54,6 @@ def write_secret(folder: RunFolder, name: str, text: str) -> Path:
         os.fchmod(descriptor, 0o600)  # it may be there already
         stream.write(text + "\n")
     return file
-
-
-def remove_secrets(folder: RunFolder) -> None:
-    """Forgets what was made; the next stack of the trial makes its own."""
-    shutil.rmtree(folder.secrets, ignore_errors=True)
 
 
 def redis_conf(folder: RunFolder, password: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import pytest
 from areal.errors import ConfigError
 from areal.launchers.processes import child_environment
 from areal.launchers.run_folder import RunFolder
+from areal.launchers.secret_files import write_secret
 from areal.launchers.tags import end_tagged, find_tagged
 
 SLEEP = "import time; time.sleep(60)"
@@ -88,6 +89,23 @@ def test_guard_when_pipe_closes_then_ends_children_and_grandchildren(tmp_path: P
     assert guard.wait(20.0) == 0
     assert [child.wait(5.0) for child in children][1] == -signal.SIGKILL
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_guard_when_it_has_cleaned_up_then_the_secrets_of_the_stack_are_gone_too(
+    tmp_path: Path,
+) -> None:
+    stack_id = f"test/{uuid.uuid4().hex}"
+    folder = RunFolder(tmp_path)
+    secret = write_secret(folder, "token", "0123456789abcdef")
+    (tmp_path / "mine").write_text("a user's own file")
+    child = spawn(stack_id, SLEEP)
+    guard = spawn_guard(stack_id, write_stack(folder.stack_file, stack_id), 0.0)
+    assert secret.read_text() == "0123456789abcdef\n"
+    guard.stdin.close()  # type: ignore[union-attr]
+    assert guard.wait(20.0) == 0
+    assert child.wait(5.0) == -signal.SIGKILL
+    assert not folder.secrets.exists()
+    assert (tmp_path / "mine").exists()
 
 
 def test_guard_when_a_child_wrote_over_its_environment_then_ends_it_too(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from areal.config import GRPOConfig, build_config, save_config
 from areal.launchers.plan import plan_stack
 from areal.launchers.processes import child_environment
-from areal.launchers.run_folder import RunFolder
-from areal.launchers.secret_files import place_secrets, remove_secrets
+from areal.launchers.run_folder import RunFolder, remove_secrets
+from areal.launchers.secret_files import place_secrets
 from areal.security import Security
 
 TOKEN = "correct-horse-battery-staple"

@@ -1,0 +1,103 @@
+"""Held-out rewards: when to measure, the tasks, their mean. Collective, like all batch calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal import errors
+from areal.engines.session import RETRY_S, TrainerSession
+from areal.types import Purpose, Task, WorkflowSpec
+
+# One long poll; the ranks meet after each, so none idles in a collective for longer.
+POLL_S = 10.0
+_STEPS = "measured_at_step"
+
+
+def recorded(session: TrainerSession, name: str) -> float | None:
+    """The figure that stands for the policy of now, if there is one.
+
+    That is one measured at this very step. A run that resumes has moved on from its initial
+    policy, so until its first step that one's figure is taken from the record, too.
+    """
+    known = session.result(name)
+    if known is None:
+        return None
+    at = (session.result(_STEPS) or {}).get(name, 0)
+    began = session.resumed.step if session.resumed else 0
+    stands = at == session.step or (at == 0 and session.step == began)
+    return float(known) if stands else None
+
+
+def record(session: TrainerSession, name: str, mean: float) -> None:
+    """Keeps a figure and the step it is of."""
+    steps = dict(session.result(_STEPS) or {})
+    session.record(name, mean)
+    session.record(_STEPS, {**steps, name: session.step})
+
+
+def tasks_of(
+    session: TrainerSession, rows: Sequence[Mapping[str, Any]], spec: WorkflowSpec, name: str
+) -> list[Task]:
+    """One task per row."""
+    return [
+        Task(
+            # With the version: another policy's answers are other tasks. Without the incarnation:
+            # a resumed run waits for the tasks that are there already.
+            task_id=f"{name}-v{session.step}-{index}",
+            purpose=Purpose.SERVE,
+            workflow=spec,
+            data=dict(row),
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def mean_reward(
+    session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float
+) -> float:
+    """Waits for the end of all tasks.
+
+    Raises:
+        WorkflowError: None was delivered.
+        WaitTimeout: Some have not ended within `timeout_s`.
+    """
+    waiting = {task.task_id for task in tasks}
+    since = time.monotonic()
+
+    def all_ended() -> bool:
+        if waiting:
+            waiting.difference_update(
+                session.ask_buffer(
+                    session.buffer.wait_tasks(sorted(waiting), POLL_S), f"evaluation {name!r}"
+                )
+            )
+        if waiting and time.monotonic() - since > timeout_s:
+            raise errors.WaitTimeout(
+                f"{len(waiting)} of {len(tasks)} tasks of evaluation {name!r}",
+                on=f"buffer {session.buffer.address}",
+                since=since,
+            )
+        return not waiting
+
+    while not session.on_rank0(all_ended):
+        session.raise_if_stopped()
+    return session.on_rank0(lambda: _mean(session, tasks, name))
+
+
+def _mean(session: TrainerSession, tasks: Sequence[Task], name: str) -> float:
+    records = session.ask_buffer(
+        session.buffer.get_tasks([t.task_id for t in tasks], include_groups=True),
+        f"results of evaluation {name!r}",
+        timeout=RETRY_S,
+    )
+    rewards: list[float] = [
+        t.reward for record in records for t in (record.group.trajectories if record.group else ())
+    ]
+    if not rewards:
+        raise errors.WorkflowError(
+            f"evaluation {name!r}: none of {len(tasks)} rows was delivered; "
+            f"first cause: {records[0].reason if records else 'unknown'}"
+        )
+    return sum(rewards) / len(rewards)

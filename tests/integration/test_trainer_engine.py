@@ -1,0 +1,210 @@
+"""What a recipe's batch calls do against a real ledger that is full, and after a resume."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from tests.buffer_server import start_buffer
+from tests.integration.test_trainer_session import Actor, Session
+from tests.ledger_support import make_group
+from tests.redis_server import start_redis
+
+from areal.clients.buffer import BufferClient
+from areal.config import GRPOConfig
+from areal.engines.remote import RemoteSGLangEngine
+from areal.engines.session import TrainerSession
+from areal.errors import WaitTimeout
+from areal.workflows.rlvr import RLVRWorkflow
+
+BATCH, STEPS, MEMORY_MB = 2, 4, 64
+ROWS = [(0, index, {"prompt": f"{index}+1="}) for index in range(BATCH * STEPS)]
+
+
+class Rows:
+    """A loader that ends."""
+
+    def __iter__(self) -> Iterator[tuple[int, int, dict[str, str]]]:
+        return iter(ROWS)
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        raise AssertionError("nothing is resumed here")
+
+
+class Worker:
+    """Leases tasks and completes them at once, in a thread of its own, until told to stop."""
+
+    def __init__(self, address: str) -> None:
+        self.reward = 1.0
+        self.done: list[str] = []
+        self._address = address
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._work()))
+        self._thread.start()
+
+    async def _work(self) -> None:
+        client = BufferClient(self._address)
+        while not self._stopping.is_set():
+            leases, _ = await client.lease_tasks("w", 4, 0.2)
+            for lease in leases:
+                group = make_group(lease.task.task_id, lease.policy_version)
+                for trajectory in group.trajectories:
+                    trajectory.rewards[-1] = self.reward
+                await client.complete_task(lease.task.task_id, lease.token, group, "w")
+                self.done.append(lease.task.task_id)
+        await client.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(30)
+
+
+class Trial:
+    """One trial's buffer, and what fills its Redis."""
+
+    def __init__(self, config: GRPOConfig, url: str) -> None:
+        self.config = config
+        self._redis = redis.Redis.from_url(url)
+
+    def fill(self) -> None:
+        """Something else takes all the memory that the ledger may have."""
+        self._redis.set("junk", bytes(2 * MEMORY_MB * 1024 * 1024))
+        time.sleep(1.2)  # the service samples each second
+
+    def empty(self) -> None:
+        self._redis.delete("junk")
+
+    @contextmanager
+    def session(self) -> Iterator[TrainerSession]:
+        session = Session(self.config)
+        try:
+            session.open()
+            session.attach(Actor())
+            with session.active():
+                yield session
+        finally:
+            session.close()
+
+    @contextmanager
+    def worker(self) -> Iterator[Worker]:
+        worker = Worker(self.config.endpoints.buffer)
+        try:
+            yield worker
+        finally:
+            worker.stop()
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with start_redis(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture
+def trial(tmp_path: Path, redis_url: str) -> Iterator[Trial]:
+    config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
+    config.train_dataset.batch_size = BATCH
+    config.rollout.max_head_offpolicyness = 0
+    config.rollout.batch_timeout_s = 60.0
+    limits = (f"train_dataset.batch_size={BATCH}", f"buffer.max_memory_mb={MEMORY_MB}")
+    with start_buffer(tmp_path / "b", redis_url, *limits) as address:
+        config.endpoints.buffer = address
+        trial = Trial(config, redis_url)
+        yield trial
+        trial.empty()
+
+
+def in_thread(function: Callable[[], object]) -> Future[object]:
+    """Runs it beside the test; the session's context goes along."""
+    import contextvars
+
+    context = contextvars.copy_context()
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(context.run, function)
+    pool.shutdown(wait=False)
+    return future
+
+
+def waits_for(session: TrainerSession, words: str) -> None:
+    deadline = time.monotonic() + 30
+    while not any(words in str(wait) for wait in session.waits.oldest()):
+        assert time.monotonic() < deadline, [str(w) for w in session.waits.oldest()]
+        time.sleep(0.02)
+
+
+def test_prepare_batch_when_the_ledger_is_full_then_rows_are_held_back_and_none_is_lost(
+    trial: Trial,
+) -> None:
+    trial.fill()
+    with trial.session() as session, trial.worker() as worker:
+        engine = RemoteSGLangEngine(trial.config.rollout)
+        taken = []
+        for step in range(STEPS):
+            batch = engine.prepare_batch(Rows(), RLVRWorkflow("math"))
+            taken.append(int(batch["group_index"].max()) + 1)
+            if step == 0:
+                assert engine._held_back is not None, "everything was accepted: nothing is tested"
+            session.finish_step()
+            if engine._held_back is not None:  # a checkpoint of now must bring them again
+                assert tuple(engine._cursor()) <= engine._held_back[0].position
+        assert taken == [BATCH] * STEPS
+        assert sorted(worker.done) == sorted(f"e0-{index}" for index in range(BATCH * STEPS))
+        assert engine._cursor() == [0, BATCH * STEPS]
+
+
+def test_batch_calls_when_the_ledger_is_full_then_they_wait_by_name_and_have_a_deadline(
+    trial: Trial,
+) -> None:
+    with trial.session() as session, trial.worker() as worker:
+        engine = RemoteSGLangEngine(trial.config.rollout)
+        workflow, rows = RLVRWorkflow("math"), [row for *_, row in ROWS]
+        for what, call in (
+            ("step 1", lambda: engine.rollout_batch(rows, workflow)),
+            ("evaluation 'held'", lambda: engine.evaluate(rows, workflow, "held")),
+        ):
+            worker.done.clear()
+            trial.fill()
+            done = in_thread(call)
+            waits_for(session, f"room for {len(rows)} tasks of {what}")
+            (wait,) = [w for w in session.waits.oldest() if w.what == "call"]
+            assert wait.on == f"buffer {trial.config.endpoints.buffer}"
+            assert not done.done()
+            trial.empty()
+            done.result(60)
+            assert len(worker.done) == len(rows)
+        trial.fill()
+        trial.config.rollout.batch_timeout_s = 0.5
+        said = r"for room for 8 tasks of evaluation 'again': .*memory limit.* on buffer 127"
+        with pytest.raises(WaitTimeout, match=said):
+            engine.evaluate(rows, workflow, "again")
+        trial.empty()
+
+
+def test_evaluate_when_the_policy_has_moved_then_measured_again_and_else_not(trial: Trial) -> None:
+    workflow, rows = RLVRWorkflow("math"), [row for *_, row in ROWS][:3]
+    trial.config.checkpoint.freq_steps = 1
+
+    def life(steps: int, reward: float) -> tuple[float, float, int]:
+        """What a recipe does: evaluate, train, evaluate; and how many tasks its worker did."""
+        with trial.session() as session, trial.worker() as worker:
+            worker.reward = reward
+            engine = RemoteSGLangEngine(trial.config.rollout)
+            before = engine.evaluate(rows, workflow, "before")
+            for _ in range(steps):
+                engine.rollout_batch(rows, workflow)
+                session.finish_step()
+            return before, engine.evaluate(rows, workflow, "after"), len(worker.done)
+
+    assert life(2, 1.0) == (1.0, 1.0, 12)
+    # Finished, and started again as it is: nothing to do.
+    assert life(0, 0.5) == (1.0, 1.0, 0)
+    # Extended: the first figure is of a policy that is served no longer, the last is of a new one.
+    assert life(1, 0.25) == (1.0, 0.25, 6)
+    assert life(0, 0.125) == (1.0, 0.25, 0)
