@@ -32,11 +32,11 @@ COPY pyproject.toml README.md LICENSE ./
 COPY services services
 RUN /opt/areal/bin/python -m pip install --no-deps --no-index --no-build-isolation --prefix /source .
 
-# -- what all images have: a user with a number, /data to write to, a health check ----------------
+# -- what all images have: a user with a number, folders for volumes, a health check ----------------
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 areal \
     && useradd --uid 10001 --gid areal --home-dir /data --no-create-home --shell /usr/sbin/nologin areal \
-    && mkdir /data && chown areal:areal /data
+    && mkdir /data /stores /secrets && chown areal:areal /data /stores /secrets
 COPY deploy/healthcheck.py /usr/local/bin/healthcheck
 ENV PATH=/opt/areal/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 WORKDIR /data
@@ -52,7 +52,7 @@ RUN /opt/areal/bin/python -m pip install --target /packages-stores -r stores.txt
 
 FROM runtime AS stores
 COPY --from=store-packages /stores /opt/areal
-HEALTHCHECK --interval=5s --timeout=3s CMD ["healthcheck", "redis://127.0.0.1:6379"]
+HEALTHCHECK --interval=3s --timeout=3s CMD ["healthcheck", "redis://127.0.0.1:6379"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/stores" \
@@ -67,7 +67,7 @@ COPY --from=control-packages /packages /opt/areal
 
 FROM control-runtime AS control
 COPY --from=source /source /opt/areal
-HEALTHCHECK --interval=5s --timeout=3s --start-period=30s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+HEALTHCHECK --interval=3s --timeout=3s --start-period=30s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/control" \
@@ -91,7 +91,7 @@ ENV OMP_NUM_THREADS=1
 FROM torch-runtime AS inference-cpu
 COPY --from=source /source /opt/areal
 EXPOSE 30000
-HEALTHCHECK --interval=5s --timeout=3s --start-period=60s CMD ["healthcheck", "http://127.0.0.1:30000/health"]
+HEALTHCHECK --interval=3s --timeout=3s --start-period=60s CMD ["healthcheck", "http://127.0.0.1:30000/health"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/inference-cpu" \
@@ -110,7 +110,7 @@ RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
 FROM torch-runtime AS trainer
 COPY --from=trainer-packages /packages-trainer /opt/areal
 COPY --from=source /source /opt/areal
-HEALTHCHECK --interval=5s --timeout=3s --start-period=120s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+HEALTHCHECK --interval=3s --timeout=3s --start-period=120s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/trainer" \

@@ -1,4 +1,4 @@
-"""The command line: `areal run | up | down | status | submit | logs | dead-letters`.
+"""The command line: `areal run | up | config | down | status | submit | logs | dead-letters`.
 
 Only arguments live here; each command imports its work when it is called, so `--help` is fast.
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 interrupted.
@@ -92,6 +92,18 @@ def up(
         return run_foreground(resolved, with_trainer=False, ready_fd=ready_fd)
 
     _finish(work)
+
+
+@app.command()
+def config(
+    recipe: Annotated[Path, typer.Argument(help="The recipe: one Python file.")],
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+) -> None:
+    """Print the experiment file that `areal run` would use, every key of it; start nothing."""
+    from areal.cli_stack import print_config
+
+    _finish(lambda: print_config(recipe, config, overrides or []))
 
 
 @app.command()

@@ -23,9 +23,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from areal.config import BaseExperimentConfig, GRPOConfig, build_config
+from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config
 from areal.errors import ArealError, ConfigError, InvalidInput
 from areal.launchers.events import EventLog
 from areal.launchers.local import PREPARE_TIMEOUT_S, LocalStack
@@ -59,6 +60,19 @@ def resolve_run(recipe: Path, config: Path | None, overrides: list[str]) -> Reso
     Raises:
         InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
     """
+    resolved, module = _read_experiment(recipe, config, overrides)
+    return _with_model(resolved, callable(getattr(module, "prepare_model", None)))
+
+
+def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
+    """Prints the resolved experiment file; whether its model is there is not asked."""
+    sys.stdout.write(as_yaml(_read_experiment(recipe, config, overrides)[0]))
+    return 0
+
+
+def _read_experiment(
+    recipe: Path, config: Path | None, overrides: list[str]
+) -> tuple[BaseExperimentConfig, ModuleType]:
     source = Recipe.read(recipe)
     module = load_recipe(source.source, str(recipe))
     if not callable(getattr(module, "main", None)):
@@ -68,7 +82,7 @@ def resolve_run(recipe: Path, config: Path | None, overrides: list[str]) -> Reso
         file = recipe.with_suffix(".yaml")
     resolved = build_config(find_config_class(module, GRPOConfig), file, overrides)
     resolved.recipe = str(recipe.resolve())
-    return _with_model(resolved, callable(getattr(module, "prepare_model", None)))
+    return resolved, module
 
 
 def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -> Resolved:

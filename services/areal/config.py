@@ -301,7 +301,12 @@ def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOC
     return result
 
 
+def as_yaml(config: BaseExperimentConfig) -> str:
+    """The resolved experiment file."""
+    return cast("str", OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
 def save_config(config: BaseExperimentConfig, file: Path) -> None:
     """Writes the resolved experiment file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    file.write_text(as_yaml(config))

@@ -31,6 +31,7 @@ from areal.config import GRPOConfig
 from areal.engines.bridge import AsyncBridge
 from areal.engines.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.engines.checkpoints import Checkpoint, CheckpointFolder
+from areal.engines.progress_log import ProgressLog
 from areal.engines.ranks import Ranks
 from areal.engines.run_files import RunFiles
 from areal.engines.trainer_status import TrainerStatus
@@ -110,6 +111,7 @@ class TrainerSession(Ranks):
         )
         self.waits.watch(self._checkpoints.waits)
         self._files: RunFiles | None = None
+        self._progress = ProgressLog(config.total_train_steps)
         self._step_started = time.monotonic()
         self._log = get_logger("areal.engines.session")
 
@@ -289,6 +291,7 @@ class TrainerSession(Ranks):
             self.row["time"] = time.time()
             self._files.append_row(self.row)
             self.status.finished_step(self.step, self.row)
+            self._progress.finished_step(self.row)
         # Not before its row: whoever resumes from it finds all rows up to it.
         self._checkpoints.seal()
         self.raise_if_stopped()
@@ -302,6 +305,7 @@ class TrainerSession(Ranks):
         """Writes one named result into trainer.json (rank 0)."""
         if self._files is not None:
             self._files.record(name, value)
+            self._log.info("result", **{name: value})
 
     def result(self, name: str) -> Any:
         """A result recorded before, also by an earlier incarnation; the same on every rank."""

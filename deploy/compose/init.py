@@ -1,0 +1,97 @@
+"""What runs before anything else of docker-compose.yaml: secrets, the experiment file, the model.
+
+Runs at every `up` and keeps what is there: secrets in /secrets, the resolved experiment file in
+/data/config.yaml, version 0 of the model where that file says.
+"""
+
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+DATA, SECRETS, RECIPES = Path("/data"), Path("/secrets"), Path("/recipes")
+ENDPOINTS = {
+    "redis": "redis://redis:6379/0",
+    "nats": "nats://nats:4222",
+    "buffer": "buffer:50051",
+    "rollout": "rollout:50051",
+    "reward": "reward:50051",
+    "weight_sync": "weight-sync:50051",
+    "trainer": "trainer:50051",
+    "gateway": "http://gateway:8080",
+    "inference": "[http://areal-inference-1:30000,http://areal-inference-2:30000]",
+}
+SECURITY = {"token_file": "token", "redis_password_file": "redis", "nats_token_file": "nats"}
+
+
+def write(file: Path, text: str) -> None:
+    """Replaces a file as a whole: a reader sees all of it or what was there before."""
+    temporary = file.with_name(f".{file.name}.new")
+    temporary.write_text(text)
+    temporary.replace(file)
+
+
+def make_secrets() -> None:
+    """One password each; a token that was given (AREAL_TOKEN) replaces the one that was made."""
+    os.umask(0o027)  # the group may read: Prometheus runs as a user of its own
+    for name in SECURITY.values():
+        given = os.environ.get("AREAL_TOKEN", "") if name == "token" else ""
+        file = SECRETS / name
+        if given or not file.exists():
+            write(file, f"{given or secrets.token_hex(32)}\n")
+    # Both stores understand a JSON string.
+    redis, nats = (json.dumps((SECRETS / name).read_text().strip()) for name in ("redis", "nats"))
+    write(SECRETS / "redis.conf", f"requirepass {redis}\n")
+    write(SECRETS / "nats.conf", f"authorization {{ token: {nats} }}\nhttp: 127.0.0.1:8222\n")
+    for folder in ("redis", "nats", "prometheus"):
+        (Path("/stores") / folder).mkdir(exist_ok=True)
+
+
+def resolve_experiment() -> dict:
+    """The same file as for `areal run`, with the endpoints of this network."""
+    overrides = [
+        f"run_root={DATA}/runs",
+        *(f"endpoints.{key}={value}" for key, value in ENDPOINTS.items()),
+        *(f"security.{key}={SECRETS / name}" for key, name in SECURITY.items()),
+        *shlex.split(os.environ.get("AREAL_ARGS", "")),
+    ]
+    recipe = RECIPES / os.environ["AREAL_RECIPE"]
+    resolved = subprocess.run(
+        ["areal", "config", str(recipe), *overrides], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if resolved.returncode:
+        sys.exit(resolved.returncode)  # it has said why
+    write(DATA / "config.yaml", resolved.stdout)
+    return yaml.safe_load(resolved.stdout)
+
+
+def configure_engines(experiment: dict) -> None:
+    """Both kinds of inference server, from the same keys."""
+    model = experiment["model"]
+    common = {
+        "model_path": str(DATA / model["path"]),
+        "host": "0.0.0.0",
+        "port": 30000,
+        "dtype": model["dtype"],
+        "context_length": model["context_length"],
+        "max_running_requests": experiment["stack"]["inference_max_running"],
+    }
+    cpu = {"inference": {**common, "token_file": experiment["security"]["token_file"]}}
+    write(DATA / "inference.yaml", yaml.safe_dump(cpu))
+    gpu = {**common, "api_key": (SECRETS / "token").read_text().strip()}
+    renamed = {key.replace("_", "-"): value for key, value in gpu.items()}
+    write(SECRETS / "sglang.yaml", yaml.safe_dump(renamed))
+
+
+if __name__ == "__main__":
+    make_secrets()
+    experiment = resolve_experiment()
+    configure_engines(experiment)
+    print(f"{experiment['experiment_name']}/{experiment['trial_name']}: making version 0", flush=True)
+    prepare = [sys.executable, "-m", "areal_trainer.prepare", "--config", str(DATA / "config.yaml")]
+    sys.exit(subprocess.run(prepare, check=False).returncode)
