@@ -1,4 +1,5 @@
-# Images of everything but SGLang: stores, control (no torch), trainer, inference-cpu, dev.
+# Images of everything but SGLang: stores, control (no torch), weight-sync (control on
+# Kubernetes), trainer, inference-cpu, dev.
 #
 #   docker build --target control -t areal/control:dev .        (all of them: make images)
 #
@@ -7,7 +8,7 @@
 # Only what the classic builder knows as well is used here.
 ARG BASE_IMAGE=python:3.11-slim
 
-# -- what to install: five lists out of pyproject.toml -----------------------------------------
+# -- what to install: six lists out of pyproject.toml -----------------------------------------
 FROM ${BASE_IMAGE} AS requirements
 WORKDIR /build
 COPY pyproject.toml tools/image_requirements.py ./
@@ -76,6 +77,24 @@ LABEL org.opencontainers.image.title="areal/control" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal", "--help"]
+
+# -- weight-sync: control, and the client of Kubernetes (endpoints.inference=[kubernetes://…]) -----
+FROM control-packages AS kubernetes-packages
+COPY --from=requirements /build/kubernetes.txt ./
+RUN /opt/areal/bin/python -m pip install --prefix /packages-kubernetes -r kubernetes.txt
+
+FROM control-runtime AS weight-sync
+COPY --from=kubernetes-packages /packages-kubernetes /opt/areal
+COPY --from=source /source /opt/areal
+HEALTHCHECK --interval=3s --timeout=3s --start-period=30s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/weight-sync" \
+      org.opencontainers.image.description="weight-sync of AReaL, for clusters" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal-weight-sync", "--help"]
 
 # -- inference-cpu: the embedded engine --------------------------------------------------------
 FROM control-packages AS torch-packages

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short fuzz lint format typecheck imports layout proto docs manifests verify bench sglang test-sglang images clean
+.PHONY: help setup demo test test-fast chaos chaos-short fuzz lint format typecheck imports layout proto docs manifests verify bench sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -89,14 +89,17 @@ layout: $(STAMP) ## Every service has the same rooms
 ##@ Deploy
 
 # The index with your build of torch: TORCH_INDEX; another base: BASE_IMAGE (Debian, Python 3.11+).
-images: ## Container images areal/{stores,control,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
-	@for target in $(or $(IMAGES),stores control inference-cpu trainer); do \
+images: ## Container images areal/{stores,control,weight-sync,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
+	@for target in $(or $(IMAGES),stores control weight-sync inference-cpu trainer); do \
 		echo "== areal/$$target:$(or $(TAG),dev)"; \
 		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
 			--build-arg VERSION=$(or $(TAG),dev) --build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \
 			$(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
 			$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
 	done
+
+e2e-compose: $(STAMP) ## docker-compose.yaml of a fresh clone: learns, scales, survives kills (E2E_STEPS=400)
+	$(BIN)/python -m pytest -q -s tests/e2e/compose $(ARGS)
 
 ##@ Generate
 

@@ -24,6 +24,7 @@ def split(project: dict[str, object]) -> dict[str, list[str]]:
     return {
         "control.txt": [r for r in libraries if r not in stores],
         "stores.txt": stores,
+        "kubernetes.txt": extras["kubernetes"],
         "inference.txt": of_inference,
         "trainer.txt": [r for r in extras["cpu"] if r not in of_inference],
         "dev.txt": extras["dev"],

@@ -24,7 +24,7 @@ ENDPOINTS = {
     "weight_sync": "weight-sync:50051",
     "trainer": "trainer:50051",
     "gateway": "http://gateway:8080",
-    "inference": "[http://areal-inference-1:30000,http://areal-inference-2:30000]",
+    "inference": "[dns://inference:30000,dns://sglang:30000]",
 }
 SECURITY = {"token_file": "token", "redis_password_file": "redis", "nats_token_file": "nats"}
 
@@ -92,6 +92,8 @@ if __name__ == "__main__":
     make_secrets()
     experiment = resolve_experiment()
     configure_engines(experiment)
-    print(f"{experiment['experiment_name']}/{experiment['trial_name']}: making version 0", flush=True)
+    print(
+        f"{experiment['experiment_name']}/{experiment['trial_name']}: making version 0", flush=True
+    )
     prepare = [sys.executable, "-m", "areal_trainer.prepare", "--config", str(DATA / "config.yaml")]
     sys.exit(subprocess.run(prepare, check=False).returncode)

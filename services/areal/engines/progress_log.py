@@ -19,7 +19,7 @@ class ProgressLog:
     ) -> None:
         """`log` and `clock` are for tests."""
         self._total = total_steps
-        self._log = log or get_logger("areal.trainer")
+        self._log = get_logger("areal.trainer") if log is None else log
         self._clock = clock
         self._since = clock() - INTERVAL_S  # the first step has a line
         self._rows: list[Mapping[str, Any]] = []

@@ -23,19 +23,22 @@ def configure_logging(
         stream: Where lines go; None: stderr.
     """
     stream = stream or sys.stderr
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=stream.isatty())
-        if text
-        else structlog.processors.JSONRenderer()
-    )
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S" if text else "iso", utc=True),
         structlog.processors.format_exc_info,
     ]
+    rendering: list[structlog.typing.Processor] = (
+        [
+            _what_people_know,
+            structlog.dev.ConsoleRenderer(colors=stream.isatty(), sort_keys=False, pad_event_to=20),
+        ]
+        if text
+        else [structlog.processors.JSONRenderer()]
+    )
     structlog.configure(
-        processors=[*shared, renderer, _redact],
+        processors=[*shared, *rendering, _redact],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=True,
@@ -52,6 +55,15 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
+
+
+def _what_people_know(
+    _: Any, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Whoever reads plain lines knows whose they are."""
+    for key in ("component", "run", "service"):
+        event.pop(key, None)
+    return event
 
 
 def _redact(_: Any, __: str, rendered: Any) -> str:

@@ -1,0 +1,104 @@
+"""What images and Compose promise, as far as their files can be read without an engine."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tools.image_requirements import split
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = (
+    "redis",
+    "nats",
+    "buffer",
+    "weight-sync",
+    "reward",
+    "rollout",
+    "gateway",
+    "inference",
+    "trainer",
+)
+OURS += ("init",)
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
+
+
+def test_requirements_when_split_then_each_is_in_exactly_one_layer() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    layers = split(project)
+    installed = [each for layer in layers.values() for each in layer]
+    extras = project["optional-dependencies"]
+    wanted = {*project["dependencies"], *extras["cpu"], *extras["kubernetes"], *extras["dev"]}
+    assert set(installed) == wanted
+    small = layers["control.txt"]
+    assert not [r for r in small if r.startswith(("torch", "transformers", "matplotlib"))]
+    assert [r.split("==")[0] for r in layers["inference.txt"]] == ["torch", "safetensors"]
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_compose_when_read_then_every_service_of_ours_is_locked_down(
+    services: dict[str, dict[str, Any]], name: str
+) -> None:
+    service = services[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service
+    assert "environment" not in service or name == "init"  # configuration is in the one file
+
+
+def test_compose_when_read_then_only_loopback_is_published(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    published = {name: s["ports"] for name, s in services.items() if "ports" in s}
+    assert {"gateway", "rollout"} <= set(published)
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def check(url: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-IS", str(ROOT / "deploy/healthcheck.py"), url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "healthy"),
+    [
+        ("http", b"HTTP/1.1 200 OK\r\n\r\n", True),
+        ("http", b"HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
+        ("redis", b"-NOAUTH Authentication required.\r\n", True),
+        ("redis", b"-LOADING Redis is loading the dataset in memory\r\n", False),
+    ],
+)
+def test_healthcheck_when_the_process_answers_then_its_answer_decides(
+    scheme: str, answer: bytes, healthy: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(512)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        done = check(f"{scheme}://127.0.0.1:{server.getsockname()[1]}/healthz")
+        thread.join()
+    assert (done.returncode == 0) is healthy, done.stderr
+
+
+def test_healthcheck_when_nobody_listens_then_it_fails_in_one_line() -> None:
+    done = check("http://127.0.0.1:1/healthz")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
