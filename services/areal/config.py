@@ -303,7 +303,7 @@ def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOC
 
 def as_yaml(config: BaseExperimentConfig) -> str:
     """The resolved experiment file."""
-    return cast("str", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def save_config(config: BaseExperimentConfig, file: Path) -> None:

@@ -117,7 +117,7 @@ spec:
       {{- end }}
       containers:
         - name: {{ .name }}
-          image: {{ include "areal.image" (list $ "control" $values.image) }}
+          image: {{ include "areal.image" (list $ (eq .name "weight-sync" | ternary "weight-sync" "control") $values.image) }}
           imagePullPolicy: {{ $.Values.image.pullPolicy }}
           command: [areal-{{ .name }}]
           args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:{{ $listen }}", --metrics, "0.0.0.0:9100", --grace, {{ .grace | quote }}]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tools.image_requirements import split
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 OURS = (
     "redis",
     "nats",
