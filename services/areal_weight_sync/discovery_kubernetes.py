@@ -172,6 +172,8 @@ def addresses(slices: Iterable[Json], port: int, log: Any) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for item in slices:
         number = port or _port_of(item)
+        if not item.get("endpoints"):
+            continue
         if number == 0:
             log.warning(
                 "endpoints_without_port",
