@@ -21,7 +21,8 @@ class CoordinatorConfig:
     probe_interval_s: float = 1.0
     """Between health probes of a server; also between attempts to reach one never reached."""
     probe_timeout_s: float = 2.0
-    """Deadline of a health probe: a server silent for longer is quarantined."""
+    """Deadline of a health probe: a server that misses two in a row is quarantined, one that a
+    client has reported after the first."""
     deep_probe_every: int = 5
     """Every so many probes also ask the scheduler (/v1/loads) and compare the boot id."""
     update_timeout_s: float = 120.0

@@ -176,7 +176,7 @@ class Coordinator:
         member = self._members.get(server_id)
         if member is not None:
             self._log.info("server_reported", server=server_id, cause=cause[:300])
-            member.poke(deep=True)
+            member.suspect()
 
     def drain(self, server_id: str, deadline_s: float) -> None:
         """No new traffic from now on; forgotten when empty or past the deadline.

@@ -94,8 +94,11 @@ class HttpEngine:
         return "/".join(str(part) for part in boot)
 
     async def running(self) -> int:
-        """GET /v1/loads, summed over data-parallel ranks."""
-        body = await self._json("GET", "/v1/loads", timeout=self._probe_timeout)
+        """GET /v1/loads, summed over data-parallel ranks.
+
+        The scheduler answers it between two steps, and a long prefill on a CPU takes seconds.
+        """
+        body = await self._json("GET", "/v1/loads", timeout=self._control_timeout)
         try:
             return sum(
                 int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])

@@ -75,6 +75,8 @@ class Member:
         self._poked = asyncio.Event()
         self._deep = True
         self._doubted = False
+        self._reported = False
+        self._mute = False  # it answered probes and failed to generate
         self._probes = 0
         self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
 
@@ -88,6 +90,11 @@ class Member:
         self._deep = self._deep or deep
         if revive or self.record.state is not QUARANTINED:
             self._poked.set()
+
+    def suspect(self) -> None:
+        """A client's request failed there: ask now, with less patience."""
+        self._reported = self.record.state is SERVING
+        self.poke(deep=True)
 
     def doubt(self) -> None:
         """Its checksum was outvoted: load and confirm anew."""
@@ -143,10 +150,11 @@ class Member:
         if target is None:
             return
         await asyncio.to_thread(self._hub.digests.verify, target)
-        if record.version == target.version and await self._reconfirm(target):
-            self._serve(target)
-            return
-        await self._update(target)
+        if record.version != target.version or not await self._reconfirm(target):
+            await self._update(target)
+        if record.state is not SERVING and self._mute:
+            await self._try_generation(target)
+        self._serve(target)
 
     async def _meet(self) -> None:
         """First contact in this state: which boot of the server is this?"""
@@ -219,7 +227,7 @@ class Member:
         if was_serving:
             record.aborted_requests += aborted
             self._hub.updated(record, seconds if pausing else 0.0, aborted)
-        self._serve(target)
+        record.version = target.version
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
 
     async def _stage(self, target: PolicyVersion) -> bool:
@@ -233,7 +241,7 @@ class Member:
         )
         try:
             while not (await asyncio.wait({staging}, timeout=config.probe_interval_s))[0]:
-                await self._engine.weight_version()
+                await self._version()
             fingerprint = await staging
         finally:
             staging.cancel()
@@ -258,15 +266,51 @@ class Member:
         """Still alive, still the same process, still at the version it confirmed?"""
         self._probes += 1
         deep = self._deep or self._probes % self._hub.config.deep_probe_every == 0
-        self._deep = False
-        reported = await self._engine.weight_version()
-        if reported != target.name:
-            self._rejoin(f"its weight_version became {reported!r:.100}")
+        self._deep, reported = False, self._reported
+        version = await self._version()
+        if version != target.name:
+            self._rejoin(f"its weight_version became {version!r:.100}")
         elif deep:
             await self._engine.running()
             boot = await self._engine.boot_id()
             if boot != self.record.boot_id:
                 self._rejoin("restarted")
+            elif reported:
+                await self._try_generation(target)
+
+    async def _version(self) -> str:
+        """What it says it serves. A busy server may be late once: silence counts the second time.
+
+        After a failed request of a client the first time is enough.
+        """
+        if not self._reported:
+            try:
+                return await self._engine.weight_version()
+            except EngineError as error:
+                if error.fault is not Fault.TIMEOUT:
+                    raise
+                self._log.info("probe_missed", cause=str(error))
+        try:
+            return await self._engine.weight_version()
+        except EngineError as error:
+            if error.fault is not Fault.TIMEOUT:
+                raise
+            why = "and a request failed" if self._reported else "twice in a row"
+            raise EngineError(Fault.TIMEOUT, f"{error}, {why}") from None
+        finally:
+            self._reported = False
+
+    async def _try_generation(self, target: PolicyVersion) -> None:
+        """It answers everything but perhaps the one thing it is for: a client said so."""
+        try:
+            await self._engine.logprobs(probe_prompt(target), target.name)
+        except EngineError as error:
+            # Late the first time: maybe behind the requests it has.
+            if error.fault is not Fault.TIMEOUT or self._mute:
+                self._mute = True
+                raise
+            self._log.info("generation_probe_late", cause=str(error))
+        self._mute = False
 
     def _rejoin(self, cause: str) -> None:
         """It is not what was confirmed any more: from the start."""
@@ -288,7 +332,7 @@ class Member:
         return cast("Fingerprint | None", fingerprint)
 
     async def _check_version(self, target: PolicyVersion) -> None:
-        reported = await self._engine.weight_version()
+        reported = await self._version()
         if reported != target.name:
             raise EngineError(
                 Fault.WRONG_VERSION,

@@ -27,6 +27,19 @@ JOINING, SYNCING, SERVING = ServerState.JOINING, ServerState.SYNCING, ServerStat
 QUARANTINED = ServerState.QUARANTINED
 
 
+class Failures:
+    """An observer that remembers quarantines."""
+
+    def __init__(self) -> None:
+        self.failures: list[Fault] = []
+
+    def updated(self, seconds: float) -> None:
+        pass
+
+    def failed(self, fault: Fault) -> None:
+        self.failures.append(fault)
+
+
 class Rig:
     """A coordinator over fake engines, named a, b, c…"""
 
@@ -45,11 +58,13 @@ class Rig:
             "deep_probe_every": 2,
         }
         self.store = FakeStore()
+        self.observer = Failures()
         self.coordinator = Coordinator(
             CoordinatorConfig(**{**values, **config}),
             self.store,
             lambda url: self.engine(url.removeprefix("http://")),
             self._spawn,
+            observer=self.observer,
             weights_root=self.root,
             keep_versions=2,
         )
@@ -357,6 +372,84 @@ async def test_report_when_server_is_dead_then_is_quarantined_before_the_next_pr
         assert rig.server("a").state is QUARANTINED
         rig.register("a")
         await rig.at("a", SERVING, 1)
+
+
+async def test_probe_when_answered_late_once_then_the_server_serves_on(tmp_path):
+    """Real SGLang on a busy processor takes seconds at times, and generates all the while."""
+    async with rig_of(tmp_path) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine, since = rig.engine("a"), rig.server("a").since
+        for _ in range(3):
+            engine.late = 1
+            engine.calls.clear()
+            await rig.until(lambda: not engine.late and len(engine.calls) > 4, "probes")
+        assert (rig.server("a").state, rig.server("a").since) == (SERVING, since)
+        await rig.publish(1)
+        await rig.at("a", SERVING, 1)
+
+
+async def test_update_when_one_answer_in_it_is_late_then_it_is_confirmed(tmp_path):
+    async with rig_of(tmp_path, probe_interval_s=60.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        rig.engine("a").late = 1
+        await rig.publish(1)
+        await rig.at("a", SERVING, 1)
+        assert rig.observer.failures == []
+
+
+async def test_probe_when_two_in_a_row_are_missed_then_quarantined(tmp_path):
+    async with rig_of(tmp_path, backoff_s=60.0, backoff_max_s=60.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        rig.engine("a").late = 2
+        await rig.at("a", QUARANTINED)
+        assert rig.server("a").cause == "/model_info: no answer within 2.0 s, twice in a row"
+
+
+async def test_report_when_one_probe_is_missed_then_quarantined(tmp_path):
+    async with rig_of(tmp_path, probe_interval_s=60.0, backoff_s=60.0, backoff_max_s=60.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        rig.engine("a").late = 1
+        rig.coordinator.report("a", "connection reset")
+        await rig.at("a", QUARANTINED)
+        assert "and a request failed" in rig.server("a").cause
+
+
+async def test_report_when_only_generation_fails_then_quarantined_until_it_generates(tmp_path):
+    async with rig_of(tmp_path) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine = rig.engine("a")
+        engine.mute = EngineError(Fault.HTTP_STATUS, "/generate: HTTP 500: CUDA error")
+        rig.coordinator.report("a", "HTTP 500: CUDA error")
+        await rig.at("a", QUARANTINED)
+        asked = engine.calls.count("logprobs")
+        await rig.until(lambda: engine.calls.count("logprobs") > asked + 2, "tries again")
+        assert rig.server("a").state is not SERVING
+        assert "CUDA error" in rig.server("a").cause
+        engine.mute = None
+        await rig.at("a", SERVING, 0)
+
+
+async def test_report_when_generation_is_only_late_then_the_server_serves_on(tmp_path):
+    async with rig_of(tmp_path) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine = rig.engine("a")
+        engine.mute = EngineError(Fault.TIMEOUT, "/generate: no answer within 10.0 s")
+        rig.coordinator.report("a", "a timeout")
+        await rig.until(lambda: "logprobs" in engine.calls, "the probe of generation")
+        await asyncio.sleep(0.05)
+        assert rig.server("a").state is SERVING
 
 
 async def test_version_when_superseded_while_it_is_verified_then_no_complaint(tmp_path):

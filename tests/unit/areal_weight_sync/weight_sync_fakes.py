@@ -73,6 +73,8 @@ class FakeEngine:
         self.requests = 0
         self.has_checksums = True
         self.down: EngineError | None = None
+        self.late = 0  # so many next questions for the version are not answered in time
+        self.mute: EngineError | None = None  # of /generate only
         self.reports: str | None = None  # lies about its version
         self.holds: str | None = None  # lies about its weights
         self.load_gate = asyncio.Event()
@@ -94,6 +96,9 @@ class FakeEngine:
 
     async def weight_version(self) -> str:
         await self._call("weight_version")
+        if self.late:
+            self.late -= 1
+            raise EngineError(Fault.TIMEOUT, "/model_info: no answer within 2.0 s")
         return self.version if self.reports is None else self.reports
 
     async def boot_id(self) -> str:
@@ -142,6 +147,8 @@ class FakeEngine:
     async def logprobs(self, prompt: list[int], version: str) -> list[float]:
         await self._call("logprobs")
         assert not self.paused, "a paused server generates nothing"
+        if self.mute is not None:
+            raise self.mute
         return [self.nats] * (len(prompt) - 1)
 
     async def resume(self) -> None:
