@@ -1,4 +1,4 @@
-"""The command line: `areal run | up | config | down | status | submit | logs | dead-letters`.
+"""The command line: `areal run | up | config | down | status | scale | submit | logs | …`.
 
 Only arguments live here; each command imports its work when it is called, so `--help` is fast.
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 interrupted.
@@ -120,6 +120,17 @@ def status(run: RunOption = None, json: JsonOption = False) -> None:
     from areal.cli_inspect import show_status
 
     _finish(lambda: show_status(run, as_json=json))
+
+
+@app.command()
+def scale(
+    targets: Annotated[list[str], typer.Argument(help="inference=N", metavar="WHAT=N")],
+    run: RunOption = None,
+) -> None:
+    """Start or drain inference servers of a running stack, without stopping anything."""
+    from areal.cli_scale import scale_stack
+
+    _finish(lambda: scale_stack(run, targets))
 
 
 @app.command()

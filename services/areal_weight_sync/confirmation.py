@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TypeVar
 
+from areal.weights import PolicyVersion
 from areal_weight_sync.engine import EngineError, Fault, Fingerprint
 
 _VERSIONS_REMEMBERED = 4
@@ -136,3 +137,10 @@ def _slot(table: dict[int, _T], version: int, make: Callable[[], _T]) -> _T:
             if stale != version:
                 del table[stale]
     return table[version]
+
+
+def probe_prompt(version: PolicyVersion) -> list[int]:
+    """Token ids that every vocabulary has: a server dies of an id beyond its own."""
+    rows = [t.shape[0] for t in version.tensors if t.name.endswith("embed_tokens.weight")]
+    vocabulary = min(rows, default=16)
+    return [index * 7 % vocabulary for index in range(1, 17)]

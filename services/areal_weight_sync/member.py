@@ -28,7 +28,7 @@ from areal.observability.logging import get_logger
 from areal.servers import ServerState
 from areal.weights import PolicyVersion
 from areal_weight_sync.config import CoordinatorConfig
-from areal_weight_sync.confirmation import Confirmation
+from areal_weight_sync.confirmation import Confirmation, probe_prompt
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
 from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import (
@@ -393,10 +393,3 @@ class Member:
                 await self._engine.abort_all()
         except EngineError as error:  # it is leaving anyway, maybe it has left
             self._log.info("drain_ended", cause=str(error))
-
-
-def probe_prompt(version: PolicyVersion) -> list[int]:
-    """Token ids that every vocabulary has: a server dies of an id beyond its own."""
-    rows = [t.shape[0] for t in version.tensors if t.name.endswith("embed_tokens.weight")]
-    vocabulary = min(rows, default=16)
-    return [index * 7 % vocabulary for index in range(1, 17)]

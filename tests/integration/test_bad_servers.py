@@ -117,9 +117,7 @@ async def test_server_when_it_misbehaves_then_named_and_left_out_until_it_heals(
     assert {r.state for r in records.values()} == {TaskState.DELIVERED}
     assert rig.bad.generated > before, "healed, it takes its share again"
     with capsys.disabled():
-        print(
-            f"\n{mode}: named after {noticed:.1f} s (idle: {within_s} s), tasks done in {took:.1f} s"
-        )
+        print(f"\n{mode}: named after {noticed:.1f} s, idle {within_s} s; tasks took {took:.1f} s")
 
 
 async def test_server_when_fifty_times_slower_then_it_gets_little_and_the_others_go_on(rig, capsys):

@@ -9,6 +9,7 @@
 |----------|-----------------|-----------------------------------|--------------------------------|
 | starting | ports, CPU      | each process up, servers SERVING  | probes; stack.ready_timeout_s  |
 | ready    | what it runs    | the trainer's end, or a failure   | exit 0, or a process given up  |
+|          |                 | commands (`control.py`)           | `areal scale`                  |
 | stopping | its grace time  | each stage's processes            | their exit, or SIGKILL         |
 """
 
@@ -20,16 +21,19 @@ import sys
 import time
 import uuid
 from enum import StrEnum
+from typing import Any
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import BaseExperimentConfig, save_config
-from areal.errors import ConfigError, NotFound, WaitTimeout
+from areal.errors import ConfigError, InvalidInput, NotFound, WaitTimeout
+from areal.launchers.control import ControlSocket, Say
 from areal.launchers.events import EventLog, StackEvent
 from areal.launchers.guarding import Guard
 from areal.launchers.log_tail import LogTail, humanize
 from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder, remove_secrets
+from areal.launchers.scaling import Scaler
 from areal.launchers.supervisor import RestartPolicy, Supervisor
 from areal.security import Security
 
@@ -80,6 +84,7 @@ class LocalStack:
         self._with_trainer = with_trainer
         self._lock: int | None = None
         self._guard: Guard | None = None
+        self._control = ControlSocket(self.folder.control_file, self._obey)
         events.listen(self._on_event)
 
     async def open(self) -> None:
@@ -131,6 +136,27 @@ class LocalStack:
         self.ready_seconds = round(time.monotonic() - began, 2)
         self.events.report("info", "stack", f"ready after {self.ready_seconds:.1f} s")
         self._set(StackState.READY)
+        await self._control.open()
+
+    async def _obey(self, request: dict[str, Any], say: Say) -> str:
+        """What `areal scale` asks for."""
+        wanted = request.get("scale")
+        if not isinstance(wanted, dict) or not isinstance(wanted.get("inference"), int):
+            raise InvalidInput('request: expected {"scale": {"inference": COUNT}}')
+
+        def tell(text: str) -> None:
+            self.events.report("info", "scale", text)
+            say(text)
+
+        client = WeightSyncClient(
+            self.config.endpoints.weight_sync, Security.load(self.config.security)
+        )
+        try:
+            scaler = Scaler(self.plan, self.supervisor, client)
+            return await scaler.scale(wanted["inference"], tell)
+        finally:
+            await client.close()
+            self._write_stack()
 
     async def wait(self) -> None:
         """Returns when the trainer has finished; without one, never.
@@ -153,6 +179,7 @@ class LocalStack:
         if self._lock is None:
             return
         self._set(StackState.STOPPING)
+        await self._control.close()
         await self.supervisor.stop(self.plan.stop_order(), grace_s)
         if self._guard is not None:
             await self._guard.stop()

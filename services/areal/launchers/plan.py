@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from areal.config import BaseExperimentConfig, parse_allocation
@@ -15,7 +17,7 @@ from areal.launchers.ports import PortPicker
 from areal.launchers.probes import http_probe
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
-from areal.launchers.secret_files import place_secrets
+from areal.launchers.secret_files import place_secrets, sglang_config
 from areal.launchers.stores import nats_spec, redis_spec
 from areal.verdict import VERDICT_VARIABLE
 
@@ -42,6 +44,16 @@ class StackPlan:
     inference: list[ProcessSpec] = field(default_factory=list)
     services: list[ProcessSpec] = field(default_factory=list)
     trainer: ProcessSpec | None = None
+    make_inference: Callable[[int], ProcessSpec] | None = None
+    """By index; None where we start no inference servers."""
+
+    def add_inference(self) -> ProcessSpec:
+        """One more, with the lowest name that is free, on a port of its own."""
+        assert self.make_inference is not None, "this stack starts no inference servers"
+        taken = {spec.name for spec in self.inference}
+        free = next(index for index in itertools.count() if f"inference-{index}" not in taken)
+        self.inference.append(self.make_inference(free))
+        return self.inference[-1]
 
     @property
     def inference_urls(self) -> dict[str, str]:
@@ -93,7 +105,9 @@ def plan_stack(
         endpoints.nats = f"nats://{plan.stores[-1].address}"
     if not endpoints.inference:
         count = parse_allocation(config.allocation_mode).inference_replicas
-        plan.inference = [_inference(config, folder, picker, index) for index in range(count)]
+        plan.make_inference = partial(_inference, config, folder, picker)
+        for _ in range(count):
+            plan.add_inference()
     for name, (module, key) in _SERVICES.items():
         if not getattr(endpoints, key):
             spec = _service(name, module, folder, picker)
@@ -150,8 +164,10 @@ def _inference(
         # Servers must differ, and a rerun should not.
         "random-seed": str(1_000 * config.seed + index),
     }
-    if config.security.token_file and not command:  # SGLang's is its own business: --api-key
+    if config.security.token_file and not command:
         arguments["token-file"] = config.security.token_file
+    elif config.security.token_file:
+        arguments["config"] = sglang_config(config, folder)
     return ProcessSpec(
         name=name,
         argv=(

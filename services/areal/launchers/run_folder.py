@@ -27,6 +27,7 @@ class RunFolder:
         self.config_file = path / "config.yaml"
         self.stack_file = path / "stack.json"
         self.lock_file = path / ".lock"
+        self.control_file = path / "control.sock"
         self.secrets = path / "secrets"
         self.logs = path / "logs"
         self.metrics_file = path / "metrics.jsonl"

@@ -70,3 +70,13 @@ def nats_conf(folder: RunFolder, token: str) -> tuple[str, ...]:
         return ()
     text = f"authorization {{ token: {json.dumps(token)} }}"
     return ("--config", str(write_secret(folder, "nats.conf", text)))
+
+
+def sglang_config(config: BaseExperimentConfig, folder: RunFolder) -> str:
+    """A file for SGLang's `--config` that holds the token as its `--api-key`.
+
+    At the level `info` SGLang logs all its arguments, the key among them; hence `log-level`.
+    """
+    token = Security.load(config.security).token
+    text = f"api-key: {json.dumps(token)}\nlog-level: warning"
+    return str(write_secret(folder, "sglang.yaml", text))

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar
 
 from areal.errors import ArealError, WaitTimeout
@@ -89,6 +90,8 @@ class Supervised:
     ) -> None:
         """Starts nothing; `start` does."""
         self.spec = spec
+        self.vital = True
+        """Whether the stack is given up with it."""
         self.state = ProcessState.STOPPED
         self.pid = 0
         self.spawned = 0.0
@@ -309,13 +312,33 @@ class Supervisor:
         self._stack_id = stack_id
         self._policy = policy
         self._report = report
+        self._failure: asyncio.Future[None] | None = None
 
-    def start(self, *specs: ProcessSpec) -> None:
-        """Starts processes; does not wait for them."""
+    def start(self, *specs: ProcessSpec, vital: bool = True) -> None:
+        """Starts processes; does not wait for them.
+
+        Args:
+            specs: What to start.
+            vital: Whether the stack is given up with them.
+        """
         for spec in specs:
             process = Supervised(spec, self._stack_id, self._policy, self._report)
+            process.vital = vital
+            process.ended.add_done_callback(partial(self._ended, process))
             self.processes[spec.name] = process
             process.start()
+
+    def _ended(self, process: Supervised, ended: asyncio.Future[int]) -> None:
+        error, failure = ended.exception(), self._failed()
+        if error is not None and process.vital and not failure.done():
+            failure.set_exception(error)
+            failure.exception()  # read by whoever waits; never "was never retrieved"
+
+    def _failed(self) -> asyncio.Future[None]:
+        """Ends when the first vital process is given up, whenever it was started."""
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return self._failure
 
     async def wait_up(self, names: list[str], timeout: float) -> None:
         """Returns when all named processes are up; the first failure of ANY process ends it.
@@ -334,16 +357,12 @@ class Supervisor:
             return await waiting
 
         task = asyncio.create_task(wait())
-        pending: set[asyncio.Future[Any]] = {
-            task,
-            *(process.ended for process in self.processes.values()),
-        }
+        failure = self._failed()
         try:
-            while not task.done():
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for ended in done - {task}:
-                    if (failure := ended.exception()) is not None:
-                        raise failure
+            either: set[asyncio.Future[Any]] = {task, failure}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                failure.result()
             return task.result()
         finally:
             task.cancel()

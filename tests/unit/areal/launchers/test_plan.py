@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal.config import GRPOConfig, build_config
 from areal.errors import ConfigError
@@ -74,6 +75,29 @@ def test_plan_when_a_command_for_inference_is_given_then_it_gets_the_flags(tmp_p
     config.stack.inference_command = "python 'unclosed"
     with pytest.raises(ConfigError, match=r"stack\.inference_command .*unclosed"):
         plan_stack(config, folder, with_trainer=False)
+
+
+def test_plan_when_a_token_meets_another_command_then_it_is_in_a_file_only(tmp_path: Path) -> None:
+    secret = "0123456789abcdef+/="
+    (tmp_path / "token").write_text(secret)
+    config, folder = make(tmp_path, f"security.token_file={tmp_path / 'token'}")
+    config.stack.inference_command = "python -m sglang.launch_server"
+    [spec, *_] = plan_stack(config, folder, with_trainer=False).inference
+    assert not [part for part in spec.argv if secret in part]
+    assert secret not in str(spec.environment)
+    file = Path(spec.argv[spec.argv.index("--config") + 1])
+    assert file.stat().st_mode & 0o077 == 0
+    assert yaml.safe_load(file.read_text()) == {"api-key": secret, "log-level": "warning"}
+
+
+def test_plan_when_servers_are_added_then_the_lowest_free_name_is_taken(tmp_path: Path) -> None:
+    config, folder = make(tmp_path, "allocation_mode=sglang:d3+fsdp:d1")
+    plan = plan_stack(config, folder, with_trainer=False)
+    del plan.inference[1]
+    added = [plan.add_inference(), plan.add_inference()]
+    assert [spec.name for spec in added] == ["inference-1", "inference-3"]
+    assert len({spec.address for spec in plan.inference}) == 4
+    assert [s.name for s in plan.inference] == plan.stop_order()[2]
 
 
 def test_plan_when_several_ranks_then_torchrun(tmp_path: Path) -> None:

@@ -467,3 +467,19 @@ async def test_process_when_it_lived_long_before_then_started_again_without_grow
         os.kill(pid, signal.SIGKILL)
         await until(lambda pid=pid: process.pid not in (0, pid), 20.0)
     await process.stop(0.0)
+
+
+async def test_failure_when_of_a_process_started_later_then_it_ends_the_wait(
+    tmp_path: Path, stack_id: str
+) -> None:
+    supervisor = Supervisor(stack_id, FAST, Recorder())
+    forever = asyncio.create_task(supervisor.or_failure(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    never = {"probe": file_probe(tmp_path / "never")}
+    supervisor.start(python("newcomer", "raise SystemExit(2)", tmp_path, **never), vital=False)
+    with pytest.raises(StackFailure, match="newcomer"):
+        await supervisor.processes["newcomer"].wait_up(30)
+    assert not forever.done(), "one that is not vital is given up alone"
+    supervisor.start(python("late", "raise SystemExit(2)", tmp_path, **never))
+    with pytest.raises(StackFailure, match="late"):
+        await asyncio.wait_for(forever, 30)
