@@ -26,7 +26,7 @@ def stack(tmp_path: Path) -> Iterator[RunningStack]:
         "experiment_name=scale",
         "trial_name=t0",
         "allocation_mode=sglang:d2+fsdp:d1",
-        "gconfig.max_new_tokens=600",
+        "gconfig.max_new_tokens=300",
     )
     try:
         started = areal("up", "--detach", *arguments, cwd=tmp_path)
@@ -47,7 +47,7 @@ def test_servers_when_scaled_up_and_down_under_load_then_every_task_is_delivered
     stack: RunningStack, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    kwargs = {"reward_fn": "math", "gconfig": {"max_new_tokens": 600, "min_new_tokens": 600}}
+    kwargs = {"reward_fn": "math", "gconfig": {"max_new_tokens": 300, "min_new_tokens": 300}}
     line = {"data": {"prompt": "1+1=", "answer": "2"}, "kwargs": kwargs}
     rows.write_text("".join(f"{json.dumps(line)}\n" for _ in range(TASKS)))
     log = tmp_path / "submit.log"
