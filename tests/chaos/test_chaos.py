@@ -38,8 +38,8 @@ pytestmark = [pytest.mark.timeout(60 * MINUTES * 3 + 600)]
 
 def arguments(token: Path) -> list[str]:
     return [
-        f"security.token_file={token}",
         str(ROOT / "examples" / "arithmetic_grpo.py"),
+        f"security.token_file={token}",
         "experiment_name=chaos",
         f"trial_name=seed-{SEED}",
         "model.path=runs/models/chaos",  # made by the first run, with these problems

@@ -279,7 +279,7 @@ def test_run_when_a_rank_is_killed_or_stopped_then_named_within_60_s_and_every_r
             took = time.monotonic() - began
             assert not psutil.pid_exists(torchrun)
             assert not psutil.pid_exists(victim.pid)
-            said = [x for x in stack.log("launcher").splitlines() if "trainer ended with" in x]
+            said = [x for x in stack.log("launcher").splitlines() if "; restart " in x]
             print(f"{signum.name} rank {rank}: ended after {took:.1f} s: {said[-1]}")
             assert cause.format(pid=victim.pid) in said[-1]
         assert launcher.wait(180.0) == 0, (tmp_path / "run.log").read_text()

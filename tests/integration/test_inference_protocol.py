@@ -386,17 +386,38 @@ async def test_update_when_done_then_new_weights_version_and_checksum(http, serv
     assert answer["meta_info"]["weight_version"] == "v1"
 
 
+async def held_newcomer(http: aiohttp.ClientSession) -> asyncio.Task[Any]:
+    """A request that a pending update holds back. Those sent before it waits are served as ever."""
+    number = 0
+    while True:
+        number += 1
+        params, rid = {"ignore_eos": True}, f"newcomer-{number}"
+        late = asyncio.create_task(generate(http, [7], 3, params=params, rid=rid))
+        while not late.done():
+            waits = (await get(http, "/waits"))[1]["waits"]
+            if any(w["what"] == "held_request" and w["on"] == "a weight update" for w in waits):
+                return late
+        versions = late.result()["meta_info"]["weight_versions"]
+        assert versions == [{"version": "default", "start": 0, "end": 3}]
+
+
 async def test_update_when_requests_run_then_it_waits_and_newcomers_wait_for_it(http, served):
-    params = {"max_new_tokens": 2000, "ignore_eos": True}
-    stream, seen = await first_token(http, {"input_ids": [5], "sampling_params": params})
+    params = {"max_new_tokens": 8000, "ignore_eos": True}
+    stream, seen = await first_token(
+        http, {"rid": "before", "input_ids": [5], "sampling_params": params}
+    )
     body = {"model_path": str(served.other), "weight_version": "v1"}
     update = asyncio.create_task(post(http, "/update_weights_from_disk", body))
-    await asyncio.sleep(0.1)
-    late = asyncio.create_task(generate(http, [7], 3))
+    late = await held_newcomer(http)
+    seen += [await anext(stream) for _ in range(3)]  # it runs on, and both wait for it
+    assert not update.done()
+    assert not late.done()
+    await post(http, "/abort_request", {"rid": "before"})
     seen += [event async for event in stream]
     last = seen[-2]
-    assert len(last["output_ids"]) == 2000
-    assert last["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 2000}]
+    count = len(last["output_ids"])
+    spans = [{"version": "default", "start": 0, "end": count}]
+    assert last["meta_info"]["weight_versions"] == spans
     assert (await update)[0] == 200
     versions = (await late)["meta_info"]["weight_versions"]
     assert versions == [{"version": "v1", "start": 0, "end": 3}]

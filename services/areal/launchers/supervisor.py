@@ -67,9 +67,9 @@ class RestartPolicy:
     """From start to ready."""
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
-    silent_s: float = 40.0
-    """A job without a sign of life for so long is killed. Ranks that watch each other need 30 s,
-    and name the culprit: they go first."""
+    silent_s: float = 50.0
+    """A job without a sign of life for so long is killed. Ranks that watch each other need 30 s
+    and some to leave, and name the culprit: they go first."""
     steady_s: float = 20.0
     """A process that was up for so long is not failing to live: the next delay is the first."""
 
