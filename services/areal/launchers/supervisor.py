@@ -164,13 +164,14 @@ class Supervised:
                 )
                 return
             self.restarts += 1
-            self._set(ProcessState.BACKOFF)
+            # First of all the cause: whoever sees the new state finds it in the log.
             self._report(
                 "warning",
                 self.spec.name,
                 f"{cause}; restart {len(self._recent)} of {self._policy.max_restarts} in "
                 f"{delay:.1f} s",
             )
+            self._set(ProcessState.BACKOFF)
             await self._race(self._stopping.wait(), timeout=delay)
 
     async def _live_once(self) -> str | None:
