@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,15 @@ Overrides = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
+class RunsOn(StrEnum):
+    """Where `areal run` starts what the recipe needs."""
+
+    LOCAL = "local"
+    SLURM = "slurm"
+    RAY = "ray"
+    KUBERNETES = "kubernetes"
+
+
 def _finish(work: Callable[[], int]) -> None:
     """Runs a command's body; an error of ours is one line and an exit code."""
     try:
@@ -54,19 +64,21 @@ def run(
     overrides: Overrides = None,
     config: ConfigOption = None,
     json: JsonOption = False,
+    on: Annotated[
+        RunsOn, typer.Option("--on", help="local, slurm, ray or kubernetes.")
+    ] = RunsOn.LOCAL,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="kubernetes: leave the release when it has finished.")
+    ] = False,
 ) -> None:
-    """Start everything the recipe needs on this machine, train, clean up.
+    """Start everything the recipe needs, on this machine or a cluster; train; clean up.
 
     The experiment file is RECIPE with the suffix .yaml unless --config names another. What its
     `endpoints` name is used; everything else is started. Running a trial again resumes it.
     """
-    from areal.cli_stack import resolve_run, run_foreground
+    from areal.cli_places import run_on
 
-    def work() -> int:
-        resolved = resolve_run(recipe, config, overrides or [])
-        return run_foreground(resolved, with_trainer=True, as_json=json)
-
-    _finish(work)
+    _finish(lambda: run_on(on, recipe, config, overrides or [], as_json=json, keep=keep))
 
 
 @app.command()

@@ -142,6 +142,8 @@ def stop_stack(run: Path | None) -> int:
     """
     folder = find_run(run)
     stack = folder.read_stack()
+    if job := stack["launcher"].get("slurm_job"):
+        return _end_slurm_job(folder, str(job))
     pid = int(stack["launcher"]["pid"])
     if not folder.held():
         leftovers = end_tagged(stack["stack_id"], leaders=leaders_of(stack))
@@ -157,6 +159,23 @@ def stop_stack(run: Path | None) -> int:
         if not _wait_released(folder, KILL_TIMEOUT_S):
             raise WaitTimeout(f"the end of {folder.path}", on=f"launcher {pid}", since=since)
     print(f"{folder.path}: stopped in {time.monotonic() - since:.1f} s")  # noqa: T201
+    return 0
+
+
+def _end_slurm_job(folder: RunFolder, job: str) -> int:
+    """The same for a stack that a Slurm job runs, from any node."""
+    from areal.launchers.slurm import end_job, job_state
+
+    since = time.monotonic()
+    for gently, limit in ((True, STOP_TIMEOUT_S), (False, KILL_TIMEOUT_S)):
+        if not job_state(job).active:
+            break
+        end_job(job, gently=gently)
+        while job_state(job).active and time.monotonic() - since < limit:
+            time.sleep(1.0)
+    if job_state(job).active:
+        raise WaitTimeout(f"the end of {folder.path}", on=f"Slurm job {job}", since=since)
+    print(f"{folder.path}: Slurm job {job} ended")  # noqa: T201
     return 0
 
 

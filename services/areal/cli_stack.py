@@ -30,6 +30,7 @@ from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config
 from areal.errors import ArealError, ConfigError, InvalidInput
 from areal.launchers.events import EventLog
 from areal.launchers.local import PREPARE_TIMEOUT_S, LocalStack
+from areal.launchers.places import Place
 from areal.launchers.plan import missing_model
 from areal.launchers.processes import last_lines, python_environment
 from areal.launchers.run_folder import RunFolder, write_json
@@ -102,16 +103,24 @@ def _with_model(config: BaseExperimentConfig, can_prepare: bool) -> Resolved:
 
 
 def run_foreground(
-    resolved: Resolved, *, with_trainer: bool, as_json: bool = False, ready_fd: int | None = None
+    resolved: Resolved,
+    *,
+    with_trainer: bool,
+    as_json: bool = False,
+    ready_fd: int | None = None,
+    place: Place | None = None,
 ) -> int:
-    """Runs a stack in this process until it ends; returns the exit code."""
+    """Runs a stack from this process until it ends; returns the exit code.
+
+    `place`: lends the nodes; None: this machine.
+    """
     folder = RunFolder(resolved.config.run_dir)
     folder.logs.mkdir(parents=True, exist_ok=True)
     # Open until this process ends: libraries may log to the very last.
     log = folder.log_of("launcher").open("a", buffering=1)
     configure_logging("launcher", resolved.config.namespace, stream=log)
     display = choose_display(as_json=as_json, quiet=ready_fd is not None)
-    session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd)
+    session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd, place=place)
     return asyncio.run(session.run())
 
 
@@ -119,19 +128,28 @@ class Session:
     """One invocation of `areal run` or `areal up`."""
 
     def __init__(
-        self, resolved: Resolved, display: Display, *, with_trainer: bool, ready_fd: int | None
+        self,
+        resolved: Resolved,
+        display: Display,
+        *,
+        with_trainer: bool,
+        ready_fd: int | None,
+        place: Place | None = None,
     ) -> None:
         """Starts nothing."""
         self._resolved = resolved
         self._display = display
         self._with_trainer = with_trainer
         self._ready_fd = ready_fd
+        self._place = place
 
     async def run(self) -> int:
         """Start to end; returns the exit code."""
         began = time.monotonic()
         interrupt = asyncio.Event()
-        stack = LocalStack(self._resolved.config, EventLog(), with_trainer=self._with_trainer)
+        stack = LocalStack(
+            self._resolved.config, EventLog(), with_trainer=self._with_trainer, place=self._place
+        )
         self._handle_signals(interrupt, stack)
         usage = UsageSampler(stack.pids)
         await stack.open()
@@ -147,6 +165,7 @@ class Session:
             self._display.begin(stack, poller, usage)
             background.append(asyncio.create_task(self._display.run(), name="display"))
             status, error = await self._work(stack, interrupt)
+            stack.cause = str(error or "")
             if stack.supervisor.processes:
                 await poller.refresh(timeout=3.0)
         finally:

@@ -111,6 +111,8 @@ class Allocation:
 
     inference_replicas: int
     trainer_ranks: int
+    inference_gpus: int = 1
+    """Of each inference server: its tensor parallelism."""
 
 
 _TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)\+fsdp:(?P<train>[dpt\d]+)")
@@ -141,7 +143,12 @@ def parse_allocation(text: str) -> Allocation:
                 f"parallelism; only data parallelism is supported there"
             )
         sizes[part] = int(dims["d"])
-    return Allocation(inference_replicas=sizes["gen"], trainer_ranks=sizes["train"])
+    tensor = re.search(r"t(\d+)", match["gen"])
+    return Allocation(
+        inference_replicas=sizes["gen"],
+        trainer_ranks=sizes["train"],
+        inference_gpus=max(1, int(tensor[1])) if tensor else 1,
+    )
 
 
 def known_keys(schema: type) -> list[str]:
@@ -249,6 +256,8 @@ def validate(config: BaseExperimentConfig) -> None:
         "checkpoint.freq_steps": 0,
         "checkpoint.keep": 1,
         "stack.rollout_workers": 1,
+        "stack.gpus_per_node": 0,
+        "stack.ranks_per_node": 0,
         "weight_sync.keep_versions": 2,
     }
     for key, least in minimum.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from areal.config_places import KubernetesConfig, SlurmConfig
+
 __all__ = [
     "BufferConfig",
     "CheckpointConfig",
@@ -123,7 +125,7 @@ class CheckpointConfig:
 
 @dataclass
 class StackConfig:
-    """What `areal run` and `areal up` start on this machine."""
+    """What `areal run` and `areal up` start, and where."""
 
     rollout_workers: int = 1
     """Rollout service processes."""
@@ -136,6 +138,12 @@ class StackConfig:
     """Restarts of one process within ten minutes before the run is given up."""
     ready_timeout_s: float = 120.0
     """For the whole stack to become ready."""
+    gpus_per_node: int = 0
+    """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
+    ranks_per_node: int = 0
+    """Trainer ranks on one node; 0: as many as it has GPUs, or all of them where it has none."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
 
 @dataclass

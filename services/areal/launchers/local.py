@@ -1,4 +1,4 @@
-"""The whole stack as processes of this machine.
+"""The whole stack as processes of this machine, and of the nodes that its place lends.
 
     lock, guard -> prepare model -> redis, nats --> buffer, weight-sync --> reward, rollout, gateway
                                 |                             |                       |
@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -30,11 +31,12 @@ from areal.launchers.control import ControlSocket, Say
 from areal.launchers.events import EventLog, StackEvent
 from areal.launchers.guarding import Guard
 from areal.launchers.log_tail import LogTail, humanize
+from areal.launchers.places import LocalPlace, Place
 from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder, remove_secrets
 from areal.launchers.scaling import Scaler
-from areal.launchers.supervisor import RestartPolicy, Supervisor
+from areal.launchers.supervisor import RestartPolicy, Supervised, Supervisor
 from areal.security import Security
 
 PREPARE_TIMEOUT_S = 1800.0
@@ -63,15 +65,25 @@ class LocalStack:
             await stack.stop()
     """
 
+    interrupt_hint = "Ctrl-C stops everything"
+
     def __init__(
-        self, config: BaseExperimentConfig, events: EventLog, *, with_trainer: bool
+        self,
+        config: BaseExperimentConfig,
+        events: EventLog,
+        *,
+        with_trainer: bool,
+        place: Place | None = None,
     ) -> None:
         """`config`: valid; endpoints that are set are used, the others are started."""
+        self._place = place or LocalPlace()
         self.folder = RunFolder(config.run_dir)
         self.config = config
         self.state = StackState.STOPPED
         self.stack_id = f"{config.namespace}:{uuid.uuid4().hex}"
         self.plan = StackPlan(config)
+        self.cause = ""
+        """Why it failed, for stack.json."""
         self.started = time.time()
         self.ready_seconds: float | None = None
         """From the first process (a model that had to be made does not count) to serving."""
@@ -79,6 +91,7 @@ class LocalStack:
             self.stack_id,
             RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
             events.report,
+            self._place.spawn,
         )
         self.events = events
         self._with_trainer = with_trainer
@@ -102,6 +115,7 @@ class LocalStack:
                 self.folder,
                 with_trainer=self._with_trainer,
                 preferred_ports=self._earlier_ports(),
+                hosts=await self._place.open(self.config),
             )
             self.config = self.plan.config
             self._save_config()
@@ -112,6 +126,7 @@ class LocalStack:
             await self._guard.start()
         except BaseException:
             remove_secrets(self.folder)
+            await self._place.close()
             os.close(self._lock)
             self._lock = None
             raise
@@ -183,10 +198,16 @@ class LocalStack:
         await self.supervisor.stop(self.plan.stop_order(), grace_s)
         if self._guard is not None:
             await self._guard.stop()
+        await self._place.close()
         remove_secrets(self.folder)
         self._set(StackState.FAILED if failed else StackState.STOPPED)
         os.close(self._lock)
         self._lock = None
+
+    @property
+    def processes(self) -> Mapping[str, Supervised]:
+        """By name."""
+        return self.supervisor.processes
 
     def pids(self) -> dict[str, int]:
         """Process name to pid, of those that run now."""
@@ -316,9 +337,14 @@ class LocalStack:
                 "experiment": self.config.experiment_name,
                 "trial": self.config.trial_name,
                 "state": self.state.value,
+                "cause": self.cause,
                 "started": self.started,
                 "ready_seconds": self.ready_seconds,
-                "launcher": {"pid": os.getpid(), "log": str(self.folder.log_of("launcher"))},
+                "launcher": {
+                    "pid": os.getpid(),
+                    "log": str(self.folder.log_of("launcher")),
+                    **self._place.describe(),
+                },
                 "guard": {"pid": self._guard.pid if self._guard else 0},
                 "config": str(self.folder.config_file),
                 "dashboard": self.config.endpoints.gateway,

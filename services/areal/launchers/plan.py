@@ -13,15 +13,14 @@ from pathlib import Path
 
 from areal.config import BaseExperimentConfig, parse_allocation
 from areal.errors import ConfigError
+from areal.launchers.places import LOCAL, Hosts
 from areal.launchers.ports import PortPicker
 from areal.launchers.probes import http_probe
-from areal.launchers.processes import ProcessSpec
+from areal.launchers.processes import ProcessSpec, Slot
 from areal.launchers.run_folder import RunFolder
 from areal.launchers.secret_files import place_secrets, sglang_config
 from areal.launchers.stores import nats_spec, redis_spec
 from areal.verdict import VERDICT_VARIABLE
-
-HOST = "127.0.0.1"
 
 # Services that take part in gRPC: process name to module and to the key in `endpoints`.
 _SERVICES = {
@@ -79,6 +78,7 @@ def plan_stack(
     *,
     with_trainer: bool,
     preferred_ports: Mapping[str, int] | None = None,
+    hosts: Hosts = LOCAL,
 ) -> StackPlan:
     """Plans everything whose endpoint is empty.
 
@@ -87,6 +87,7 @@ def plan_stack(
         folder: Of the run.
         with_trainer: False: `areal up`.
         preferred_ports: Ports of an earlier run of this trial, by process name.
+        hosts: Where things run.
 
     Raises:
         ConfigError: A store's program is missing, or a secret's file, or `stack.inference_command`
@@ -94,60 +95,67 @@ def plan_stack(
     """
     config = copy.deepcopy(config)
     plan = StackPlan(config)
-    security = place_secrets(config, folder)
+    security = place_secrets(config, folder, exposed=hosts.exposed)
     picker = PortPicker(preferred_ports)
     endpoints = config.endpoints
     if not endpoints.redis:
-        plan.stores.append(redis_spec(folder, picker.pick("redis"), security.redis_password))
+        plan.stores.append(redis_spec(folder, picker.pick("redis"), security.redis_password, hosts))
         endpoints.redis = f"redis://{plan.stores[-1].address}/0"
     if not endpoints.nats:
-        plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token))
+        plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token, hosts))
         endpoints.nats = f"nats://{plan.stores[-1].address}"
     if not endpoints.inference:
         count = parse_allocation(config.allocation_mode).inference_replicas
-        plan.make_inference = partial(_inference, config, folder, picker)
+        plan.make_inference = partial(_inference, config, folder, picker, hosts)
         for _ in range(count):
             plan.add_inference()
     for name, (module, key) in _SERVICES.items():
         if not getattr(endpoints, key):
-            spec = _service(name, module, folder, picker)
+            spec = _service(name, module, folder, picker, hosts)
             plan.services.append(spec)
             setattr(endpoints, key, spec.address)
     if not endpoints.rollout:
         for index in range(config.stack.rollout_workers):
-            plan.services.append(_service(f"rollout-{index}", "areal_rollout", folder, picker))
+            plan.services.append(
+                _service(f"rollout-{index}", "areal_rollout", folder, picker, hosts)
+            )
             endpoints.rollout = endpoints.rollout or plan.services[-1].address
     if not endpoints.trainer:
-        endpoints.trainer = f"{HOST}:{picker.pick('trainer')}"
+        endpoints.trainer = f"{hosts.trainer[0].address}:{picker.pick('trainer')}"
     if not endpoints.gateway:
-        plan.services.append(_service("gateway", "areal_gateway", folder, picker))
+        plan.services.append(_service("gateway", "areal_gateway", folder, picker, hosts))
         endpoints.gateway = f"http://{plan.services[-1].address}"
     if with_trainer:
-        plan.trainer = _trainer(config, folder, picker)
+        plan.trainer = _trainer(config, folder, picker, hosts)
     return plan
 
 
-def _service(name: str, module: str, folder: RunFolder, picker: PortPicker) -> ProcessSpec:
-    listen = f"{HOST}:{picker.pick(name)}"
-    metrics_port = picker.pick(f"{name}.metrics")
+def _service(
+    name: str, module: str, folder: RunFolder, picker: PortPicker, hosts: Hosts
+) -> ProcessSpec:
+    port, metrics_port = picker.pick(name), picker.pick(f"{name}.metrics")
     return ProcessSpec(
         name=name,
         argv=(
             *(sys.executable, "-m", module, "--config", str(folder.config_file)),
-            *("--listen", listen, "--metrics", f"{HOST}:{metrics_port}", "--grace", "8"),
+            *("--listen", f"{hosts.bind}:{port}", "--metrics", f"{hosts.bind}:{metrics_port}"),
+            *("--grace", "8"),
         ),
         log=folder.log_of(name),
-        probe=http_probe(HOST, metrics_port, "/healthz"),
-        address=listen,
-        metrics=f"{HOST}:{metrics_port}",
+        probe=http_probe(hosts.control, metrics_port, "/healthz"),
+        address=f"{hosts.control}:{port}",
+        metrics=f"{hosts.control}:{metrics_port}",
     )
 
 
 def _inference(
-    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, index: int
+    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, hosts: Hosts, index: int
 ) -> ProcessSpec:
     name = f"inference-{index}"
     port = picker.pick(name)
+    if index >= len(hosts.inference) and hosts.inference[0].gpus:
+        raise ConfigError(f"{name}: every GPU of the stack's nodes has its server")
+    slot = hosts.inference[index % len(hosts.inference)]
     try:
         command = shlex.split(config.stack.inference_command)
     except ValueError as error:
@@ -156,7 +164,7 @@ def _inference(
         ) from None
     arguments = {
         "model-path": config.model.path,
-        "host": HOST,
+        "host": hosts.bind,
         "port": str(port),
         "dtype": config.model.dtype,
         "context-length": str(config.model.context_length),
@@ -168,6 +176,8 @@ def _inference(
         arguments["token-file"] = config.security.token_file
     elif config.security.token_file:
         arguments["config"] = sglang_config(config, folder)
+    if command and (width := parse_allocation(config.allocation_mode).inference_gpus) > 1:
+        arguments["tensor-parallel-size"] = str(width)
     return ProcessSpec(
         name=name,
         argv=(
@@ -175,36 +185,56 @@ def _inference(
             *(part for key, value in arguments.items() for part in (f"--{key}", value)),
         ),
         log=folder.log_of(name),
-        probe=http_probe(HOST, port, "/health"),
-        address=f"{HOST}:{port}",
-        metrics=f"{HOST}:{port}",
+        probe=http_probe(slot.address, port, "/health"),
+        address=f"{slot.address}:{port}",
+        metrics=f"{slot.address}:{port}",
+        environment=_devices(slot),
+        slots=_remote(slot),
     )
 
 
-def _trainer(config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker) -> ProcessSpec:
+def _trainer(
+    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, hosts: Hosts
+) -> ProcessSpec:
     ranks = parse_allocation(config.allocation_mode).trainer_ranks
+    nodes, first = len(hosts.trainer), hosts.trainer[0]
     launch: tuple[str, ...] = ()
     if ranks > 1:
+        # On several nodes each finds its rank among them in PET_NODE_RANK.
         launch = (
-            *("torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
-            *("--master-addr", HOST, "--master-port", str(picker.pick("torchrun")), "-m"),
+            "torch.distributed.run",
+            *("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes)),
+            *("--master-addr", first.address, "--master-port", str(picker.pick("torchrun")), "-m"),
         )
     metrics_port = picker.pick("trainer.metrics")
     return ProcessSpec(
         name="trainer",
         argv=(
             *(sys.executable, "-m", *launch, "areal_trainer", "--config", str(folder.config_file)),
-            *("--listen", config.endpoints.trainer, "--metrics", f"{HOST}:{metrics_port}"),
+            *("--listen", f"{hosts.bind}:{config.endpoints.trainer.rpartition(':')[2]}"),
+            *("--metrics", f"{hosts.bind}:{metrics_port}"),
         ),
         log=folder.log_of("trainer"),
-        probe=http_probe(HOST, metrics_port, "/healthz"),
+        probe=http_probe(first.address, metrics_port, "/healthz"),
         address=config.endpoints.trainer,
-        metrics=f"{HOST}:{metrics_port}",
+        metrics=f"{first.address}:{metrics_port}",
         job=True,
         stop_grace_s=30.0,
-        environment={VERDICT_VARIABLE: str(folder.verdict_file.resolve())},
+        environment={
+            VERDICT_VARIABLE: str(folder.verdict_file.resolve()),
+            **_devices(first),
+        },
+        slots=_remote(*hosts.trainer),
         verdict=folder.verdict_file,
     )
+
+
+def _devices(slot: Slot) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus))} if slot.gpus else {}
+
+
+def _remote(*slots: Slot) -> tuple[Slot, ...]:
+    return slots if slots[0].node else ()
 
 
 def ports_of(stack: Mapping[str, object]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,21 @@ _CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a process runs: a node, and the GPUs of it that the process may use.
+
+    Example:
+        >>> Slot("node07", "10.0.0.7", gpus=(0, 1))
+    """
+
+    node: str = ""
+    """As the place (Slurm, Ray) calls it; empty: beside the launcher."""
+    address: str = "127.0.0.1"
+    """At which the others reach it."""
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,8 @@ class ProcessSpec:
     stop_grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+    """The nodes that start it, one each, the first with node rank 0; empty: beside the launcher."""
     verdict: Path | None = None
     """Where a process below it says that its input is bad (see `areal.verdict`)."""
 
@@ -115,6 +132,10 @@ class Child:
             os.killpg(self.pid, signum)
         except (ProcessLookupError, PermissionError):
             return  # gone: that is what we want
+
+
+Spawn = Callable[[ProcessSpec, str], Awaitable[Child]]
+"""Starts one life of a process of a stack, given the stack's id."""
 
 
 def last_lines(log: Path, count: int = 3, limit: int = 16384) -> list[str]:

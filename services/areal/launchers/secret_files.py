@@ -19,22 +19,26 @@ from areal.security import Security
 _FILES = ("token_file", "redis_password_file", "nats_token_file", "tls_cert", "tls_key", "tls_ca")
 
 
-def place_secrets(config: BaseExperimentConfig, folder: RunFolder) -> Security:
+def place_secrets(
+    config: BaseExperimentConfig, folder: RunFolder, *, exposed: bool = False
+) -> Security:
     """Makes `config.security` name a file for every secret there is.
 
     Secrets of the environment are written to files. Where there is a token, stores that the stack
-    will start get a fresh password each.
+    will start get a fresh password each. `exposed`: other machines reach the stack, so one that was
+    given no token gets one.
 
     Raises:
         ConfigError: A named file cannot be read, or what it holds is no token.
     """
     given, section = Security.load(config.security), config.security
+    token = given.token or (secrets.token_urlsafe(32) if exposed else "")
     made = {
-        "token_file": given.token,
+        "token_file": token,
         "redis_password_file": given.redis_password
-        or (secrets.token_urlsafe(32) if given.token and not config.endpoints.redis else ""),
+        or (secrets.token_urlsafe(32) if token and not config.endpoints.redis else ""),
         "nats_token_file": given.nats_token
-        or (secrets.token_urlsafe(32) if given.token and not config.endpoints.nats else ""),
+        or (secrets.token_urlsafe(32) if token and not config.endpoints.nats else ""),
     }
     for key, value in made.items():
         if value and not getattr(section, key):

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from areal.errors import ConfigError
+from areal.launchers.places import LOCAL, Hosts
 from areal.launchers.probes import nats_probe, redis_probe
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.run_folder import RunFolder
@@ -59,7 +60,9 @@ def find_nats_server() -> str:
     )
 
 
-def redis_spec(folder: RunFolder, port: int, password: str = "") -> ProcessSpec:
+def redis_spec(
+    folder: RunFolder, port: int, password: str = "", hosts: Hosts = LOCAL
+) -> ProcessSpec:
     """Redis with an append-only file in the run folder: a restart has everything acknowledged.
 
     `appendfsync always`: also after a power cut. One fsync covers all calls of a turn of Redis's
@@ -68,7 +71,7 @@ def redis_spec(folder: RunFolder, port: int, password: str = "") -> ProcessSpec:
     data = folder.path / "redis"
     data.mkdir(parents=True, exist_ok=True)
     options = {
-        "bind": "127.0.0.1",
+        "bind": hosts.bind,
         "port": str(port),
         "dir": str(data.resolve()),
         "appendonly": "yes",
@@ -82,12 +85,12 @@ def redis_spec(folder: RunFolder, port: int, password: str = "") -> ProcessSpec:
         name="redis",
         argv=(find_redis_server(), *redis_conf(folder, password), *arguments),
         log=folder.log_of("redis"),
-        probe=redis_probe("127.0.0.1", port, password),
-        address=f"127.0.0.1:{port}",
+        probe=redis_probe(hosts.control, port, password),
+        address=f"{hosts.control}:{port}",
     )
 
 
-def nats_spec(folder: RunFolder, port: int, token: str = "") -> ProcessSpec:
+def nats_spec(folder: RunFolder, port: int, token: str = "", hosts: Hosts = LOCAL) -> ProcessSpec:
     """nats-server with JetStream, its store in the run folder."""
     data = folder.path / "nats"
     data.mkdir(parents=True, exist_ok=True)
@@ -96,10 +99,10 @@ def nats_spec(folder: RunFolder, port: int, token: str = "") -> ProcessSpec:
         argv=(
             find_nats_server(),
             *nats_conf(folder, token),
-            *("--addr", "127.0.0.1", "--port", str(port)),
+            *("--addr", hosts.bind, "--port", str(port)),
             *("--jetstream", "--store_dir", str(data.resolve())),
         ),
         log=folder.log_of("nats"),
-        probe=nats_probe("127.0.0.1", port),
-        address=f"127.0.0.1:{port}",
+        probe=nats_probe(hosts.control, port),
+        address=f"{hosts.control}:{port}",
     )

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from areal.errors import ArealError, WaitTimeout
 from areal.launchers.log_tail import gist, last_error
 from areal.launchers.probes import wait_ready
-from areal.launchers.processes import Child, ProcessSpec, last_lines
+from areal.launchers.processes import Child, ProcessSpec, Spawn, last_lines
 from areal.launchers.pulse import wait_silent
 from areal.verdict import read_verdict
 
@@ -86,7 +86,12 @@ class Supervised:
     """One process and all its lives."""
 
     def __init__(
-        self, spec: ProcessSpec, stack_id: str, policy: RestartPolicy, report: Report
+        self,
+        spec: ProcessSpec,
+        stack_id: str,
+        policy: RestartPolicy,
+        report: Report,
+        spawn: Spawn = Child.start,
     ) -> None:
         """Starts nothing; `start` does."""
         self.spec = spec
@@ -101,6 +106,7 @@ class Supervised:
         self._stack_id = stack_id
         self._policy = policy
         self._report = report
+        self._spawn = spawn
         self._recent: deque[float] = deque()
         self._in_a_row = 0
         self._was_up = False
@@ -182,7 +188,7 @@ class Supervised:
         if self.spec.verdict is not None:
             self.spec.verdict.unlink(missing_ok=True)
         try:
-            child = await Child.start(self.spec, self._stack_id)
+            child = await self._spawn(self.spec, self._stack_id)
         except OSError as error:
             self._give_up(f"cannot be started: {error}")
             return None
@@ -307,13 +313,16 @@ class Supervised:
 class Supervisor:
     """All processes of a stack, by name, in the order in which they were added."""
 
-    def __init__(self, stack_id: str, policy: RestartPolicy, report: Report) -> None:
+    def __init__(
+        self, stack_id: str, policy: RestartPolicy, report: Report, spawn: Spawn = Child.start
+    ) -> None:
         """Args as for each `Supervised`."""
         self.processes: dict[str, Supervised] = {}
         self._stack_id = stack_id
         self._policy = policy
         self._report = report
         self._failure: asyncio.Future[None] | None = None
+        self._spawn = spawn
 
     def start(self, *specs: ProcessSpec, vital: bool = True) -> None:
         """Starts processes; does not wait for them.
@@ -323,7 +332,7 @@ class Supervisor:
             vital: Whether the stack is given up with them.
         """
         for spec in specs:
-            process = Supervised(spec, self._stack_id, self._policy, self._report)
+            process = Supervised(spec, self._stack_id, self._policy, self._report, self._spawn)
             process.vital = vital
             process.ended.add_done_callback(partial(self._ended, process))
             self.processes[spec.name] = process

@@ -19,15 +19,14 @@ from areal.observability.summary import read_rows, summary_lines
 
 if TYPE_CHECKING:
     from areal.launchers.events import StackEvent
-    from areal.launchers.local import LocalStack
-    from areal.launchers.usage import UsageSampler
     from areal.observability.poller import StackPoller
+    from areal.observability.shown import ShownStack, ShownUsage
 
 
 class Display:
     """Shows nothing; the others override what they show."""
 
-    def begin(self, stack: LocalStack, poller: StackPoller, usage: UsageSampler) -> None:
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
         """The stack has been opened."""
         self._stack = stack
         self._poller = poller
@@ -40,7 +39,7 @@ class Display:
         """The work is over; `word` says what comes now."""
 
     def summary(
-        self, stack: LocalStack, summary: Mapping[str, Any], error: ArealError | None
+        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
     ) -> None:
         """The run has ended and everything is stopped."""
 
@@ -53,7 +52,7 @@ class PlainDisplay(Display):
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def begin(self, stack: LocalStack, poller: StackPoller, usage: UsageSampler) -> None:
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
         """Prints where things are."""
         super().begin(stack, poller, usage)
         self._line(f"run folder {stack.folder.path}   dashboard {stack.config.endpoints.gateway}")
@@ -74,7 +73,7 @@ class PlainDisplay(Display):
         self._line(word)
 
     def summary(
-        self, stack: LocalStack, summary: Mapping[str, Any], error: ArealError | None
+        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
     ) -> None:
         """The last screen."""
         grid = Table.grid(padding=(0, 2))
@@ -110,7 +109,7 @@ class LiveDisplay(PlainDisplay):
 
     interval_s = 0.5
 
-    def begin(self, stack: LocalStack, poller: StackPoller, usage: UsageSampler) -> None:
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
         """Takes the terminal."""
         Display.begin(self, stack, poller, usage)
         self._view = LiveView(stack, usage)
@@ -135,7 +134,7 @@ class LiveDisplay(PlainDisplay):
 class JsonDisplay(Display):
     """One JSON object per step, and the summary at the end; nothing else on stdout."""
 
-    def begin(self, stack: LocalStack, poller: StackPoller, usage: UsageSampler) -> None:
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
         """Rows of an earlier invocation are not repeated."""
         super().begin(stack, poller, usage)
         self._printed = {int(row["step"]) for row in read_rows(stack.folder.metrics_file)}
@@ -143,7 +142,7 @@ class JsonDisplay(Display):
         stack.events.listen(self._event)
 
     def summary(
-        self, stack: LocalStack, summary: Mapping[str, Any], error: ArealError | None
+        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
     ) -> None:
         """Steps whose row came too late for the poller, then the summary."""
         for row in read_rows(stack.folder.metrics_file):

@@ -19,8 +19,7 @@ from areal.servers import ServerState
 from areal.types import TaskState
 
 if TYPE_CHECKING:
-    from areal.launchers.local import LocalStack
-    from areal.launchers.usage import UsageSampler
+    from areal.observability.shown import ShownStack, ShownUsage
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MUTED = "bright_black"
@@ -91,7 +90,7 @@ def eta_s(snapshot: Snapshot) -> float | None:
 class LiveView:
     """Renders a stack; holds no state but what it was given."""
 
-    def __init__(self, stack: LocalStack, usage: UsageSampler) -> None:
+    def __init__(self, stack: ShownStack, usage: ShownUsage) -> None:
         """Reads all three whenever it is drawn."""
         self._stack = stack
         self._usage = usage
@@ -113,7 +112,7 @@ class LiveView:
             title=f"[bold]areal[/] · {config.experiment_name}/{config.trial_name}",
             title_align="left",
             subtitle=f"dashboard [link={config.endpoints.gateway}]{config.endpoints.gateway}[/link]"
-            "   Ctrl-C stops everything",
+            f"   {self._stack.interrupt_hint}",
             subtitle_align="left",
             box=box.ROUNDED,
             border_style=_MUTED,
@@ -126,7 +125,7 @@ class LiveView:
         if trainer is None:
             doing = str(self._stack.state)
             if doing == "ready":
-                has_one = "trainer" in self._stack.supervisor.processes
+                has_one = "trainer" in self._stack.processes
                 doing += ", the trainer is starting" if has_one else ", no trainer"
             return Text.assemble((doing, "bold"), ("   " + elapsed, _MUTED))
         grid = Table.grid(expand=True, padding=(0, 1))
@@ -204,7 +203,7 @@ class LiveView:
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)
-        names = list(self._stack.supervisor.processes)
+        names = list(self._stack.processes)
         half = (len(names) + 1) // 2
         columns = [self._process_table(names[:half]), self._process_table(names[half:])]
         grid.add_row(self._server_table(), *columns)
@@ -226,7 +225,7 @@ class LiveView:
     def _process_table(self, names: list[str]) -> RenderableType:
         table = _table("process", "state", "MiB")
         for name in names:
-            process = self._stack.supervisor.processes[name]
+            process = self._stack.processes[name]
             state = Text(process.state.value, _STATE_STYLE.get(process.state.value, ""))
             if process.restarts:
                 state.append(f" {process.restarts} restart{'s'[: process.restarts > 1]}", "yellow")
@@ -267,7 +266,7 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def plain_line(stack: LocalStack, snapshot: Snapshot) -> str:
+def plain_line(stack: ShownStack, snapshot: Snapshot) -> str:
     """The same in one line, for logs and pipes."""
     parts = [f"[{duration(time.time() - stack.started)}]"]
     trainer, ledger = snapshot.trainer, snapshot.ledger
