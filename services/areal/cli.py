@@ -78,7 +78,7 @@ def run(
     """
     from areal.cli_places import run_on
 
-    _finish(lambda: run_on(on, recipe, config, overrides or [], as_json=json, keep=keep))
+    _finish(lambda: run_on(on.value, recipe, config, overrides or [], as_json=json, keep=keep))
 
 
 @app.command()

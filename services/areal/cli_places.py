@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal.cli import RunsOn
 from areal.cli_stack import resolve_run, run_foreground
 from areal.launchers.places import Place
 
 
 def run_on(
-    on: RunsOn,
+    on: str,
     recipe: Path,
     config: Path | None,
     overrides: list[str],
@@ -18,10 +17,10 @@ def run_on(
     as_json: bool,
     keep: bool,
 ) -> int:
-    """Resolves the experiment and runs it there; returns the exit code."""
+    """Resolves the experiment and runs it there: local, slurm, ray or kubernetes; the exit code."""
     resolved = resolve_run(recipe, config, overrides)
     place: Place | None = None
-    if on is RunsOn.SLURM:
+    if on == "slurm":
         from areal.launchers.slurm import SlurmPlace, in_allocation
 
         if not in_allocation():
@@ -29,4 +28,8 @@ def run_on(
 
             return submit_and_follow(resolved.config, as_json=as_json)
         place = SlurmPlace()
+    elif on == "ray":
+        from areal.launchers.ray import RayPlace
+
+        place = RayPlace()
     return run_foreground(resolved, with_trainer=True, as_json=as_json, place=place)

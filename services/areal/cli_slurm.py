@@ -29,6 +29,7 @@ from areal.launchers.run_folder import RunFolder
 from areal.launchers.secret_files import place_secrets
 from areal.launchers.slurm import JobState, end_job, job_state, render_script, submit
 from areal.observability.display import Display, choose_display
+from areal.observability.logging import configure_logging
 from areal.observability.poller import StackPoller
 from areal.observability.shown import NoUsage
 from areal.observability.summary import read_results
@@ -44,6 +45,8 @@ def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     """Submits the job and shows it until it ends; returns the exit code."""
     folder = RunFolder(config.run_dir.resolve())
     os.close(folder.lock(wait_s=0.0))  # refuses what the job would refuse
+    log = folder.log_of("follower").open("a", buffering=1)  # libraries may log to the very last
+    configure_logging("follower", config.namespace, stream=log)
     config.run_root = str(Path(config.run_root).resolve())
     place_secrets(config, folder)
     experiment = folder.path / "job.yaml"

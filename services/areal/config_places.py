@@ -15,9 +15,8 @@ class SlurmConfig:
     """Empty: the cluster's default."""
     account: str = ""
     """Empty: the user's default."""
-    time: str = ""
-    """Limit, e.g. 12:00:00; the trial ends with a checkpoint a minute before. Empty: the
-    partition's."""
+    hours: float = 0.0
+    """Time limit; the trial ends with a checkpoint a minute before. 0: the partition's."""
     cpus_per_node: int = 0
     """CPUs on each node; 0: whole nodes, with all their memory."""
     setup: str = ""

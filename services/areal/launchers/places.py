@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from areal.config import BaseExperimentConfig, parse_allocation
 from areal.errors import ConfigError
-from areal.launchers.processes import Child, ProcessSpec, Slot
+from areal.launchers.processes import Child, Life, ProcessSpec, Slot
 
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - only with a token: see Security.check_bind
@@ -143,7 +143,7 @@ class Place(Protocol):
         """
         ...
 
-    async def spawn(self, spec: ProcessSpec, stack_id: str) -> Child:
+    async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
         """Starts one life of a process where its slots say; OSError when that cannot be."""
         ...
 
@@ -163,7 +163,7 @@ class LocalPlace:
         """Everything on loopback."""
         return assign(config, [Slot()], HOST)
 
-    async def spawn(self, spec: ProcessSpec, stack_id: str) -> Child:
+    async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
         """A child of this process."""
         return await Child.start(spec, stack_id)
 

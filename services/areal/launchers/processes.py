@@ -9,6 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import areal
 from areal.launchers.probes import Probe
@@ -134,7 +135,26 @@ class Child:
             return  # gone: that is what we want
 
 
-Spawn = Callable[[ProcessSpec, str], Awaitable[Child]]
+class Life(Protocol):
+    """What the supervisor needs of a process that was started: `Child`, or one elsewhere."""
+
+    pid: int
+    """On this machine; 0: on another."""
+
+    async def wait(self) -> int:
+        """As `Child.wait`."""
+        ...
+
+    async def stop(self, grace_s: float | None = None) -> int:
+        """As `Child.stop`."""
+        ...
+
+    async def sweep(self) -> None:
+        """As `Child.sweep`."""
+        ...
+
+
+Spawn = Callable[[ProcessSpec, str], Awaitable[Life]]
 """Starts one life of a process of a stack, given the stack's id."""
 
 

@@ -11,6 +11,7 @@ and services beside it, each inference server and the trainer as a step. Outside
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import shlex
@@ -60,7 +61,7 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
         "signal": f"B:TERM@{END_NOTICE_S}",
         "partition": slurm.partition,
         "account": slurm.account,
-        "time": slurm.time,
+        "time": str(math.ceil(60 * slurm.hours) or ""),
         "gpus-per-node": str(config.stack.gpus_per_node or ""),
         "cpus-per-task": str(slurm.cpus_per_node or ""),
     }
