@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short fuzz lint format typecheck imports layout proto docs manifests verify bench e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short fuzz lint format typecheck imports layout proto docs manifests verify bench e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -57,7 +57,11 @@ test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embed
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, made here (Debian: slurm-wlm munge)
-	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm.py $(ARGS)
+	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)
+
+e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,ray]'
+	AREAL_TEST_RAY=1 $(BIN)/python -m pytest -q tests/e2e/test_ray_run.py $(ARGS)
 
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done

@@ -43,7 +43,6 @@ class RunsOn(StrEnum):
     LOCAL = "local"
     SLURM = "slurm"
     RAY = "ray"
-    KUBERNETES = "kubernetes"
 
 
 def _finish(work: Callable[[], int]) -> None:
@@ -64,12 +63,7 @@ def run(
     overrides: Overrides = None,
     config: ConfigOption = None,
     json: JsonOption = False,
-    on: Annotated[
-        RunsOn, typer.Option("--on", help="local, slurm, ray or kubernetes.")
-    ] = RunsOn.LOCAL,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="kubernetes: leave the release when it has finished.")
-    ] = False,
+    on: Annotated[RunsOn, typer.Option("--on", help="local, slurm or ray.")] = RunsOn.LOCAL,
 ) -> None:
     """Start everything the recipe needs, on this machine or a cluster; train; clean up.
 
@@ -78,7 +72,7 @@ def run(
     """
     from areal.cli_places import run_on
 
-    _finish(lambda: run_on(on.value, recipe, config, overrides or [], as_json=json, keep=keep))
+    _finish(lambda: run_on(on.value, recipe, config, overrides or [], as_json=json))
 
 
 @app.command()

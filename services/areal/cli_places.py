@@ -15,9 +15,8 @@ def run_on(
     overrides: list[str],
     *,
     as_json: bool,
-    keep: bool,
 ) -> int:
-    """Resolves the experiment and runs it there: local, slurm, ray or kubernetes; the exit code."""
+    """Resolves the experiment and runs it there: local, slurm or ray; the exit code."""
     resolved = resolve_run(recipe, config, overrides)
     place: Place | None = None
     if on == "slurm":

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from areal.clients.trainer import TrainerStatus
 from areal.config import GRPOConfig
-from areal.launchers.events import EventLog
+from areal.launchers.followed import FollowedProcess, FollowedStack
+from areal.launchers.run_folder import RunFolder
+from areal.launchers.supervisor import ProcessState
 from areal.observability.live_view import (
     LiveView,
     count,
@@ -26,20 +28,19 @@ from areal.servers import InferenceServer, ServerState, SyncStatus
 from areal.types import TaskState
 
 
-def make_stack(**processes: tuple[str, int]) -> Any:
+def make_stack(**processes: tuple[str, int]) -> FollowedStack:
     config = GRPOConfig(experiment_name="sums", trial_name="t1")
     config.endpoints.gateway = "http://127.0.0.1:24000"
-    return SimpleNamespace(
-        config=config,
+    return FollowedStack(
+        config,
+        RunFolder(config.run_dir),
+        "Ctrl-C ends the job",
         state="ready",
         started=time.time() - 65,
-        events=EventLog(),
-        supervisor=SimpleNamespace(
-            processes={
-                name: SimpleNamespace(state=SimpleNamespace(value=state), restarts=restarts)
-                for name, (state, restarts) in processes.items()
-            }
-        ),
+        processes={
+            name: FollowedProcess(ProcessState(state), restarts)
+            for name, (state, restarts) in processes.items()
+        },
     )
 
 
