@@ -45,6 +45,8 @@ class StackPlan:
     trainer: ProcessSpec | None = None
     make_inference: Callable[[int], ProcessSpec] | None = None
     """By index; None where we start no inference servers."""
+    capacity: int | None = None
+    """Servers that the nodes have GPUs for; None: it does not depend on GPUs."""
 
     def add_inference(self) -> ProcessSpec:
         """One more, with the lowest name that is free, on a port of its own."""
@@ -107,6 +109,7 @@ def plan_stack(
     if not endpoints.inference:
         count = parse_allocation(config.allocation_mode).inference_replicas
         plan.make_inference = partial(_inference, config, folder, picker, hosts)
+        plan.capacity = count if config.stack.gpus_per_node else None
         for _ in range(count):
             plan.add_inference()
     for name, (module, key) in _SERVICES.items():
@@ -153,8 +156,6 @@ def _inference(
 ) -> ProcessSpec:
     name = f"inference-{index}"
     port = picker.pick(name)
-    if index >= len(hosts.inference) and hosts.inference[0].gpus:
-        raise ConfigError(f"{name}: every GPU of the stack's nodes has its server")
     slot = hosts.inference[index % len(hosts.inference)]
     try:
         command = shlex.split(config.stack.inference_command)

@@ -55,6 +55,10 @@ class Scaler:
             )
         if not 1 <= count <= MAX_SERVERS:
             raise InvalidInput(f"inference={count}: expected 1 to {MAX_SERVERS}")
+        if plan.capacity is not None and count > plan.capacity:
+            raise InvalidInput(
+                f"inference={count}: the stack's nodes have GPUs for {plan.capacity}"
+            )
         before = len(plan.inference)
         began = time.monotonic()
         newcomers = [plan.add_inference() for _ in range(count - before)]
