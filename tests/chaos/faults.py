@@ -102,7 +102,9 @@ class Victims:
         """
         pid = self.pids().get(name, 0)
         if name in ("trainer", "torchrun") or name.startswith("rank"):
-            return pid != gone and self.stepped_at() > released
+            # A rank may end its step after torchrun, or another rank, was killed: that is not it.
+            life = float(self._stack.process("trainer")["spawned"]) if gone else released
+            return life >= released and self.stepped_at() > life
         if pid in (0, gone):
             return False
         if name == "guard" or name.startswith("reward-worker"):
