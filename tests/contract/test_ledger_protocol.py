@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.containers import store_in_container
 from tests.ledger_support import Book, finished, make_group, open_book
 from tests.redis_server import start_redis
 
@@ -23,10 +24,13 @@ from areal.types import Purpose
 from areal.wire import group_to_pb
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["process", "container"])
+def redis_url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     folder: Path = tmp_path_factory.mktemp("ledger")
-    with start_redis(folder) as url:
+    in_container = request.param == "container"
+    with store_in_container("redis") if in_container else start_redis(folder) as url:
         yield url
 
 

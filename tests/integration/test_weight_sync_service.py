@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import nats
 import pytest
+from tests.containers import ContainerStore
 from tests.integration.weight_sync_rig import (
     BadServer,
     WeightSyncRig,
@@ -48,8 +49,9 @@ def redis(tmp_path):
 
 
 @pytest.fixture
-def nats_server(tmp_path):
-    server = NatsServer(tmp_path / "nats")
+def nats_server(request, tmp_path):
+    in_container = getattr(request, "param", "process") == "container"
+    server = ContainerStore("nats") if in_container else NatsServer(tmp_path / "nats")
     server.start()
     yield server
     server.kill()
@@ -296,6 +298,7 @@ async def test_redis_when_lost_for_a_while_then_nothing_is_lost(rig, good, redis
     await rig.until(url, SERVING, 1)
 
 
+@pytest.mark.parametrize("nats_server", ["process", "container"], indirect=True)
 async def test_nats_when_lost_then_versions_go_on_and_announcements_resume(rig, bad, nats_server):
     await rig.client.register_server(bad.url)
     await rig.until(bad.url, SERVING, 0)

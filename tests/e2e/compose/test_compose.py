@@ -36,7 +36,8 @@ def project(tmp_path: Path) -> Iterator[Project]:
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
     project = Project(
         checkout,
-        "areal-e2e",
+        "areal-e2e-compose",
+        AREAL_TAG="e2e",
         AREAL_ARGS=f"total_train_steps={STEPS} rollout.lease_ttl_s=10 checkpoint.freq_steps=10",
     )
     try:
