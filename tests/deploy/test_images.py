@@ -66,6 +66,32 @@ def test_compose_when_read_then_only_loopback_is_published(
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
+def test_compose_when_a_profile_is_off_then_its_services_are_too(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    by_profile = {name: s.get("profiles", []) for name, s in services.items()}
+    assert {name for name, profiles in by_profile.items() if not profiles} == set(OURS)
+    assert {name for name, profiles in by_profile.items() if profiles == ["gpu"]} == {
+        "sglang",
+        "trainer-gpu",
+    }
+
+
+def test_prometheus_when_it_looks_for_targets_then_every_service_is_one(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    text = (ROOT / "deploy/observability/prometheus.yaml").read_text()
+    jobs = {job["job_name"]: job for job in yaml.safe_load(text)["scrape_configs"]}
+    scraped = {
+        name
+        for job in jobs.values()
+        for sd in job.get("dns_sd_configs", [])
+        for name in sd["names"]
+    }
+    assert scraped == (set(OURS) | {"sglang"}) - {"redis", "nats", "init"}
+    assert scraped <= set(services)
+
+
 def check(url: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-IS", str(ROOT / "deploy/healthcheck.py"), url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
