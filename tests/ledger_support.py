@@ -5,13 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 
 from areal.clients.stores import connect_redis
+from areal.errors import ArealError
 from areal.observability.waits import Waits
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
-from areal.wire import group_to_pb, task_to_pb
+from areal.wire import pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
 from areal_buffer.records import FinishedGroup, NewTask
 from areal_buffer.redis_store import RedisStore
@@ -69,12 +71,21 @@ def finished(task_id: str, version: int = 0) -> FinishedGroup:
     group = make_group(task_id, version)
     return FinishedGroup(
         task_id=task_id,
-        payload=group_to_pb(group).SerializeToString(),
+        token=0,
+        payload=pack_group(group),
         head_version=version,
         lengths=tuple(len(each.input_ids) for each in group.trajectories),
         generated_tokens=8,
         mean_reward=1.0,
     )
+
+
+async def complete(store: RedisStore, token: int, group: FinishedGroup, *, full: bool) -> bool:
+    """Records one group; raises what it was refused for."""
+    (result,) = await store.complete([replace(group, token=token)], full=[full])
+    if isinstance(result, ArealError):
+        raise result
+    return result
 
 
 def ledger_config(url: str, **changes: object) -> LedgerConfig:
@@ -122,7 +133,7 @@ class Book:
     async def complete(
         self, task_id: str, token: int, version: int = 0, full: bool = False
     ) -> bool:
-        return await self.store.complete(token, finished(task_id, version), full=full)
+        return await complete(self.store, token, finished(task_id, version), full=full)
 
     async def run(self, *ids: str, version: int = 0) -> None:
         """Submits, leases and completes exactly these."""

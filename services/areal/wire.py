@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from areal.compression import compress, expand
 from areal.errors import InvalidInput
 from areal.types import (
     Purpose,
@@ -78,84 +79,127 @@ def array_from_pb(tensor: pb.Tensor, field: str = "tensor") -> npt.NDArray[Any]:
     return array if len(shape) == 1 else array.reshape(shape)
 
 
-def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
-    """Encodes one trajectory."""
-    return pb.Trajectory(
-        trajectory_id=trajectory.trajectory_id,
-        tensors=[
-            pb.NamedTensor(
-                name=name,
-                tensor=array_to_pb(np.asarray(getattr(trajectory, name), dtype=dtype)),
-            )
-            for name, dtype in _ARRAY_DTYPES.items()
-        ],
-        reward=trajectory.reward,
-        finish_reason=trajectory.finish_reason.value,
-        completion_text=trajectory.completion_text,
-    )
-
-
-def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
-    """Decodes and validates one trajectory.
+def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
+    """Encodes a group: each array once for all its trajectories.
 
     Raises:
-        InvalidInput: A tensor is missing, has the wrong dtype or length, a value is not finite, or
-            a sampled token has no version.
+        InvalidInput: An array of a trajectory is not of its length.
     """
-    who = f"trajectory {message.trajectory_id!r}"
-    arrays = {t.name: array_from_pb(t.tensor, f"{who} {t.name}") for t in message.tensors}
+    trajectories = group.trajectories
+    message = pb.TrajectoryGroup(
+        group_id=group.group_id,
+        trajectories=[
+            pb.Trajectory(
+                trajectory_id=trajectory.trajectory_id,
+                length=len(trajectory.input_ids),
+                reward=trajectory.reward,
+                finish_reason=trajectory.finish_reason.value,
+                completion_text=trajectory.completion_text,
+            )
+            for trajectory in trajectories
+        ],
+        traceparent=group.traceparent,
+    )
+    if not trajectories:
+        return message
+    lengths = [(len(each.input_ids),) for each in trajectories]
     for name, dtype in _ARRAY_DTYPES.items():
-        array = arrays.get(name)
-        if array is None:
+        arrays = [np.asarray(getattr(each, name), dtype) for each in trajectories]
+        if (shapes := [array.shape for array in arrays]) != lengths:
+            index = next(i for i, shape in enumerate(shapes) if shape != lengths[i])
+            raise InvalidInput(
+                f"trajectory {trajectories[index].trajectory_id!r} {name}: length "
+                f"{list(shapes[index])}, expected {list(lengths[index])} as input_ids"
+            )
+        message.tensors.add(name=name, tensor=array_to_pb(np.concatenate(arrays)))
+    return message
+
+
+def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
+    """Decodes and validates a group; the arrays are read-only views.
+
+    Raises:
+        InvalidInput: It is empty, a tensor is missing, has the wrong dtype or length, a value is
+            not finite, or a sampled token has no version.
+    """
+    who = f"group {message.group_id!r}"
+    if not message.trajectories:
+        raise InvalidInput(f"{who}: has no trajectories")
+    arrays = _arrays_from_pb(message, who)
+    trajectories, start = [], 0
+    for each in message.trajectories:
+        end = start + each.length
+        trajectories.append(
+            Trajectory(
+                trajectory_id=each.trajectory_id,
+                finish_reason=_finish_reason(each),
+                completion_text=each.completion_text,
+                **cast("dict[str, Any]", {name: a[start:end] for name, a in arrays.items()}),
+            )
+        )
+        start = end
+    return TrajectoryGroup(message.group_id, trajectories, message.traceparent)
+
+
+def pack_group(group: TrajectoryGroup) -> bytes:
+    """Encodes a group as it is handed in and stored; raises InvalidInput."""
+    return compress(group_to_pb(group).SerializeToString())
+
+
+def unpack_group(payload: bytes) -> TrajectoryGroup:
+    """Decodes what `pack_group` gave; raises InvalidInput."""
+    return group_from_pb(pb.TrajectoryGroup.FromString(expand(payload)))
+
+
+def _arrays_from_pb(message: pb.TrajectoryGroup, who: str) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a trajectory, for all of the group; raises InvalidInput."""
+    lengths = [trajectory.length for trajectory in message.trajectories]
+    if min(lengths) < 0:
+        raise InvalidInput(f"{who}: a trajectory has length {min(lengths)}, expected 0 or more")
+    total = sum(lengths)
+    tensors = {t.name: t.tensor for t in message.tensors}
+    arrays = {}
+    for name, dtype in _ARRAY_DTYPES.items():
+        if name not in tensors:
             raise InvalidInput(f"{who}: tensor {name!r} is missing")
+        array = array_from_pb(tensors[name], f"{who} {name}")
         if array.dtype != dtype or array.ndim != 1:
             raise InvalidInput(
                 f"{who} {name}: got {array.dtype}{list(array.shape)}, expected {dtype.name}[L]"
             )
-        if array.size != arrays["input_ids"].size:
+        if array.size != total:
             raise InvalidInput(
-                f"{who} {name}: length {array.size}, "
-                f"expected {arrays['input_ids'].size} as input_ids"
+                f"{who} {name}: length {array.size}, expected {total} as the trajectories together"
             )
+        arrays[name] = array
     for name in ("behavior_logprobs", "rewards"):
-        if not np.isfinite(arrays[name]).all():
-            raise InvalidInput(f"{who} {name}: a value is not finite")
+        finite = np.isfinite(arrays[name])
+        if not finite.all():
+            raise InvalidInput(f"{_owner(message, ~finite)} {name}: a value is not finite")
     # A workflow may leave sampled tokens out of the loss, but cannot train on unsampled ones.
-    if (arrays["loss_mask"] & (arrays["token_versions"] < 0)).any():
-        raise InvalidInput(f"{who}: token_versions must be >= 0 wherever loss_mask is set")
+    unsampled = arrays["loss_mask"] & (arrays["token_versions"] < 0)
+    if unsampled.any():
+        raise InvalidInput(
+            f"{_owner(message, unsampled)}: token_versions must be >= 0 wherever loss_mask is set"
+        )
+    return arrays
+
+
+def _owner(message: pb.TrajectoryGroup, wrong: npt.NDArray[Any]) -> str:
+    """The trajectory that the first wrong token belongs to."""
+    ends = np.cumsum([trajectory.length for trajectory in message.trajectories])
+    index = int(np.searchsorted(ends, int(wrong.argmax()), side="right"))
+    return f"trajectory {message.trajectories[index].trajectory_id!r}"
+
+
+def _finish_reason(message: pb.Trajectory) -> StopReason:
     try:
-        finish_reason = StopReason(message.finish_reason)
+        return StopReason(message.finish_reason)
     except ValueError:
         raise InvalidInput(
-            f"{who} finish_reason {message.finish_reason!r}: expected one of "
-            f"{', '.join(StopReason)}"
+            f"trajectory {message.trajectory_id!r} finish_reason {message.finish_reason!r}: "
+            f"expected one of {', '.join(StopReason)}"
         ) from None
-    return Trajectory(
-        trajectory_id=message.trajectory_id,
-        finish_reason=finish_reason,
-        completion_text=message.completion_text,
-        **cast("dict[str, Any]", {name: arrays[name] for name in TRAJECTORY_ARRAYS}),
-    )
-
-
-def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
-    """Encodes a group."""
-    return pb.TrajectoryGroup(
-        group_id=group.group_id,
-        trajectories=[trajectory_to_pb(t) for t in group.trajectories],
-        traceparent=group.traceparent,
-    )
-
-
-def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
-    """Decodes and validates a group; raises InvalidInput, also for an empty one."""
-    if not message.trajectories:
-        raise InvalidInput(f"group {message.group_id!r}: has no trajectories")
-    return TrajectoryGroup(
-        group_id=message.group_id,
-        trajectories=[trajectory_from_pb(t) for t in message.trajectories],
-        traceparent=message.traceparent,
-    )
 
 
 def workflow_to_pb(spec: WorkflowSpec) -> pb.WorkflowSpec:

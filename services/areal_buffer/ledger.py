@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from areal.errors import ArealError
 from areal.observability.waits import Waits
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, StoredLease, Take
@@ -67,8 +68,10 @@ class Store(Protocol):
     async def ended(self, task_ids: Sequence[str]) -> list[str]:
         """Those that have ended or are completed."""
 
-    async def complete(self, token: int, group: FinishedGroup, *, full: bool) -> bool:
-        """Records a group; False: it had been recorded before."""
+    async def complete(
+        self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
+    ) -> list[bool | ArealError]:
+        """Records groups; False: it had been recorded before; or why it was refused."""
 
 
 class Ledger:
@@ -116,11 +119,17 @@ class Ledger:
             f"one of {len(task_ids)} tasks",
         )
 
-    async def complete_task(self, token: int, group: FinishedGroup) -> bool:
-        """Records a group; False: it had been recorded before."""
-        recorded = await self._store.complete(token, group, full=self._memory.full)
-        self._memory.add(len(group.payload))
-        return recorded
+    async def complete_tasks(self, groups: Sequence[FinishedGroup]) -> list[bool | ArealError]:
+        """Records groups; False: it had been recorded before; or why it was refused."""
+        full, stored = [], 0
+        for group in groups:
+            full.append(self._memory.used_bytes + stored >= self._memory.limit_bytes)
+            stored += len(group.payload)
+        results = await self._store.complete(groups, full=full)
+        for group, result in zip(groups, results, strict=True):
+            if not isinstance(result, ArealError):
+                self._memory.add(len(group.payload))
+        return results
 
     async def _until(
         self,

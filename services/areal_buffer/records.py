@@ -36,8 +36,10 @@ class FinishedGroup:
     """A validated group on its way in."""
 
     task_id: str
+    token: int
+    """Of the lease it was made under."""
     payload: bytes
-    """The serialized TrajectoryGroup."""
+    """The serialized TrajectoryGroup as it was handed in: maybe a zstd frame."""
     head_version: int
     """Smallest version that sampled a token; -1 if none was sampled."""
     lengths: tuple[int, ...]

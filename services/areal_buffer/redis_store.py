@@ -6,22 +6,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, cast
 
 import redis.asyncio as redis
-from redis.exceptions import (
-    BusyLoadingError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
 from areal import errors
 from areal.clients.stores import redis_prefix
+from areal.compression import expand
 from areal.observability.waits import Waits
 from areal.types import Purpose, TaskState
-from areal_buffer.compression import compress, expand
 from areal_buffer.config import LedgerConfig
 from areal_buffer.records import (
     FinishedGroup,
@@ -34,13 +25,13 @@ from areal_buffer.records import (
     TakenGroup,
     Trainer,
 )
-from areal_buffer.scripts import load_scripts
+from areal_buffer.scripts import Scripts, translate
 
 # Work of one script call: bounds how long Redis is busy with it.
 _CHUNK_TASKS = 500
 _CHUNK_BYTES = 8 * 1024 * 1024
 _CHUNK_READ_GROUPS = 16
-_FETCH_BYTES = 4 * 1024 * 1024
+_FETCH_BYTES = 1024 * 1024
 _RECORD_FIELDS = (
     "state",
     "purpose",
@@ -85,36 +76,9 @@ class RedisStore:
 
     def __init__(self, client: redis.Redis, config: LedgerConfig, waits: Waits) -> None:
         self._redis = client
-        self._waits = waits
-        self._config = config
         self._prefix = redis_prefix(config.namespace)
-        self._scripts = load_scripts(config)
+        self._scripts = Scripts(client, config, self._prefix, waits)
         self.wake_channel = self._prefix + "wake"
-
-    async def _run(self, name: str, *args: str | int | bytes) -> Any:
-        script = self._scripts[name]
-        try:
-            with self._waits.on("answer", "redis", name):
-                try:
-                    return await self._redis.evalsha(script.sha, 1, self._prefix, *args)
-                except NoScriptError:
-                    return await self._redis.eval(script.text, 1, self._prefix, *args)
-        except RedisError as error:
-            raise self._translate(error) from None
-
-    def _translate(self, error: RedisError) -> errors.ArealError:
-        text = str(error)
-        if isinstance(error, ResponseError) and text.startswith("AREAL "):
-            _, kind, message = text.split(" ", 2)
-            message = message.split(" script: ", 1)[0]
-            found: type[errors.ArealError] = getattr(errors, kind, errors.ArealError)
-            return found(message)
-        if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
-            return errors.CapacityExceeded(f"Redis is out of memory: {text}")
-        away = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError)
-        if isinstance(error, away):
-            return errors.Unavailable(f"Redis is away: {text}")
-        return errors.ArealError(f"Redis: {text}")
 
     # -- tasks --------------------------------------------------------------------------------
 
@@ -130,7 +94,9 @@ class RedisStore:
                 ttl = "" if task.time_to_live_ms is None else task.time_to_live_ms
                 args += [task.task_id, task.purpose.value, task.body, epoch, index, ttl]
             last = len(accepted) + len(chunk) == len(tasks)
-            flags = await self._run("submit", incarnation, int(seal and last), int(full), *args)
+            flags = await self._scripts.run(
+                "submit", incarnation, int(seal and last), int(full), *args
+            )
             accepted += [flag == 1 for flag in flags]
         return accepted
 
@@ -140,13 +106,13 @@ class RedisStore:
         """Cancels named tasks, or all of a purpose; returns how many."""
         if purpose is not None:
             total = 0
-            while done := await self._run("cancel", incarnation, reason, purpose.value):
+            while done := await self._scripts.run("cancel", incarnation, reason, purpose.value):
                 total += int(done)
             return total
         total = 0
         for start in range(0, len(task_ids), _CHUNK_TASKS):
             chunk = task_ids[start : start + _CHUNK_TASKS]
-            total += int(await self._run("cancel", incarnation, reason, "", *chunk))
+            total += int(await self._scripts.run("cancel", incarnation, reason, "", *chunk))
         return total
 
     async def read(self, task_ids: Sequence[str], *, groups: bool) -> AsyncIterator[StoredTask]:
@@ -162,7 +128,7 @@ class RedisStore:
                         pipe.mget([f"{self._prefix}group:{task_id}" for task_id in chunk])
                     rows = await pipe.execute()
             except RedisError as error:
-                raise self._translate(error) from None
+                raise translate(error) from None
             payloads = rows[-1] if groups else [None] * len(chunk)
             for task_id, row, payload in zip(chunk, rows, payloads, strict=False):
                 values = dict(zip(_RECORD_FIELDS, row, strict=True))
@@ -171,7 +137,7 @@ class RedisStore:
 
     async def ended(self, task_ids: Sequence[str]) -> list[str]:
         """Those that have ended or are completed; an empty answer flags the wait."""
-        return [_text(task_id) for task_id in await self._run("ended", *task_ids)]
+        return [_text(task_id) for task_id in await self._scripts.run("ended", *task_ids)]
 
     # -- leases -------------------------------------------------------------------------------
 
@@ -179,7 +145,7 @@ class RedisStore:
         self, worker_id: str, max_tasks: int, boot: int = 0
     ) -> tuple[list[StoredLease], str]:
         """Leases what admission allows now; the reason when that is nothing."""
-        reason, rows = await self._run("lease", worker_id, max_tasks, boot)
+        reason, rows = await self._scripts.run("lease", worker_id, max_tasks, boot)
         leases = [
             StoredLease(
                 _text(task_id),
@@ -198,27 +164,42 @@ class RedisStore:
         lost: list[str] = []
         for start in range(0, len(leases), _CHUNK_TASKS):
             pairs = [part for lease in leases[start : start + _CHUNK_TASKS] for part in lease]
-            lost += [_text(task_id) for task_id in await self._run("renew", worker_id, *pairs)]
+            lost += [
+                _text(task_id) for task_id in await self._scripts.run("renew", worker_id, *pairs)
+            ]
         return lost
 
-    async def complete(self, token: int, group: FinishedGroup, *, full: bool) -> bool:
-        """Records a group; False: it had been recorded before."""
-        recorded = await self._run(
-            "complete",
-            group.task_id,
-            token,
-            compress(group.payload),
-            group.head_version,
-            ",".join(map(str, group.lengths)),
-            len(group.lengths),
-            group.generated_tokens,
-            int(full),
-        )
-        return bool(recorded == 1)
+    async def complete(
+        self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
+    ) -> list[bool | errors.ArealError]:
+        """Records groups, each by itself, in one round trip to Redis.
+
+        Args:
+            groups: Validated ones.
+            full: For each, whether it passes the memory limit.
+
+        Returns:
+            For each: True; False: it had been recorded before; or why it was refused.
+        """
+        calls: list[tuple[str | int | bytes, ...]] = [
+            (
+                group.task_id,
+                group.token,
+                group.payload,
+                group.head_version,
+                ",".join(map(str, group.lengths)),
+                len(group.lengths),
+                group.generated_tokens,
+                int(passes),
+            )
+            for group, passes in zip(groups, full, strict=True)
+        ]
+        replies = await self._scripts.run_all("complete", calls)
+        return [reply if isinstance(reply, errors.ArealError) else reply == 1 for reply in replies]
 
     async def reject(self, task_id: str, token: int, reason: str) -> None:
         """Ends a task by its workflow's choice."""
-        await self._run("reject", task_id, token, reason)
+        await self._scripts.run("reject", task_id, token, reason)
 
     async def return_task(
         self,
@@ -232,14 +213,14 @@ class RedisStore:
         failed_server: str,
     ) -> TaskState:
         """Gives a lease back; cause '' counts against nothing."""
-        state = await self._run(
+        state = await self._scripts.run(
             "return_task", task_id, token, cause, detail, traceback, partial, failed_server
         )
         return TaskState(_text(state))
 
     async def sweep(self) -> Swept:
         """One bounded sweep of leases and deadlines."""
-        return Swept(*(int(value) for value in await self._run("sweep")))
+        return Swept(*(int(value) for value in await self._scripts.run("sweep")))
 
     # -- training -----------------------------------------------------------------------------
 
@@ -248,13 +229,13 @@ class RedisStore:
     ) -> Trainer:
         """A new incarnation."""
         args = (resume_step, batch_size, eta, max_concurrent)
-        return Trainer(*(int(value) for value in await self._run("register", *args)))
+        return Trainer(*(int(value) for value in await self._scripts.run("register", *args)))
 
     async def take(
         self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
     ) -> Take:
         """One attempt at the batch of a step; `waiting` flags the wait."""
-        state, why, replay, queued, running, completed, entries = await self._run(
+        state, why, replay, queued, running, completed, entries = await self._scripts.run(
             "take", incarnation, step, int(near_limit), *task_ids
         )
         return Take(
@@ -269,19 +250,18 @@ class RedisStore:
 
     async def fetch(
         self, incarnation: int, step: int, task_ids: Sequence[str]
-    ) -> AsyncIterator[bytes]:
-        """Payloads of a step's groups, in the order asked."""
+    ) -> AsyncIterator[list[bytes]]:
+        """Payloads of a step's groups as they were handed in, in the order asked, some at once."""
         at = 0
         while at < len(task_ids):
             ids = task_ids[at : at + _CHUNK_TASKS]
-            payloads = await self._run("fetch", incarnation, step, _FETCH_BYTES, *ids)
-            for payload in payloads:
-                yield expand(payload)
+            payloads = await self._scripts.run("fetch", incarnation, step, _FETCH_BYTES, *ids)
+            yield payloads
             at += len(payloads)
 
     async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
         """Ends steps as trained, lets go of payloads; returns the last committed step."""
-        return int(await self._run("commit", incarnation, step, oldest_retained_step))
+        return int(await self._scripts.run("commit", incarnation, step, oldest_retained_step))
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -290,7 +270,7 @@ class RedisStore:
         try:
             ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
         except RedisError as error:
-            raise self._translate(error) from None
+            raise translate(error) from None
         async for task in self.read([_text(task_id) for task_id in ids], groups=False):
             yield task
 
@@ -306,15 +286,19 @@ class RedisStore:
         total = 0
         if task_ids:
             for start in range(0, len(task_ids), _CHUNK_TASKS):
-                total += int(await self._run(script, *task_ids[start : start + _CHUNK_TASKS]))
+                total += int(
+                    await self._scripts.run(script, *task_ids[start : start + _CHUNK_TASKS])
+                )
             return total
-        while done := int(await self._run(script)):
+        while done := int(await self._scripts.run(script)):
             total += done
         return total
 
     async def stats(self) -> Stats:
         """Counters and gauges."""
-        meta, counts, headroom, oldest, batch_size, eta, concurrent = await self._run("stats")
+        meta, counts, headroom, oldest, batch_size, eta, concurrent = await self._scripts.run(
+            "stats"
+        )
         numbers: dict[str, int] = {}
         for key, value in zip(meta[::2], meta[1::2], strict=True):
             if value.lstrip(b"-").isdigit():
@@ -348,7 +332,7 @@ class RedisStore:
         try:
             info = await self._redis.info("memory")
         except RedisError as error:
-            raise self._translate(error) from None
+            raise translate(error) from None
         return int(info["used_memory"])
 
     # -- recipes ------------------------------------------------------------------------------
@@ -361,7 +345,7 @@ class RedisStore:
                 mapping={"file_name": file_name, "source": source},
             )
         except RedisError as error:
-            raise self._translate(error) from None
+            raise translate(error) from None
 
     async def get_recipe(self, digest: str) -> tuple[str, bytes] | None:
         """(file name, source), or None."""
@@ -370,7 +354,7 @@ class RedisStore:
                 f"{self._prefix}recipe:{digest}", ["file_name", "source"]
             )
         except RedisError as error:
-            raise self._translate(error) from None
+            raise translate(error) from None
         return None if source is None else (_text(name), cast("bytes", source))
 
 

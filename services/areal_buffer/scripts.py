@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
+import redis.asyncio as redis
+from redis.exceptions import (
+    BusyLoadingError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from areal import errors
+from areal.observability.waits import Waits
 from areal_buffer.config import LedgerConfig
 from areal_buffer.states import transitions_as_lua
 
@@ -51,3 +67,69 @@ def load_scripts(config: LedgerConfig) -> dict[str, Script]:
         text = "\n".join([head, *((folder / part).read_text() for part in parts)])
         scripts[name] = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
     return scripts
+
+
+Argument = str | int | bytes
+
+
+class Scripts:
+    """Runs them in Redis; raises what a script refused with, or Unavailable while Redis is away."""
+
+    def __init__(
+        self, client: redis.Redis, config: LedgerConfig, prefix: str, waits: Waits
+    ) -> None:
+        self._redis = client
+        self._prefix = prefix
+        self._waits = waits
+        self._scripts = load_scripts(config)
+
+    async def run(self, name: str, *args: Argument) -> Any:
+        """One script, atomically; its reply."""
+        script = self._scripts[name]
+        try:
+            with self._waits.on("answer", "redis", name):
+                try:
+                    return await self._redis.evalsha(script.sha, 1, self._prefix, *args)
+                except NoScriptError:
+                    return await self._redis.eval(script.text, 1, self._prefix, *args)
+        except RedisError as error:
+            raise translate(error) from None
+
+    async def run_all(self, name: str, calls: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """One script several times in one round trip, each atomic: reply or refusal of each."""
+        script = self._scripts[name]
+        try:
+            with self._waits.on("answer", "redis", name):
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for args in calls:
+                        pipe.evalsha(script.sha, 1, self._prefix, *args)
+                    replies = await pipe.execute(raise_on_error=False)
+                missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+                if missing:
+                    await self._redis.script_load(script.text)
+                    again = await self.run_all(name, [calls[i] for i in missing])
+                    for i, reply in zip(missing, again, strict=True):
+                        replies[i] = reply
+        except RedisError as error:
+            raise translate(error) from None
+        replies = [translate(r) if isinstance(r, RedisError) else r for r in replies]
+        for reply in replies:
+            if isinstance(reply, errors.Unavailable):
+                raise reply  # of all: they are tried again together
+        return replies
+
+
+def translate(error: RedisError) -> errors.ArealError:
+    """What a script refused with, or the nearest class to Redis's own error."""
+    text = str(error)
+    if isinstance(error, ResponseError) and text.startswith("AREAL "):
+        _, kind, message = text.split(" ", 2)
+        message = message.split(" script: ", 1)[0]
+        found: type[errors.ArealError] = getattr(errors, kind, errors.ArealError)
+        return found(message)
+    if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
+        return errors.CapacityExceeded(f"Redis is out of memory: {text}")
+    away = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError)
+    if isinstance(error, away):
+        return errors.Unavailable(f"Redis is away: {text}")
+    return errors.ArealError(f"Redis: {text}")

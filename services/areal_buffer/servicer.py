@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from areal.errors import CapacityExceeded, InvalidInput, NotFound
+from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
@@ -21,7 +21,7 @@ from areal_buffer.config import LedgerConfig
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import StoredTask
+from areal_buffer.records import FinishedGroup, StoredTask
 from areal_buffer.redis_store import RedisStore
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -140,15 +140,26 @@ class BufferServicer(BufferServiceServicer):
         ]
         return pb.RenewLeasesResponse(lost_task_ids=await self._store.renew(worker, leases))
 
-    async def CompleteTask(
-        self, request: pb.CompleteTaskRequest, context: Context
-    ) -> pb.CompleteTaskResponse:
-        """Validates and records a group."""
-        group = check.check_group(request, self._config.max_group_bytes)
-        recorded = await self._ledger.complete_task(request.lease.token, group)
-        if recorded:
-            self._metrics.group_completed(group)
-        return pb.CompleteTaskResponse(recorded=recorded)
+    async def CompleteTasks(
+        self, request: pb.CompleteTasksRequest, context: Context
+    ) -> pb.CompleteTasksResponse:
+        """Validates and records groups, each by itself."""
+        if (got := len(request.completions)) > check.MAX_TASKS_PER_CALL:
+            raise InvalidInput(f"completions: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
+        limit = self._config.max_group_bytes
+        checked = [check.check_completion(each, limit) for each in request.completions]
+        groups = [each for each in checked if isinstance(each, FinishedGroup)]
+        recorded = iter(await self._ledger.complete_tasks(groups))
+        response = pb.CompleteTasksResponse()
+        for each in checked:
+            result = next(recorded) if isinstance(each, FinishedGroup) else each
+            if isinstance(result, ArealError):
+                response.results.add(error=type(result).__name__, message=check.line(str(result)))
+                continue
+            response.results.add(recorded=result)
+            if result and isinstance(each, FinishedGroup):
+                self._metrics.group_completed(each)
+        return response
 
     async def RejectTask(
         self, request: pb.RejectTaskRequest, context: Context
@@ -280,10 +291,8 @@ class BufferServicer(BufferServiceServicer):
         incarnation = check.check_number(request.incarnation, "incarnation", 1)
         step = check.check_step(request.step, "step", 1)
         ids = check.check_task_ids(request.task_ids)
-        async for payload in self._store.fetch(incarnation, step, ids):
-            response = pb.FetchGroupsResponse()
-            response.group.ParseFromString(payload)
-            yield response
+        async for payloads in self._store.fetch(incarnation, step, ids):
+            yield pb.FetchGroupsResponse(groups=payloads)
 
     async def CommitStep(
         self, request: pb.CommitStepRequest, context: Context

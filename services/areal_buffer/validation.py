@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
+from areal.compression import expand
 from areal.errors import InvalidInput
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
@@ -120,45 +122,50 @@ def check_task(message: trajectory_pb2.Task) -> NewTask:
     )
 
 
-def check_group(request: pb.CompleteTaskRequest, max_group_bytes: int) -> FinishedGroup:
+def check_group(completion: pb.Completion, max_group_bytes: int) -> FinishedGroup:
     """A finished group; raises InvalidInput naming group, trajectory and tensor."""
-    task_id = check_task_id(request.lease.task_id, "lease.task_id")
-    check_number(request.lease.token, "lease.token", 1)
-    message = request.group
+    task_id = check_task_id(completion.lease.task_id, "lease.task_id")
+    check_number(completion.lease.token, "lease.token", 1)
+    payload = completion.group
+    try:
+        message = trajectory_pb2.TrajectoryGroup.FromString(expand(payload, max_group_bytes))
+    except DecodeError:
+        raise InvalidInput(f"group of task {task_id!r}: not a TrajectoryGroup") from None
     if message.group_id != task_id:
         raise InvalidInput(
             f"group_id {message.group_id[:80]!r}: expected the task's id {task_id!r}"
-        )
-    payload = message.SerializeToString()
-    if len(payload) > max_group_bytes:
-        raise InvalidInput(
-            f"group {task_id!r} has {len(payload)} bytes: at most {max_group_bytes} "
-            f"(rollout.max_group_bytes)"
         )
     group = group_from_pb(message)
     ids = {trajectory.trajectory_id for trajectory in group.trajectories}
     if "" in ids or len(ids) != len(group.trajectories):
         raise InvalidInput(f"group {task_id!r}: trajectory_id must be set and distinct")
-    head_version, generated, reward = MAX_POLICY_VERSION, 0, 0.0
-    for trajectory in group.trajectories:
-        sampled = trajectory.token_versions[trajectory.token_versions >= 0]
-        if sampled.size:
-            generated += int(sampled.size)
-            head_version = min(head_version, int(sampled.min()))
-            if int(sampled.max()) >= MAX_POLICY_VERSION:
-                raise InvalidInput(
-                    f"trajectory {trajectory.trajectory_id!r} token_versions: "
-                    f"{int(np.max(sampled))} is no policy version"
-                )
-        reward += trajectory.reward
+    versions = np.concatenate([each.token_versions for each in group.trajectories])
+    sampled = versions[versions >= 0]
+    generated = int(sampled.size)
+    if generated and int(sampled.max()) >= MAX_POLICY_VERSION:
+        raise InvalidInput(
+            f"group {task_id!r} token_versions: {int(sampled.max())} is no policy version"
+        )
+    reward = sum(trajectory.reward for trajectory in group.trajectories)
     return FinishedGroup(
         task_id=task_id,
+        token=completion.lease.token,
         payload=payload,
-        head_version=head_version if generated else -1,
+        head_version=int(sampled.min()) if generated else -1,
         lengths=tuple(len(trajectory.input_ids) for trajectory in group.trajectories),
         generated_tokens=generated,
         mean_reward=reward / len(group.trajectories),
     )
+
+
+def check_completion(
+    completion: pb.Completion, max_group_bytes: int
+) -> FinishedGroup | InvalidInput:
+    """A finished group, or why it is none: one of several is refused by itself."""
+    try:
+        return check_group(completion, max_group_bytes)
+    except InvalidInput as error:
+        return error
 
 
 def line(text: str) -> str:

@@ -1,7 +1,7 @@
 """Runs episodes: as many as there is room for, each to exactly one ending.
 
                  room          lease                arun_episode                 hand in
-    lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> HANDING_IN ─ CompleteTask
+    lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> HANDING_IN ─ CompleteTasks
         ^                                        ├─ None ───────────────────────── RejectTask
         │                                        ├─ raised ─────────────────────── ReturnTask
         │                                        └─ stopped: lost lease ─────────> dropped

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.contract.ledger_model import Model
-from tests.ledger_support import Book, finished, new_task, open_book
+from tests.ledger_support import Book, complete, finished, new_task, open_book
 from tests.redis_server import start_redis
 
 from areal.errors import ArealError
@@ -122,7 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
         head = self.model.tasks[task_id].floor + newer
         self.same(
             lambda: self.model.complete(task_id, token, head, False),
-            self.store.complete(token, finished(task_id, head), full=False),
+            complete(self.store, token, finished(task_id, head), full=False),
         )
 
     def register(self, resume: int, size: int, eta: int, concurrent: int) -> None:
@@ -175,7 +175,7 @@ class LedgerMachine(RuleBasedStateMachine):
         head = max(0, self.model.v - 1 + newer)
         self.same(
             lambda: self.model.complete(task_id, token, head, full),
-            self.store.complete(token, finished(task_id, head), full=full),
+            complete(self.store, token, finished(task_id, head), full=full),
         )
 
     @precondition(lambda self: self.issued)
@@ -186,7 +186,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 head = max(self.model.v, self.model.tasks[task_id].floor)
                 self.same(
                     lambda i=task_id, t=token, h=head: self.model.complete(i, t, h, False),
-                    self.store.complete(token, finished(task_id, head), full=False),
+                    complete(self.store, token, finished(task_id, head), full=False),
                 )
 
     @precondition(lambda self: self.issued)
@@ -256,10 +256,10 @@ class LedgerMachine(RuleBasedStateMachine):
     async def groups(self, take: Any, step: int) -> Any:
         """The groups of a batch, each with its payload still there and as it was completed."""
         ids = [group.task_id for group in take.groups]
-        payloads = self.store.fetch(self.model.incarnation, step, ids)
-        for group in take.groups:
-            expected = finished(group.task_id, group.head_version).payload
-            assert await anext(payloads) == expected
+        fetched = self.store.fetch(self.model.incarnation, step, ids)
+        payloads = [each async for some in fetched for each in some]
+        for group, payload in zip(take.groups, payloads, strict=True):
+            assert payload == finished(group.task_id, group.head_version).payload
             assert step - 1 - group.head_version <= self.model.eta or take.replay  # L5
             yield group
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.containers import store_in_container
-from tests.ledger_support import Book, finished, make_group, open_book
+from tests.ledger_support import Book, complete, finished, make_group, open_book
 from tests.redis_server import start_redis
 
+from areal.compression import expand
 from areal.errors import (
     CapacityExceeded,
     InvalidInput,
@@ -21,7 +22,7 @@ from areal.errors import (
     WrongStep,
 )
 from areal.types import Purpose
-from areal.wire import group_to_pb
+from areal.wire import group_to_pb, pack_group
 
 
 @pytest.fixture(scope="module", params=["process", "container"])
@@ -633,7 +634,8 @@ async def test_resume_when_from_any_retained_step_then_the_same_batches(
         take = await book.store.take(book.incarnation, step, (), near_limit=True)
         assert [group.task_id for group in take.groups] == batches[step - 1]
         assert take.replay
-        got = [p async for p in book.store.fetch(book.incarnation, step, batches[step - 1])]
+        some = book.store.fetch(book.incarnation, step, batches[step - 1])
+        got = [payload async for payloads in some for payload in payloads]
         assert got == [finished(each, step - 1).payload for each in batches[step - 1]]
     assert (await book.take(5))[0] == "waiting"
     await book.run("x", "y", version=4)
@@ -771,29 +773,28 @@ async def test_memory_when_full_then_submission_is_refused_only_with_enough_queu
         await book.submit("s", purpose=Purpose.SERVE, full=True)
 
 
-async def test_group_when_large_then_stored_smaller_and_read_back_the_same(book: Book) -> None:
+async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(book: Book) -> None:
     await book.register(size=2)
     await book.submit("large", "plain")
     await book.submit("served", purpose=Purpose.SERVE)
     leases = await book.lease(3)
-    group = replace(
-        finished("large"),
-        payload=group_to_pb(make_group("large", length=2000)).SerializeToString(),
-    )
-    assert await book.store.complete(leases["large"], group, full=False)
+    large = make_group("large", length=2000)
+    whole = group_to_pb(large).SerializeToString()
+    group = replace(finished("large"), payload=pack_group(large))
+    assert await complete(book.store, leases["large"], group, full=False)
     served = replace(group, task_id="served")
-    assert await book.store.complete(leases["served"], served, full=False)
+    assert await complete(book.store, leases["served"], served, full=False)
     assert await book.complete("plain", leases["plain"])
-    # As an earlier release stored it.
-    plain = finished("plain").payload
+    # As a worker that does not compress hands it in.
+    plain = expand(finished("plain").payload)
     await book.redis.set(f"{book.prefix}group:plain", plain)  # type: ignore[attr-defined]
     stored = await book.redis.strlen(f"{book.prefix}group:large")  # type: ignore[attr-defined]
-    assert stored < len(group.payload) / 2
+    assert stored == len(group.payload) < len(whole) / 2
     assert await book.take(1) == ("taken", ["large", "plain"])
-    fetched = [p async for p in book.store.fetch(book.incarnation, 1, ["large", "plain"])]
-    assert fetched == [group.payload, plain]
+    some = book.store.fetch(book.incarnation, 1, ["large", "plain"])
+    assert [each async for payloads in some for each in payloads] == [group.payload, plain]
     (record,) = [r async for r in book.store.read(["served"], groups=True)]
-    assert record.payload == group.payload
+    assert record.payload == whole
 
 
 async def test_cancel_when_all_of_a_purpose_then_batched_ones_stay(book: Book) -> None:

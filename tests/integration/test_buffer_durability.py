@@ -118,7 +118,7 @@ async def test_acknowledgement_when_the_policy_is_always_then_after_the_fsync(
             assert await client.commit_step(registered.incarnation, 1, 0) == 1
         finally:
             await client.close()
-    # Effects of the scripts in the append-only file: CompleteTask stores the group, CommitStep
+    # Effects of the scripts in the append-only file: CompleteTasks stores the group, CommitStep
     # moves the task to `trained` and the committed step to 1.
     for mark in ("group:mark-submit", "last_committed"):
         kinds = eventually(lambda mark=mark: trace.after(mark), f"{mark} in the trace", 10)

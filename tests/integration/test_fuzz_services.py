@@ -69,7 +69,7 @@ def _words(stack: FuzzedStack) -> Words:
                 buffer_service_pb2.BufferServiceSubmitTasksRequest(tasks=[task]),
                 rollout_service_pb2.SubmitTasksRequest(tasks=[task]),
             ],
-            "CompleteTask": [_completion()],
+            "CompleteTasks": [_completion()],
             "ReturnTask": [
                 buffer_service_pb2.ReturnTaskRequest(
                     lease=_LEASE, cause=buffer_service_pb2.RETURN_CAUSE_DRAIN, partial=b"x"
@@ -100,7 +100,7 @@ def _words(stack: FuzzedStack) -> Words:
 _LEASE = buffer_service_pb2.LeaseRef(task_id="fuzz-0", token=1)
 
 
-def _completion() -> buffer_service_pb2.CompleteTaskRequest:
+def _completion() -> buffer_service_pb2.CompleteTasksRequest:
     import numpy as np
 
     arrays = {
@@ -110,16 +110,17 @@ def _completion() -> buffer_service_pb2.CompleteTaskRequest:
         "token_versions": np.array([-1, 0, 0], np.int32),
         "rewards": np.array([0, 0, 1], np.float32),
     }
-    trajectory = trajectory_pb2.Trajectory(
-        trajectory_id="fuzz-0/0",
-        finish_reason="stop",
+    trajectory = trajectory_pb2.Trajectory(trajectory_id="fuzz-0/0", length=3, finish_reason="stop")
+    group = trajectory_pb2.TrajectoryGroup(
+        group_id="fuzz-0",
+        trajectories=[trajectory],
         tensors=[
             trajectory_pb2.NamedTensor(name=name, tensor=array_to_pb(array))
             for name, array in arrays.items()
         ],
     )
-    group = trajectory_pb2.TrajectoryGroup(group_id="fuzz-0", trajectories=[trajectory])
-    return buffer_service_pb2.CompleteTaskRequest(lease=_LEASE, group=group, worker_id="fuzz")
+    completion = buffer_service_pb2.Completion(lease=_LEASE, group=group.SerializeToString())
+    return buffer_service_pb2.CompleteTasksRequest(worker_id="fuzz", completions=[completion])
 
 
 @pytest.mark.parametrize("name", ["buffer", "reward", "rollout", "trainer", "weight_sync"])

@@ -126,15 +126,18 @@ def test_serve_when_a_plain_client_submits_100_tasks_then_all_are_delivered_with
     for record in records:
         assert record.state == delivered.number, record.reason
         assert len(record.group.trajectories) == 2
+        tensors = {t.name: t.tensor for t in record.group.tensors}
+        start = 0
         for trajectory in record.group.trajectories:
-            tensors = {t.name: t.tensor for t in trajectory.tensors}
-            versions = ints(tensors["token_versions"])
-            rewards = floats(tensors["rewards"])
+            tokens = slice(start, start + trajectory.length)
+            start += trajectory.length
+            versions = ints(tensors["token_versions"])[tokens]
+            rewards = floats(tensors["rewards"])[tokens]
             # Version 0 is the configured model; -1 marks the prompt.
             assert set(versions) == {-1, 0}
             assert sum(rewards) == pytest.approx(trajectory.reward)
             assert trajectory.reward in (0.0, 1.0)
-            logprobs = floats(tensors["behavior_logprobs"])
+            logprobs = floats(tensors["behavior_logprobs"])[tokens]
             assert all(p < 0 for p, v in zip(logprobs, versions, strict=True) if v == 0), (
                 "each sampled token has its logprob"
             )

@@ -17,12 +17,14 @@ from areal.clients.buffer_types import (
     TaskRecord,
     record_from_pb,
 )
+from areal.clients.hand_ins import HandIns
+from areal.security import Security
 from areal.types import Purpose, Task, TaskState, TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 from areal.wire import (
     PURPOSE_TO_PB,
     STATE_FROM_PB,
-    group_to_pb,
+    pack_group,
     task_from_pb,
     task_to_pb,
 )
@@ -48,6 +50,16 @@ class BufferClient(TrainerBufferClient):
 
     `retry_for`: seconds to retry while the ledger is away or silent; idempotent methods have it.
     """
+
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        """Opens a channel to host:port."""
+        super().__init__(address, security)
+        self._hand_ins = HandIns(self._complete_tasks)
+
+    async def close(self) -> None:
+        """Ends hand-ins under way, closes the channel."""
+        await self._hand_ins.close()
+        await super().close()
 
     # -- submitting and reading ---------------------------------------------------------------
 
@@ -221,11 +233,10 @@ class BufferClient(TrainerBufferClient):
         token: int,
         group: TrajectoryGroup,
         worker_id: str,
-        *,
-        timeout: float = 60.0,
-        retry_for: float = 60.0,
     ) -> bool:
         """Hands in a finished group; True: recorded now, False: it had been recorded before.
+
+        Calls at the same time share messages; tried again for a minute while the ledger is away.
 
         Raises:
             LeaseLost: The task was re-leased or has ended; drop the work.
@@ -233,15 +244,19 @@ class BufferClient(TrainerBufferClient):
                 lease's version; return the task.
             CapacityExceeded: Memory is near its limit; keep the lease and try again later.
         """
-        request = pb.CompleteTaskRequest(
-            lease=pb.LeaseRef(task_id=task_id, token=token),
-            group=group_to_pb(group),
-            worker_id=worker_id,
+        return await self._hand_ins.offer(
+            worker_id,
+            lambda: pb.Completion(
+                lease=pb.LeaseRef(task_id=task_id, token=token), group=pack_group(group)
+            ),
         )
-        response = await self._call(
-            self._stub.CompleteTask, request, timeout=timeout, retry_for=retry_for
-        )
-        return response.recorded
+
+    async def _complete_tasks(
+        self, worker_id: str, completions: list[pb.Completion]
+    ) -> Sequence[pb.CompletionResult]:
+        request = pb.CompleteTasksRequest(worker_id=worker_id, completions=completions)
+        response = await self._call(self._stub.CompleteTasks, request, timeout=60.0, retry_for=60.0)
+        return response.results
 
     async def reject_task(
         self,

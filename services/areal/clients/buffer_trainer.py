@@ -14,7 +14,7 @@ from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import buffer_service_pb2_grpc
-from areal.wire import group_from_pb
+from areal.wire import unpack_group
 
 
 class TrainerBufferClient(Client):
@@ -128,8 +128,9 @@ class TrainerBufferClient(Client):
                 async for response in self._stub.FetchGroups(
                     request, timeout=timeout, metadata=self._metadata
                 ):
-                    group = group_from_pb(response.group)
-                    groups[group.group_id] = group
+                    for payload in response.groups:
+                        group = unpack_group(payload)
+                        groups[group.group_id] = group
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, "FetchGroups", self.address, since) from None
 

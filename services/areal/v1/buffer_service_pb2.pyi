@@ -291,51 +291,100 @@ class RenewLeasesResponse(_message.Message):
 Global___RenewLeasesResponse: _TypeAlias = RenewLeasesResponse  # noqa: Y015
 
 @_typing.final
-class CompleteTaskRequest(_message.Message):
+class Completion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
+    group: _builtins.bytes
+    """A serialized TrajectoryGroup, as it is or as one zstd frame; kept and handed out unchanged."""
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
-    @_builtins.property
-    def group(self) -> _trajectory_pb2.TrajectoryGroup: ...
     def __init__(
         self,
         *,
         lease: Global___LeaseRef | None = ...,
-        group: _trajectory_pb2.TrajectoryGroup | None = ...,
-        worker_id: _builtins.str = ...,
+        group: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "lease", b"lease", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CompleteTaskRequest: _TypeAlias = CompleteTaskRequest  # noqa: Y015
+Global___Completion: _TypeAlias = Completion  # noqa: Y015
 
 @_typing.final
-class CompleteTaskResponse(_message.Message):
+class CompleteTasksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Completion]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        completions: _abc.Iterable[Global___Completion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteTasksRequest: _TypeAlias = CompleteTasksRequest  # noqa: Y015
+
+@_typing.final
+class CompletionResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     recorded: _builtins.bool
     """False: this completion had been recorded before; nothing changed."""
+    error: _builtins.str
+    """Set when it was refused: what kind of error (InvalidInput, LeaseLost, ...), and why."""
+    message: _builtins.str
     def __init__(
         self,
         *,
         recorded: _builtins.bool = ...,
+        error: _builtins.str = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["recorded", b"recorded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "recorded", b"recorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CompleteTaskResponse: _TypeAlias = CompleteTaskResponse  # noqa: Y015
+Global___CompletionResult: _TypeAlias = CompletionResult  # noqa: Y015
+
+@_typing.final
+class CompleteTasksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CompletionResult]:
+        """One for each completion, in their order."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___CompletionResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteTasksResponse: _TypeAlias = CompleteTasksResponse  # noqa: Y015
 
 @_typing.final
 class RejectTaskRequest(_message.Message):
@@ -760,17 +809,19 @@ Global___FetchGroupsRequest: _TypeAlias = FetchGroupsRequest  # noqa: Y015
 class FetchGroupsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    GROUP_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def group(self) -> _trajectory_pb2.TrajectoryGroup: ...
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Serialized TrajectoryGroups as they were handed in; several at once, in the order asked."""
+
     def __init__(
         self,
         *,
-        group: _trajectory_pb2.TrajectoryGroup | None = ...,
+        groups: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

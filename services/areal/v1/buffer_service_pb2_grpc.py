@@ -52,10 +52,10 @@ class BufferServiceStub:
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.RenewLeasesRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_buffer__service__pb2.RenewLeasesResponse.FromString,
                 _registered_method=True)
-        self.CompleteTask = channel.unary_unary(
-                '/areal.v1.BufferService/CompleteTask',
-                request_serializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTaskRequest.SerializeToString,
-                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTaskResponse.FromString,
+        self.CompleteTasks = channel.unary_unary(
+                '/areal.v1.BufferService/CompleteTasks',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTasksRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTasksResponse.FromString,
                 _registered_method=True)
         self.RejectTask = channel.unary_unary(
                 '/areal.v1.BufferService/RejectTask',
@@ -161,8 +161,9 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CompleteTask(self, request, context):
-        """Hands in a finished group. Idempotent. Counts after expiry unless re-leased or ended.
+    def CompleteTasks(self, request, context):
+        """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+        ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -291,10 +292,10 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=areal_dot_v1_dot_buffer__service__pb2.RenewLeasesRequest.FromString,
                     response_serializer=areal_dot_v1_dot_buffer__service__pb2.RenewLeasesResponse.SerializeToString,
             ),
-            'CompleteTask': grpc.unary_unary_rpc_method_handler(
-                    servicer.CompleteTask,
-                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTaskRequest.FromString,
-                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTaskResponse.SerializeToString,
+            'CompleteTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteTasks,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTasksRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.CompleteTasksResponse.SerializeToString,
             ),
             'RejectTask': grpc.unary_unary_rpc_method_handler(
                     servicer.RejectTask,
@@ -467,7 +468,7 @@ class BufferService:
             _registered_method=True)
 
     @staticmethod
-    def CompleteTask(request,
+    def CompleteTasks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -480,9 +481,9 @@ class BufferService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/areal.v1.BufferService/CompleteTask',
-            areal_dot_v1_dot_buffer__service__pb2.CompleteTaskRequest.SerializeToString,
-            areal_dot_v1_dot_buffer__service__pb2.CompleteTaskResponse.FromString,
+            '/areal.v1.BufferService/CompleteTasks',
+            areal_dot_v1_dot_buffer__service__pb2.CompleteTasksRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.CompleteTasksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,8 +42,10 @@ class BufferServiceStub:
     """Leases up to max_tasks, as far as admission allows; waits up to max_wait for the first."""
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RenewLeasesRequest, _buffer_service_pb2.RenewLeasesResponse]
     """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
-    CompleteTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTaskRequest, _buffer_service_pb2.CompleteTaskResponse]
-    """Hands in a finished group. Idempotent. Counts after expiry unless re-leased or ended."""
+    CompleteTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTasksRequest, _buffer_service_pb2.CompleteTasksResponse]
+    """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+    ended.
+    """
     RejectTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]
     """The workflow chose to drop the task (arun_episode returned None)."""
     ReturnTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTaskRequest, _buffer_service_pb2.ReturnTaskResponse]
@@ -89,8 +91,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """Leases up to max_tasks, as far as admission allows; waits up to max_wait for the first."""
     RenewLeases: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RenewLeasesRequest, _buffer_service_pb2.RenewLeasesResponse]  # type: ignore[assignment]
     """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
-    CompleteTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTaskRequest, _buffer_service_pb2.CompleteTaskResponse]  # type: ignore[assignment]
-    """Hands in a finished group. Idempotent. Counts after expiry unless re-leased or ended."""
+    CompleteTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTasksRequest, _buffer_service_pb2.CompleteTasksResponse]  # type: ignore[assignment]
+    """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+    ended.
+    """
     RejectTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]  # type: ignore[assignment]
     """The workflow chose to drop the task (arun_episode returned None)."""
     ReturnTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTaskRequest, _buffer_service_pb2.ReturnTaskResponse]  # type: ignore[assignment]
@@ -153,12 +157,14 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
 
     @_abc_1.abstractmethod
-    def CompleteTask(
+    def CompleteTasks(
         self,
-        request: _buffer_service_pb2.CompleteTaskRequest,
+        request: _buffer_service_pb2.CompleteTasksRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_buffer_service_pb2.CompleteTaskResponse, _abc.Awaitable[_buffer_service_pb2.CompleteTaskResponse]]:
-        """Hands in a finished group. Idempotent. Counts after expiry unless re-leased or ended."""
+    ) -> _typing.Union[_buffer_service_pb2.CompleteTasksResponse, _abc.Awaitable[_buffer_service_pb2.CompleteTasksResponse]]:
+        """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+        ended.
+        """
 
     @_abc_1.abstractmethod
     def RejectTask(

@@ -241,40 +241,36 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
-    """The immutable record of one sample."""
+    """The immutable record of one sample; its arrays are in the group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     COMPLETION_TEXT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
+    length: _builtins.int
+    """Tokens (L), prompt and answer."""
     reward: _builtins.float
     """Sum of the token rewards."""
     finish_reason: _builtins.str
     """stop, length, abort or tool_calls."""
     completion_text: _builtins.str
     """Decoded generation, for people; may be empty."""
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedTensor]:
-        """Aligned, all of length L: input_ids int32, loss_mask bool, behavior_logprobs float32 (0 on
-        prompt), token_versions int32 (-1 on prompt), rewards float32.
-        """
-
     def __init__(
         self,
         *,
         trajectory_id: _builtins.str = ...,
-        tensors: _abc.Iterable[Global___NamedTensor] | None = ...,
+        length: _builtins.int = ...,
         reward: _builtins.float = ...,
         finish_reason: _builtins.str = ...,
         completion_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "reward", b"reward", "tensors", b"tensors", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "length", b"length", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,21 +285,29 @@ class TrajectoryGroup(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Equals the task's id."""
     traceparent: _builtins.str
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedTensor]:
+        """Aligned, each one trajectory after the other without padding: input_ids int32, loss_mask bool,
+        behavior_logprobs float32 (0 on prompt), token_versions int32 (-1 on prompt), rewards float32.
+        """
+
     def __init__(
         self,
         *,
         group_id: _builtins.str = ...,
         trajectories: _abc.Iterable[Global___Trajectory] | None = ...,
         traceparent: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___NamedTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

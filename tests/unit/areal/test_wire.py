@@ -40,8 +40,8 @@ def test_group_when_sent_and_received_then_equal(length, version):
     assert back.trajectories[0].finish_reason is StopReason.LENGTH
 
 
-def broken(change) -> pb.Trajectory:
-    message = wire.trajectory_to_pb(trajectory())
+def broken(change) -> pb.TrajectoryGroup:
+    message = wire.group_to_pb(TrajectoryGroup("t", [trajectory()]))
     change({t.name: t for t in message.tensors}, message)
     return message
 
@@ -53,7 +53,9 @@ def broken(change) -> pb.Trajectory:
         (lambda t, m: setattr(t["rewards"].tensor, "data", b"123"), "3 bytes"),
         (lambda t, m: t["rewards"].tensor.shape.__setitem__(0, -5), "negative"),
         (lambda t, m: setattr(t["loss_mask"], "name", "mask"), "loss_mask"),
-        (lambda t, m: setattr(m, "finish_reason", "bored"), "bored"),
+        (lambda t, m: setattr(m.trajectories[0], "length", 4), "length 5, expected 4"),
+        (lambda t, m: setattr(m.trajectories[0], "length", -5), "length -5"),
+        (lambda t, m: setattr(m.trajectories[0], "finish_reason", "bored"), "bored"),
         (
             lambda t, m: t["rewards"].tensor.CopyFrom(
                 wire.array_to_pb(np.full(5, np.nan, np.float32))
@@ -72,9 +74,33 @@ def broken(change) -> pb.Trajectory:
         ),
     ],
 )
-def test_trajectory_when_malformed_then_error_names_it(change, words):
+def test_group_when_malformed_then_error_names_it(change, words):
     with pytest.raises(InvalidInput, match=words):
-        wire.trajectory_from_pb(broken(change))
+        wire.group_from_pb(broken(change))
+
+
+def test_group_when_its_trajectories_differ_in_length_then_each_gets_its_own_back():
+    sent = TrajectoryGroup("t", [trajectory(5), trajectory(9, version=1), trajectory(3)])
+    back = wire.unpack_group(wire.pack_group(sent))
+    assert back.head_version == 1
+    for name in wire.TRAJECTORY_ARRAYS:
+        for there, here in zip(sent.trajectories, back.trajectories, strict=True):
+            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+
+
+def test_group_when_a_value_is_wrong_then_the_error_names_its_trajectory():
+    group = TrajectoryGroup("t", [trajectory(5), trajectory(9)])
+    group.trajectories[1].trajectory_id = "t/1"
+    group.trajectories[1].rewards[0] = np.inf
+    with pytest.raises(InvalidInput, match="'t/1' rewards: a value is not finite"):
+        wire.unpack_group(wire.pack_group(group))
+
+
+def test_group_when_arrays_are_not_aligned_then_refused_before_it_is_sent():
+    long, short = trajectory(5), trajectory(5)
+    long.rewards, short.rewards = np.zeros(6, np.float32), np.zeros(4, np.float32)
+    with pytest.raises(InvalidInput, match=r"'t/0' rewards: length \[6\], expected \[5\]"):
+        wire.pack_group(TrajectoryGroup("t", [long, short]))
 
 
 def test_group_when_empty_then_refused():

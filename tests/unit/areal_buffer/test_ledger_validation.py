@@ -10,7 +10,7 @@ from areal.config import GRPOConfig, build_config
 from areal.errors import InvalidInput
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.wire import group_to_pb, task_to_pb
+from areal.wire import pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
 from areal_buffer.validation import (
     check_group,
@@ -71,13 +71,12 @@ def test_group_when_valid_then_summed_up_from_its_tokens() -> None:
     group = make_group("a", version=3, samples=2, length=6)
     group.trajectories[1].token_versions[5] = 7
     group.trajectories[1].token_versions[4] = 2
-    request = pb.CompleteTaskRequest(
-        lease=pb.LeaseRef(task_id="a", token=4), group=group_to_pb(group), worker_id="w"
-    )
-    summary = check_group(request, 10_000)
+    completion = pb.Completion(lease=pb.LeaseRef(task_id="a", token=4), group=pack_group(group))
+    summary = check_group(completion, 10_000)
+    assert (summary.task_id, summary.token) == ("a", 4)
     assert (summary.head_version, summary.generated_tokens, summary.lengths) == (2, 8, (6, 6))
     assert summary.mean_reward == 1.0
-    assert summary.payload == request.group.SerializeToString()
+    assert summary.payload == completion.group
 
 
 def test_group_when_nothing_was_sampled_then_head_version_is_minus_one() -> None:
@@ -85,10 +84,24 @@ def test_group_when_nothing_was_sampled_then_head_version_is_minus_one() -> None
     for trajectory in group.trajectories:
         trajectory.token_versions[:] = -1
         trajectory.loss_mask[:] = False
-    request = pb.CompleteTaskRequest(
-        lease=pb.LeaseRef(task_id="a", token=4), group=group_to_pb(group)
-    )
-    assert check_group(request, 10_000).head_version == -1
+    completion = pb.Completion(lease=pb.LeaseRef(task_id="a", token=4), group=pack_group(group))
+    assert check_group(completion, 10_000).head_version == -1
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"\xff\xff", "group of task 'a': not a TrajectoryGroup"),
+        (b"", "group_id '': expected the task's id 'a'"),
+        (pack_group(make_group("b")), "group_id 'b': expected the task's id 'a'"),
+        (pack_group(make_group("a", length=1000)), r"group has \d+ bytes: at most 10000"),
+        (pack_group(make_group("a", length=100))[:-1], "zstd"),
+    ],
+)
+def test_group_when_its_bytes_are_wrong_then_refused(payload: bytes, words: str) -> None:
+    completion = pb.Completion(lease=pb.LeaseRef(task_id="a", token=4), group=payload)
+    with pytest.raises(InvalidInput, match=words):
+        check_group(completion, 10_000)
 
 
 def test_config_when_read_from_the_experiment_then_in_milliseconds_and_bytes() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
+from areal.errors import ArealError, LeaseLost
 from areal.observability.waits import Waits
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
@@ -42,9 +44,11 @@ class FakeStore:
         self.looks += 1
         return list(task_ids) if self.ready else []
 
-    async def complete(self, token: int, group: FinishedGroup, *, full: bool) -> bool:
-        self.full.append(full)
-        return True
+    async def complete(
+        self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
+    ) -> list[bool | ArealError]:
+        self.full += full
+        return [LeaseLost("a") if group.task_id == "lost" else True for group in groups]
 
 
 def make_ledger(
@@ -136,11 +140,19 @@ async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
 
 async def test_memory_when_groups_come_in_then_counted_until_the_next_sample() -> None:
     ledger, store, _, memory = make_ledger(limit=1000)
-    group = FinishedGroup("a", b"x" * 600, 0, (3,), 2, 1.0)
-    await ledger.complete_task(1, group)
-    await ledger.complete_task(1, group)
-    await ledger.complete_task(1, group)
+    group = FinishedGroup("a", 1, b"x" * 600, 0, (3,), 2, 1.0)
+    await ledger.complete_tasks([group])
+    await ledger.complete_tasks([group])
+    await ledger.complete_tasks([group])
     assert store.full == [False, False, True]
+    memory.sample(0)
+    assert await ledger.complete_tasks([group, group, group]) == [True, True, True]
+    assert store.full[3:] == [False, False, True]
+    memory.sample(0)
+    (refused,) = await ledger.complete_tasks([replace(group, task_id="lost")])
+    assert isinstance(refused, LeaseLost)
+    assert memory.used_bytes == 0
+    memory.sample(1200)
     assert memory.near_limit
     memory.sample(910)
     assert (memory.near_limit, memory.full) == (True, False)

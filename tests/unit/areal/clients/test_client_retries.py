@@ -13,7 +13,7 @@ from areal.clients.buffer import BufferClient, TakeState
 from areal.errors import Unavailable, WaitTimeout
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import buffer_service_pb2_grpc as pb_grpc
-from areal.wire import group_to_pb
+from areal.wire import pack_group
 
 
 class Flaky(pb_grpc.BufferServiceServicer):
@@ -41,7 +41,7 @@ class Flaky(pb_grpc.BufferServiceServicer):
 
     async def FetchGroups(self, request: pb.FetchGroupsRequest, context: grpc.aio.ServicerContext):
         await self._mood(context)
-        yield pb.FetchGroupsResponse(group=group_to_pb(make_group(request.task_ids[0])))
+        yield pb.FetchGroupsResponse(groups=[pack_group(make_group(request.task_ids[0]))])
 
 
 @pytest.fixture

@@ -1,0 +1,50 @@
+"""Groups under way and at rest: zstd frames, except where they are too small for it to pay.
+
+A worker packs a group once; the ledger checks it and keeps these bytes, and a trainer gets them.
+A reader tells by the first bytes: a zstd frame begins with its magic number, and no
+TrajectoryGroup does (it would be a field 5 of the kind "number", which there is not).
+"""
+
+from __future__ import annotations
+
+import zstandard
+
+from areal.errors import InvalidInput
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
+# Below, the record around the group weighs more than what would be saved.
+MIN_BYTES = 512
+# Higher levels take longer, also to expand, and save little: tools/bench/compression.py.
+_LEVEL = -1
+# What any message may have.
+_MAX_BYTES = 128 * 1024 * 1024
+
+
+def compress(payload: bytes) -> bytes:
+    """A serialized group as it is sent and stored."""
+    if len(payload) < MIN_BYTES:
+        return payload
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(payload)
+
+
+def expand(stored: bytes, max_bytes: int = _MAX_BYTES) -> bytes:
+    """The serialized group.
+
+    Raises:
+        InvalidInput: It is a broken frame, or (nothing is allocated before that is known) larger
+            than max_bytes.
+    """
+    if not stored.startswith(_MAGIC):
+        size, payload = len(stored), stored
+    else:
+        try:
+            size = zstandard.frame_content_size(stored)
+            if size < 0:
+                raise InvalidInput("group: a zstd frame that does not say its size")
+            if size <= max_bytes:
+                payload = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise InvalidInput(f"group: not a zstd frame ({error})") from None
+    if size > max_bytes:
+        raise InvalidInput(f"group has {size} bytes: at most {max_bytes} (rollout.max_group_bytes)")
+    return payload

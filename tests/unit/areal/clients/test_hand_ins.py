@@ -1,0 +1,142 @@
+"""What goes together on the way to the ledger, and who hears of what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from areal.clients.hand_ins import HandIns
+from areal.errors import InvalidInput, LeaseLost, Unavailable
+from areal.v1 import buffer_service_pb2 as pb
+
+
+class Ledger:
+    """Answers when told to, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.open = asyncio.Semaphore(0)
+        self.away = False
+
+    async def send(
+        self, worker_id: str, completions: list[pb.Completion]
+    ) -> list[pb.CompletionResult]:
+        ids = [completion.lease.task_id for completion in completions]
+        self.calls.append(ids)
+        await self.open.acquire()
+        if self.away:
+            raise Unavailable("Redis is away")
+        return [
+            pb.CompletionResult(error="LeaseLost", message=f"{each} was re-leased")
+            if each == "lost"
+            else pb.CompletionResult(recorded=True)
+            for each in ids
+        ]
+
+
+def completion(task_id: str, size: int = 10) -> Callable[[], pb.Completion]:
+    return lambda: pb.Completion(lease=pb.LeaseRef(task_id=task_id), group=bytes(size))
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_offer_when_alone_then_sent_at_once() -> None:
+    ledger = Ledger()
+    ledger.open.release()
+    assert await HandIns(ledger.send).offer("w", completion("a"))
+    assert ledger.calls == [["a"]]
+
+
+async def test_offers_when_calls_are_under_way_then_the_next_one_takes_all_that_is_ready() -> None:
+    ledger = Ledger()
+    hand_ins = HandIns(ledger.send)
+    offers = []
+    for name in "abcde":
+        offers.append(asyncio.create_task(hand_ins.offer("w", completion(name))))
+        await settle()
+    assert ledger.calls == [["a"], ["b"]]
+    ledger.open.release()
+    await settle()
+    assert ledger.calls == [["a"], ["b"], ["c", "d", "e"]]
+    for _ in range(2):
+        ledger.open.release()
+    assert await asyncio.gather(*offers) == [True] * 5
+
+
+async def test_offers_when_large_then_a_call_takes_no_more_than_its_size() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.open.release()
+    hand_ins = HandIns(ledger.send)
+    names = ["a", "b", "c", "d", "e"]
+    await asyncio.gather(*(hand_ins.offer("w", completion(name, 140_000)) for name in names))
+    assert ledger.calls == [["a", "b"], ["c", "d"], ["e"]]
+
+
+async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
+    ledger = Ledger()
+    hand_ins = HandIns(ledger.send)
+
+    def broken() -> pb.Completion:
+        raise InvalidInput("rewards: length 4")
+
+    ledger.open.release()
+    results = await asyncio.gather(
+        hand_ins.offer("w", completion("a")),
+        hand_ins.offer("w", broken),
+        hand_ins.offer("w", completion("lost")),
+        hand_ins.offer("w", completion("b")),
+        return_exceptions=True,
+    )
+    assert ledger.calls == [["a", "lost", "b"]]
+    assert (results[0], results[3]) == (True, True)
+    assert isinstance(results[1], InvalidInput)
+    assert isinstance(results[2], LeaseLost)
+    assert "lost was re-leased" in str(results[2])
+
+
+async def test_offer_when_the_call_fails_then_all_of_it_hear_and_the_next_goes_on() -> None:
+    ledger = Ledger()
+    ledger.away = True
+    hand_ins = HandIns(ledger.send)
+    ledger.open.release()
+    both = [hand_ins.offer("w", completion(name)) for name in "ab"]
+    for result in await asyncio.gather(*both, return_exceptions=True):
+        assert isinstance(result, Unavailable)
+    ledger.away = False
+    ledger.open.release()
+    assert await hand_ins.offer("w", completion("c"))
+
+
+async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None:
+    ledger = Ledger()
+    hand_ins = HandIns(ledger.send)
+    offers = []
+    for name in "abcd":
+        offers.append(asyncio.create_task(hand_ins.offer("w", completion(name))))
+        await settle()
+    offers[2].cancel()
+    for _ in range(3):
+        ledger.open.release()
+    results = await asyncio.gather(*offers, return_exceptions=True)
+    assert ledger.calls == [["a"], ["b"], ["d"]]
+    assert isinstance(results[2], asyncio.CancelledError)
+    assert (results[0], results[1], results[3]) == (True, True, True)
+
+
+@pytest.mark.parametrize("sent", [1, 3])
+async def test_close_when_offers_are_open_then_they_are_cancelled(sent: int) -> None:
+    ledger = Ledger()
+    hand_ins = HandIns(ledger.send)
+    offers = []
+    for number in range(sent):
+        offers.append(asyncio.create_task(hand_ins.offer("w", completion(str(number)))))
+        await settle()
+    await hand_ins.close()
+    results = await asyncio.gather(*offers, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
