@@ -102,15 +102,15 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     )
     if not trajectories:
         return message
-    lengths = [(len(each.input_ids),) for each in trajectories]
     for name, dtype in _ARRAY_DTYPES.items():
         arrays = [np.asarray(getattr(each, name), dtype) for each in trajectories]
-        if (shapes := [array.shape for array in arrays]) != lengths:
-            index = next(i for i, shape in enumerate(shapes) if shape != lengths[i])
-            raise InvalidInput(
-                f"trajectory {trajectories[index].trajectory_id!r} {name}: length "
-                f"{list(shapes[index])}, expected {list(lengths[index])} as input_ids"
-            )
+        for array, of in zip(arrays, message.trajectories, strict=True):
+            if array.shape != (of.length,):
+                raise InvalidInput(
+                    f"trajectory {of.trajectory_id!r} {name}: length "
+                    f"{array.size if array.ndim == 1 else list(array.shape)}, expected {of.length} "
+                    "as input_ids"
+                )
         message.tensors.add(name=name, tensor=array_to_pb(np.concatenate(arrays)))
     return message
 

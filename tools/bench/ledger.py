@@ -1,13 +1,20 @@
 """The ledger's throughput through gRPC, against redis-py alone writing and reading the same bytes.
 
     python tools/bench/ledger.py             # a table, then one JSON line
+    python -m venv PEER && PEER/bin/pip install TransferQueue==0.1.11
+    python tools/bench/ledger.py --transferqueue PEER/bin/python
 
 Ours: the buffer service as its own process. A worker hands in leased groups, so many at a time
 (decoded, checked, stored by a script that keeps every counter), then a trainer takes them in
 batches of that size, fetches, decodes and commits them, which lets them go. redis-py: one
 pipeline of SET per batch, then one of GET and DEL, from this process, in the same server with the
 same settings (append-only, fsync every second). Groups are four trajectories of equal length.
-Contenders alternate; medians are printed. Leases are taken before the clock starts.
+TransferQueue, verl's queue, in its own environment: put and get of rows of 64 KiB, so many at a
+time, in memory. Contenders alternate; medians are printed. Leases are taken before the clock.
+
+What no ledger behind python gRPC can pass at batch 1: a group is handed in, taken, fetched and
+committed, one call after the other. The bound is four calls to a server that does nothing, the one
+that hands in carrying the bytes. With `appendfsync always`, three of them also wait for the disk.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import uvloop
 
@@ -46,6 +55,8 @@ SAMPLES = 4
 # Five arrays of a trajectory: 4 + 1 + 4 + 4 + 4 bytes a token.
 TOKEN_BYTES = 17
 TARGET = 0.5
+PEER_TARGETS = {1: 10, 8: 3, 64: 3}
+PEER = Path(__file__).parent / "peers" / "transferqueue.py"
 
 
 def make_group(task_id: str, kib: int) -> TrajectoryGroup:
@@ -142,62 +153,186 @@ async def run_redis(url: str, kib: int, batch: int, count: int) -> tuple[float, 
         await redis.aclose()
 
 
-def measure(address: str, url: str, rounds: int) -> list[dict[str, Any]]:
+class TransferQueue:
+    """The peer in its own interpreter: a line of JSON for each case and answer."""
+
+    def __init__(self, python: str) -> None:
+        self._process = subprocess.Popen(
+            [python, str(PEER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        if self._answer() != "ready":
+            raise SystemExit(f"--transferqueue {python}: {PEER.name} did not start; run it by hand")
+
+    def run(self, kib: int, batch: int, count: int) -> tuple[float, float]:
+        """(seconds to put, seconds to get)."""
+        assert self._process.stdin is not None
+        print(
+            json.dumps({"kib": kib, "batch": batch, "count": count}),
+            file=self._process.stdin,
+            flush=True,
+        )
+        put, get = json.loads(self._answer())
+        return put, get
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+async def serve_echo() -> None:
+    """A gRPC server that reads a message and answers nothing."""
+
+    async def swallow(_: bytes, __: Any) -> bytes:
+        return b""
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(swallow)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("bench", {"swallow": handler}),)
+    )
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+
+async def run_echo(port: int, kib: int, count: int) -> tuple[float, float]:
+    """Seconds for `count` calls one after the other: with the bytes, and three without."""
+    payload = os.urandom(kib * 1024)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/bench/swallow")
+        await call(payload)
+        begin = time.perf_counter()
+        for _ in range(count):
+            await call(payload)
+        sent = time.perf_counter()
+        for _ in range(3 * count):
+            await call(b"")
+    return sent - begin, time.perf_counter() - sent
+
+
+def fdatasync_ms(folder: Path) -> float:
+    """One append of 16 KiB and its fdatasync on this disk: the median of 30."""
+    found = []
+    with (folder / "probe").open("ab", buffering=0) as file:
+        for _ in range(30):
+            file.write(b"x" * 16384)
+            begin = time.perf_counter()
+            os.fdatasync(file.fileno())
+            found.append((time.perf_counter() - begin) * 1000)
+    return statistics.median(found)
+
+
+def measure(
+    address: str, url: str, port: int, peer: TransferQueue | None, rounds: int
+) -> list[dict[str, Any]]:
     """One row per size and batch."""
     rows = []
-    print(f"{'group':>8}{'batch':>7}   {'ours, groups/s':>24}   {'redis-py':>24}   ratio")
-    print(f"{'':>15}   {'in':>8}{'out':>8}{'both':>8}   {'in':>8}{'out':>8}{'both':>8}")
+    print(
+        f"{'groups/s':>8}{'batch':>7}   {'contender':14}{'in':>8}{'out':>8}{'both':>8}   ours / it"
+    )
     for kib in SIZES_KIB:
         count = 64 if kib > 64 else 128
         for batch in BATCHES:
-            contenders: dict[str, Callable[[], Any]] = {
-                "ours": lambda k=kib, b=batch, c=count: run_ours(address, k, b, c),
-                "redis": lambda k=kib, b=batch, c=count: run_redis(url, k, b, c),
+            case = (kib, batch, count)
+            contenders: dict[str, Callable[[], tuple[float, float]]] = {
+                "ours": lambda c=case: uvloop.run(run_ours(address, *c)),
+                "redis-py": lambda c=case: uvloop.run(run_redis(url, *c)),
             }
-            times: dict[str, list[tuple[float, float]]] = {"ours": [], "redis": []}
+            if batch == 1:
+                contenders["gRPC bound"] = lambda k=kib, c=count: uvloop.run(run_echo(port, k, c))
+            if peer is not None and kib == 64:
+                contenders["TransferQueue"] = lambda p=peer, c=case: p.run(*c)
+            times: dict[str, list[tuple[float, float]]] = {who: [] for who in contenders}
             for number in range(rounds + 1):
-                for who in ("ours", "redis") if number % 2 else ("redis", "ours"):
-                    cost = uvloop.run(contenders[who]())
+                for who in list(contenders)[:: 1 if number % 2 else -1]:
+                    cost = contenders[who]()
                     if number:  # the first round warms up
                         times[who].append(cost)
             rates = {
                 who: [
-                    count / statistics.median(spent)
+                    round(count / statistics.median(spent))
                     for spent in ([t[0] for t in each], [t[1] for t in each], [*map(sum, each)])
                 ]
                 for who, each in times.items()
             }
-            ratio = rates["ours"][2] / rates["redis"][2]
-            cells = "   ".join("".join(f"{r:8.0f}" for r in rates[who]) for who in rates)
-            print(f"{kib:4} KiB{batch:7}   {cells}   {ratio:5.2f}", flush=True)
-            rows.append(
-                {"kib": kib, "batch": batch, "ratio": round(ratio, 3)}
-                | {who: [round(rate) for rate in each] for who, each in rates.items()}
-            )
+            ratios = {
+                who: round(rates["ours"][2] / rate[2], 3)
+                for who, rate in rates.items()
+                if who != "ours"
+            }
+            for who, rate in rates.items():
+                cells = "".join(f"{each:8}" for each in rate)
+                ratio = f"{ratios[who]:9.2f}" if who in ratios else ""
+                print(f"{kib:4} KiB{batch:7}   {who:14}{cells}   {ratio}", flush=True)
+            rows.append({"kib": kib, "batch": batch, "rates": rates, "ratios": ratios})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transferqueue", metavar="PYTHON", default="")
+    parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.echo:
+        uvloop.run(serve_echo())
+        return
     # The service's process finds the package from here.
     os.chdir(ROOT)
-    with tempfile.TemporaryDirectory() as folder:
-        redis = RedisServer(Path(folder) / "redis")
-        redis.start()
-        try:
-            with start_buffer(Path(folder), redis.url, "rollout.lease_ttl_s=600") as address:
-                load = os.getloadavg()[0]
-                rows = measure(address, redis.url, options.rounds)
-        finally:
-            redis.kill()
-    at_target = [row["ratio"] for row in rows if row["kib"] == 64]
+    peer = TransferQueue(options.transferqueue) if options.transferqueue else None
+    echo = subprocess.Popen([sys.executable, __file__, "--echo"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert echo.stdout is not None
+        port = int(echo.stdout.readline())
+        with tempfile.TemporaryDirectory() as folder:
+            disk_ms = fdatasync_ms(Path(folder))
+            redis = RedisServer(Path(folder) / "redis")
+            redis.start()
+            try:
+                with start_buffer(Path(folder), redis.url, "rollout.lease_ttl_s=600") as address:
+                    load = os.getloadavg()[0]
+                    rows = measure(address, redis.url, port, peer, options.rounds)
+            finally:
+                redis.kill()
+    finally:
+        echo.kill()
+        echo.wait()
+        if peer is not None:
+            peer.close()
+    at_target = [row["ratios"]["redis-py"] for row in rows if row["kib"] == 64]
+    print(f"64 KiB: {min(at_target):.2f} to {max(at_target):.2f} of redis-py (target {TARGET})")
+    if peer is None:
+        print("TransferQueue: not run, no --transferqueue PYTHON was given (see --help)")
+    for row in rows:
+        if "TransferQueue" in row["ratios"]:
+            target = PEER_TARGETS[row["batch"]]
+            ratio = row["ratios"]["TransferQueue"]
+            print(f"batch {row['batch']}: {ratio:.1f} x TransferQueue (target {target})")
+    print(f"fdatasync on this disk: {disk_ms:.2f} ms; load average before: {load:.1f}")
     print(
-        f"64 KiB: {min(at_target):.2f} to {max(at_target):.2f} of redis-py alone "
-        f"(target {TARGET}); load average before: {load:.1f}"
+        json.dumps(
+            {
+                "bench": "ledger",
+                "target": TARGET,
+                "load": round(load, 1),
+                "fdatasync_ms": round(disk_ms, 2),
+                "rows": rows,
+            }
+        )
     )
-    print(json.dumps({"bench": "ledger", "target": TARGET, "load": round(load, 1), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, service: str, registry: CollectorRegistry) -> None:
         self._log = get_logger("areal.chassis.rpc")
+        self._handlers: dict[str, Any] = {}
         self._seconds = Histogram(
             f"areal_{service.replace('-', '_')}_rpc_seconds",
             "Time of a finished RPC by method and status code.",
@@ -85,10 +86,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Wraps the handler of one method, health and reflection included."""
-        handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
+        # Asked for each call, but the same for every call of a method.
+        if (known := self._handlers.get(method)) is not None:
+            return known
+        handler = await continuation(handler_call_details)
         if handler is None:
             return None
+        self._handlers[method] = handler = self._around(handler, method)
+        return handler
+
+    def _around(self, handler: Any, method: str) -> Any:
         for kind in ("unary_unary", "unary_stream", "stream_stream"):
             call = getattr(handler, kind)
             if call:
