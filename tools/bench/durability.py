@@ -1,4 +1,4 @@
-"""What an fsync before every acknowledgement costs: CompleteTask under each appendfsync policy.
+"""What an fsync before every acknowledgement costs: CompleteTasks under each appendfsync policy.
 
     PYTHONPATH=services:. python tools/bench/durability.py [--tasks 400]     # a table, then JSON
 

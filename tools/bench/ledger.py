@@ -40,6 +40,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
 
+from peers.process import Peer
 from tests.buffer_server import start_buffer
 from tests.redis_server import RedisServer
 
@@ -56,7 +57,6 @@ SAMPLES = 4
 TOKEN_BYTES = 17
 TARGET = 0.5
 PEER_TARGETS = {1: 10, 8: 3, 64: 3}
-PEER = Path(__file__).parent / "peers" / "transferqueue.py"
 
 
 def make_group(task_id: str, kib: int) -> TrajectoryGroup:
@@ -153,45 +153,6 @@ async def run_redis(url: str, kib: int, batch: int, count: int) -> tuple[float, 
         await redis.aclose()
 
 
-class TransferQueue:
-    """The peer in its own interpreter: a line of JSON for each case and answer."""
-
-    def __init__(self, python: str) -> None:
-        self._process = subprocess.Popen(
-            [python, str(PEER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        if self._answer() != "ready":
-            raise SystemExit(f"--transferqueue {python}: {PEER.name} did not start; run it by hand")
-
-    def run(self, kib: int, batch: int, count: int) -> tuple[float, float]:
-        """(seconds to put, seconds to get)."""
-        assert self._process.stdin is not None
-        print(
-            json.dumps({"kib": kib, "batch": batch, "count": count}),
-            file=self._process.stdin,
-            flush=True,
-        )
-        put, get = json.loads(self._answer())
-        return put, get
-
-    def close(self) -> None:
-        """Ends it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        finally:
-            self._process.kill()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-
 async def serve_echo() -> None:
     """A gRPC server that reads a message and answers nothing."""
 
@@ -236,7 +197,7 @@ def fdatasync_ms(folder: Path) -> float:
 
 
 def measure(
-    address: str, url: str, port: int, peer: TransferQueue | None, rounds: int
+    address: str, url: str, port: int, peer: Peer | None, rounds: int
 ) -> list[dict[str, Any]]:
     """One row per size and batch."""
     rows = []
@@ -254,7 +215,9 @@ def measure(
             if batch == 1:
                 contenders["gRPC bound"] = lambda k=kib, c=count: uvloop.run(run_echo(port, k, c))
             if peer is not None and kib == 64:
-                contenders["TransferQueue"] = lambda p=peer, c=case: p.run(*c)
+                contenders["TransferQueue"] = lambda p=peer, k=kib, b=batch, c=count: p.ask(
+                    kib=k, batch=b, count=c
+                )
             times: dict[str, list[tuple[float, float]]] = {who: [] for who in contenders}
             for number in range(rounds + 1):
                 for who in list(contenders)[:: 1 if number % 2 else -1]:
@@ -292,7 +255,8 @@ def main() -> None:
         return
     # The service's process finds the package from here.
     os.chdir(ROOT)
-    peer = TransferQueue(options.transferqueue) if options.transferqueue else None
+    python = options.transferqueue
+    peer = Peer(python, "transferqueue.py") if python else None
     echo = subprocess.Popen([sys.executable, __file__, "--echo"], stdout=subprocess.PIPE, text=True)
     try:
         assert echo.stdout is not None

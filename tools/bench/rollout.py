@@ -1,11 +1,15 @@
 """What a rollout worker costs in CPU: per episode, and per generation request.
 
     python tools/bench/rollout.py            # a table, then one JSON line
+    python -m venv PEER && PEER/bin/pip install areal==1.0.4 --no-deps     # and what it then misses
+    python tools/bench/rollout.py --areal PEER/bin/python
 
 Episodes: the real executor between an in-memory ledger and a workflow that waits, against a bare
-asyncio pool that only starts and awaits the same number of tasks. Requests: the real generation
-client, tokenizer and RLVR workflow in the executor, with HTTP to a separate process that answers
-four tokens after a delay; scoring is in memory. Times are CPU of this process alone.
+asyncio pool that only starts and awaits the same number of tasks, and AReaL's WorkflowExecutor
+over an engine that does nothing (targets: a quarter of its CPU from 1024 at once, half at 64).
+Requests: the real generation client, tokenizer and RLVR workflow in the executor, with HTTP to a
+separate process that answers four tokens after a delay; scoring is in memory. Times are CPU of the
+process alone.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
 
+from peers.process import Peer
 from prometheus_client import CollectorRegistry
 
 from areal.clients.buffer_types import Lease
@@ -236,12 +241,15 @@ async def serve() -> None:
     await server.serve_forever()
 
 
-async def measure(repeats: int, port: int) -> dict[str, Any]:
+async def measure(repeats: int, port: int, peer: Peer | None) -> dict[str, Any]:
     cases = [(64, 0.0, 6400), (1024, 0.5, 8192), (4096, 1.0, 16384)]
     result: dict[str, Any] = {"bench": "rollout", "load": round(os.getloadavg()[0], 1)}
-    print(f"{'episodes':38}{'ours':>12}{'bare pool':>12}{'ratio':>8}   CPU µs per episode")
+    print(
+        f"{'CPU µs per episode':28}{'ours':>8}{'bare pool':>12}{'ours / it':>11}"
+        f"{'AReaL':>8}{'ours / it':>11}{'target':>8}"
+    )
     for concurrent, seconds, count in cases:
-        ours, pool = [], []
+        ours, pool, areal = [], [], []
         for number in range(repeats):
             for mine in (True, False) if number % 2 else (False, True):
                 if mine:
@@ -252,11 +260,22 @@ async def measure(repeats: int, port: int) -> dict[str, Any]:
                 else:
                     cpu, _ = await run_pool(count, seconds, concurrent)
                 (ours if mine else pool).append(cpu / count * 1e6)
+            if peer is not None:
+                spent = peer.ask(concurrent=concurrent, seconds=seconds, count=count)
+                areal.append(spent / count * 1e6)
         name = f"{concurrent} concurrent, {seconds:g} s each"
         cost, bound = statistics.median(ours), statistics.median(pool)
-        ratio = round(cost / bound, 2)
-        result[name] = {"ours_us": round(cost, 1), "pool_us": round(bound, 1), "ratio": ratio}
-        print(f"{name:38}{cost:12.1f}{bound:12.1f}{ratio:8.2f}")
+        row = {"ours_us": cost, "pool_us": bound, "ratio": cost / bound}
+        cells = f"{cost:8.1f}{bound:12.1f}{cost / bound:11.2f}"
+        if areal:
+            theirs = statistics.median(areal)
+            row |= {"areal_us": theirs, "areal_ratio": cost / theirs}
+            target = 0.5 if concurrent < 1024 else 0.25
+            cells += f"{theirs:8.1f}{cost / theirs:11.2f}{target:8.2f}"
+        result[name] = {key: round(value, 2) for key, value in row.items()}
+        print(f"{name:28}{cells}", flush=True)
+    if peer is None:
+        print("AReaL's WorkflowExecutor: not run, no --areal PYTHON was given (see --help)")
     samples, groups = 8, 512
     await run_requests(port, 64, samples, 64)
     costs = [await run_requests(port, groups, samples, 64) for _ in range(repeats)]
@@ -270,21 +289,25 @@ async def measure(repeats: int, port: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--areal", metavar="PYTHON", default="")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         uvloop.run(serve())
         return
+    peer = Peer(arguments.areal, "areal_executor.py") if arguments.areal else None
     server = subprocess.Popen(
         [sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        print(json.dumps(uvloop.run(measure(arguments.repeats, port))))
+        print(json.dumps(uvloop.run(measure(arguments.repeats, port, peer))))
     finally:
         server.kill()
         server.wait()
+        if peer is not None:
+            peer.close()
 
 
 if __name__ == "__main__":
