@@ -58,6 +58,11 @@ class FakeSGLang:
     """Requests wait until aborted; then they answer with `partial` tokens."""
     partial: int = 2
     behave: Callable[[dict[str, Any]], Any] | None = None
+    breaks_after: list[tuple[int, str]] | None = None
+    """Of a stream: (tokens so far, weight_version) of each event; then the connection breaks."""
+    freezes: bool = False
+    """It stays open instead."""
+    frozen: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     url: str = ""
@@ -80,7 +85,33 @@ class FakeSGLang:
             await event.wait()
             count = min(self.partial, params["max_new_tokens"])
             return web.json_response(answer(prompt, count, self.version, "abort"))
-        return web.json_response(answer(prompt, params["max_new_tokens"], self.version))
+        whole = answer(prompt, params["max_new_tokens"], self.version)
+        if body["stream"]:
+            return await self._stream(request, prompt, whole)
+        return web.json_response(whole)
+
+    async def _stream(
+        self, request: web.Request, prompt: int, whole: dict[str, Any]
+    ) -> web.StreamResponse:
+        """As SGLang: cumulative, versions of tokens in the last event only."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for count, version in (
+            [(1, self.version)] if self.breaks_after is None else self.breaks_after
+        ):
+            event = answer(prompt, count, version)
+            event["meta_info"]["finish_reason"] = None
+            del event["meta_info"]["weight_versions"]
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if self.breaks_after is not None:
+            await response.write(b'data: {"output_ids": [1, 2')
+            self.frozen = self.freezes
+            await asyncio.sleep(30.0 if self.freezes else 0.05)
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(b"data: " + json.dumps(whole).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
 
     async def abort(self, request: web.Request) -> web.Response:
         rid = json.loads(await request.read())["rid"]

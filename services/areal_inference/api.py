@@ -42,7 +42,6 @@ _UNSUPPORTED_PARAMS: dict[str, tuple[Any, ...]] = {
 _HARMLESS_PARAMS = {
     "spaces_between_special_tokens",
     "no_stop_trim",
-    "stream_interval",
     "custom_params",
 }
 _OWN_PARAMS = {
@@ -56,6 +55,7 @@ _OWN_PARAMS = {
     "n",
     "sampling_seed",
     "skip_special_tokens",
+    "stream_interval",
 }
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
@@ -263,6 +263,7 @@ def _sampling_params(
         # The n samples of a seeded request must differ.
         seed=None if seed is None else seed + index,
         skip_special_tokens=_boolean(raw, "skip_special_tokens", default=True),
+        stream_interval=_integer(raw, "stream_interval", 1, 1, None),
     )
 
 

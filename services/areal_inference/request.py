@@ -27,6 +27,8 @@ class SamplingParams:
     seed: int | None = None
     """Makes the draws depend on (seed, index of the token) only."""
     skip_special_tokens: bool = True
+    stream_interval: int = 1
+    """Tokens from one event of a stream to the next; the first token is sent at once."""
 
     @property
     def greedy(self) -> bool:
@@ -50,7 +52,7 @@ class Request:
     logprob_start: int = -1
     """First prompt position whose logprob is wanted; -1: none."""
     stream: bool = False
-    """Wake the HTTP side after every step, not only at the end."""
+    """Wake the HTTP side every `stream_interval` tokens, not only at the end."""
     received_at: float = 0.0
     """Unix seconds."""
 

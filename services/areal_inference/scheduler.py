@@ -304,7 +304,7 @@ class Scheduler:
             elif token in params.stop_ids:
                 self._finish(request, {"type": "stop", "matched": token})
             else:
-                if request.stream:
+                if request.stream and produced % params.stream_interval == 0:
                     self._news.append(request)
                 continue
             finished = True

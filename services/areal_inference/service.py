@@ -152,7 +152,9 @@ class Service:
             raise RequestError(f"rid: {taken!r} is already in use by a running request")
         limit = self.config.max_running_requests + self.config.max_queued_requests
         if len(self.live) + len(rids) > limit:
-            raise Unavailable(f"{len(self.live)} requests in progress, expected at most {limit}")
+            raise Unavailable(
+                f"The request queue is full: {len(self.live)} in progress, expected at most {limit}"
+            )
         self.live.update(rids)
         self.engine.submit(call.requests)
 

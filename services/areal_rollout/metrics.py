@@ -41,8 +41,14 @@ class RolloutMetrics:
         )
         self._interruptions = Counter(
             "areal_rollout_interruptions",
-            "Requests interrupted by kind: abort (update or drain), failure (of a server).",
+            "Requests interrupted by kind: abort (update or drain), failure (of a server), "
+            "busy (its queue was full).",
             ["kind"],
+            registry=registry,
+        )
+        self._salvaged = Counter(
+            "areal_rollout_salvaged_tokens",
+            "Tokens kept of requests whose server died or froze.",
             registry=registry,
         )
         self._replayed = Counter(
@@ -106,3 +112,7 @@ class RolloutMetrics:
     def interruption(self, kind: str) -> None:
         """A generation request was interrupted."""
         self._interruptions.labels(kind).inc()
+
+    def salvaged(self, tokens: int) -> None:
+        """A broken stream had brought so many tokens, which are kept."""
+        self._salvaged.inc(tokens)

@@ -39,6 +39,9 @@ class Observer:
     def interruption(self, kind: str) -> None:
         self.kinds.append(kind)
 
+    def salvaged(self, tokens: int) -> None:
+        pass
+
 
 @contextlib.asynccontextmanager
 async def client_of(http: Http, version: int = 0):

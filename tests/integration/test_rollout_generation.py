@@ -21,13 +21,16 @@ EOS = 199
 
 class Observer:
     def __init__(self):
-        self.done, self.kinds = [], []
+        self.done, self.kinds, self.kept = [], [], []
 
     def request_done(self, seconds, tokens):
         self.done.append(tokens)
 
     def interruption(self, kind):
         self.kinds.append(kind)
+
+    def salvaged(self, tokens):
+        self.kept.append(tokens)
 
 
 @asynccontextmanager
@@ -119,6 +122,67 @@ async def test_generate_when_updated_in_place_then_each_token_keeps_its_version(
     async with serving(server) as client:
         response = await client.generate(request(6), empty(), min_version=7)
     assert response.output_versions == [7, 7, 7, 7, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("events", "kept"),
+    [
+        ([(1, "4"), (40, "4"), (80, "4")], 80),
+        # Which tokens the new version sampled is said in the last event only: none is guessed.
+        ([(1, "4"), (40, "4"), (80, "5"), (120, "5")], 40),
+        ([(1, "5"), (40, "5")], 0),
+        ([], 0),
+    ],
+)
+async def test_generate_when_a_stream_breaks_then_goes_on_elsewhere_from_its_tokens(events, kept):
+    dying, good = FakeSGLang(version="4", breaks_after=events), FakeSGLang(version="6")
+    async with serving(dying, good) as client:
+        client.table.update([dying.listed()])
+        task = asyncio.create_task(client.generate(request(600), empty(), min_version=4))
+        await until(lambda: client.reports)
+        client.table.update([dying.listed(), good.listed()])
+        response = await task
+    check(response, 600)
+    assert response.output_versions == [4] * kept + [6] * (600 - kept)
+    assert client.observer.kept == ([kept] if kept else [])
+    assert dying.requests[0]["stream"] is True
+    assert dying.requests[0]["sampling_params"]["stream_interval"] == 32
+    assert len(good.requests[0]["input_ids"]) == len(PROMPT) + kept
+    assert good.requests[0]["sampling_params"]["max_new_tokens"] == 600 - kept
+
+
+async def test_generate_when_a_streaming_server_freezes_then_its_tokens_are_kept():
+    dying, good = FakeSGLang(version="4", breaks_after=[(50, "4")]), FakeSGLang(version="4")
+    dying.freezes = True
+    async with serving(dying, good) as client:
+        client.table.update([dying.listed()])
+        task = asyncio.create_task(client.generate(request(600), empty()))
+        await until(lambda: dying.frozen)
+        client.table.update([dying.listed(ServerState.QUARANTINED, "no answer"), good.listed()])
+        check(await asyncio.wait_for(task, 2.0), 600)
+    assert client.observer.kept == [50]
+
+
+async def test_generate_when_a_queue_is_full_then_another_answers_and_nobody_is_blamed():
+    def full(_):
+        busy.behave = None
+        return web.json_response({"error": {"message": "The request queue is full."}}, status=503)
+
+    busy, other = FakeSGLang(behave=full), FakeSGLang()
+    async with serving(busy, other) as client:
+        client.table.update([busy.listed()])
+        task = asyncio.create_task(client.generate(request(6), empty()))
+        await until(lambda: busy.requests)
+        check(await task, 6)  # back to the same one, a moment later
+        assert len(busy.requests) == 2
+        busy.behave = full
+        client.table.update([busy.listed(), other.listed()])
+        responses = await asyncio.gather(*[client.generate(request(6), empty()) for _ in range(20)])
+    for response in responses:
+        check(response, 6)
+        assert response.interruptions == 0
+    assert client.reports == []
+    assert client.observer.kinds == ["busy", "busy"]
 
 
 async def test_generate_when_aborted_then_continues_elsewhere_from_its_tokens():
@@ -237,7 +301,7 @@ async def test_generate_when_server_hangs_and_is_quarantined_then_another_answer
 async def test_generate_when_no_answer_in_time_then_names_the_server_and_reports_it():
     server = FakeSGLang(hold=True)
     async with serving(server, request_timeout_s=0.2) as client:
-        with pytest.raises(WaitTimeout, match=rf"0\.2 s for 6 tokens on {server.url}"):
+        with pytest.raises(WaitTimeout, match=rf"0\.2 s for its tokens on {server.url}"):
             await client.generate(request(6), empty())
         await until(lambda: client.reports and server.aborted)
     assert server.aborted == [server.requests[0]["rid"]]

@@ -65,7 +65,9 @@ class _Ledger:
         self._left = count
         self.completed = asyncio.Event()
 
-    async def lease_tasks(self, worker_id: str, most: int, wait: float) -> tuple[list[Lease], str]:
+    async def lease_tasks(
+        self, worker_id: str, most: int, wait: float, **_: Any
+    ) -> tuple[list[Lease], str]:
         if not self._leases:
             await asyncio.sleep(wait)
             return [], "queue empty"

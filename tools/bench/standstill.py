@@ -55,6 +55,9 @@ class _Observer:
     def interruption(self, kind: str) -> None:
         return
 
+    def salvaged(self, tokens: int) -> None:
+        return
+
 
 async def counters(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
     async with http.get(f"{url}/metrics") as reply:

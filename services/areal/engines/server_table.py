@@ -1,4 +1,4 @@
-"""Which inference servers may take a request, and which of them should.
+"""Which inference servers may take a request (which of them should: `routing`).
 
     announcement or timer ──> update(listing) ──> Server records ──> choose(…) ──> Server
                                    │                   ^                │ none admissible
@@ -18,43 +18,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from yarl import URL
 
+from areal.engines.routing import Router, Server
 from areal.servers import InferenceServer, ServerState
 
-# With more servers than this, the least loaded of so many drawn at random: nearly as even as
-# scanning all (Mitzenmacher, "The power of two choices", 2001), at a cost that does not grow.
-_DRAWN = 4
-_AFFINITIES = 20_000
 _BLOCK_S = 0.25
 _MAX_BLOCK_S = 8.0
-
-
-@dataclass(eq=False, slots=True)
-class Server:
-    """One server as this process sees it."""
-
-    url: str
-    generate_url: URL
-    abort_url: URL
-    version: int = -1
-    """Confirmed policy version."""
-    serving: bool = False
-    note: str = ""
-    """State and cause, for messages."""
-    outstanding: int = 0
-    """Tokens of the requests that this process has running there: prompt and still to come."""
-    running: set[asyncio.Timeout] = field(default_factory=set)
-    """One per running request; moving it to now gives the request up."""
-    failures: int = 0
-    """In a row."""
-    blocked_until: float = 0.0
-    """Loop time; no request goes there before it."""
 
 
 class ServerTable:
@@ -63,7 +35,7 @@ class ServerTable:
     def __init__(self) -> None:
         self._servers: dict[str, Server] = {}
         self._admissible: dict[int, list[Server]] = {}
-        self._affinity: OrderedDict[str, Server] = OrderedDict()
+        self._router = Router()
         self._blocked: set[Server] = set()
         self._changed = asyncio.Event()
 
@@ -116,32 +88,14 @@ class ServerTable:
             self._admissible[min_version] = servers
         if not servers:
             return None
-        now = asyncio.get_running_loop().time()
-        if len(servers) > _DRAWN and not avoid:
-            # Drawing may miss the few that are not blocked: then look at all.
-            drawn = [s for s in random.sample(servers, _DRAWN) if s.blocked_until <= now]
-        else:
-            drawn = []
-        open_now = drawn or [s for s in servers if s.blocked_until <= now]
-        candidates = [s for s in open_now if s.url not in avoid] if avoid else open_now
-        if not (candidates := candidates or open_now):
-            return None
-        best = min(candidates, key=lambda server: server.outstanding)
-        if affinity_key:
-            held = self._affinity.get(affinity_key)
-            if (
-                held is not None
-                and held.serving
-                and held.version >= min_version
-                and held.blocked_until <= now
-                and held.url not in avoid
-                and held.outstanding <= 2 * best.outstanding + 16 * cost
-            ):
-                return held
-            self._affinity[affinity_key] = best
-            if len(self._affinity) > _AFFINITIES:
-                self._affinity.popitem(last=False)
-        return best
+        return self._router.choose(
+            servers,
+            now=asyncio.get_running_loop().time(),
+            min_version=min_version,
+            key=affinity_key,
+            cost=cost,
+            avoid=avoid,
+        )
 
     async def changed(self, timeout: float) -> None:
         """Returns at the next change, when a block ends, or after `timeout` seconds."""

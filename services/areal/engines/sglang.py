@@ -28,13 +28,18 @@ from typing import Protocol
 import aiohttp
 import orjson
 
-from areal.engines.server_table import Server, ServerTable, give_up
+from areal.engines.routing import Server
+from areal.engines.server_table import ServerTable, give_up
+from areal.engines.sglang_answer import Answer, stream_interval
 from areal.engines.sglang_protocol import (
     FINAL,
     ModelLimits,
+    ServerBusy,
     ServerError,
     append_answer,
+    append_partial,
     error_message,
+    refusal,
     sampling_params,
 )
 from areal.errors import InvalidInput, Unavailable, WaitTimeout
@@ -42,7 +47,6 @@ from areal.observability.logging import get_logger
 from areal.types import LLMRequest, LLMResponse, StopReason
 
 _MAX_FAILURES = 8
-_MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -69,7 +73,10 @@ class GenerationObserver(Protocol):
         """A request has ended well."""
 
     def interruption(self, kind: str) -> None:
-        """A running request was aborted, failed, or lost its server."""
+        """A running request was aborted, failed, lost its server, or found a full queue."""
+
+    def salvaged(self, tokens: int) -> None:
+        """A broken stream had brought so many tokens, which are kept."""
 
 
 class SGLangClient:
@@ -139,24 +146,6 @@ class SGLangClient:
             await self.table.changed(timeout)
         return len(self.table) > 0
 
-    def check(self, request: LLMRequest) -> None:
-        """Raises InvalidInput for what no server should see."""
-        ids, limits = request.input_ids, self.limits
-        if not ids:
-            raise InvalidInput("input_ids: empty, expected at least one token")
-        if min(ids) < 0 or max(ids) >= limits.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
-            raise InvalidInput(f"input_ids: token id {bad} is outside 0..{limits.vocab_size - 1}")
-        if limits.room(len(ids)) < 1:
-            raise InvalidInput(
-                f"input_ids: a prompt of {len(ids)} tokens leaves no room in a context of "
-                f"{limits.context_length}"
-            )
-        if request.gconfig.max_new_tokens < 1:
-            raise InvalidInput(
-                f"gconfig.max_new_tokens {request.gconfig.max_new_tokens}: expected 1 or more"
-            )
-
     async def generate(
         self,
         request: LLMRequest,
@@ -178,12 +167,12 @@ class SGLangClient:
             The same response.
 
         Raises:
-            InvalidInput: See `check`, or the server refused it as malformed.
+            InvalidInput: See `ModelLimits.check`, or the server refused it as malformed.
             GenerationFailed: Servers failed again and again; names each cause.
             WaitTimeout: No admissible server, or no answer, in time.
             Interrupted: `interrupt` was called.
         """
-        self.check(request)
+        self.limits.check(request)
         began = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
         prompt = len(request.input_ids)
@@ -200,6 +189,10 @@ class SGLangClient:
             server.outstanding += cost
             try:
                 finish = await self._post(server, request, response, min_version, most, deadline)
+            except ServerBusy:
+                self._observer.interruption("busy")
+                self._check_deadline(deadline, server, began)
+                continue
             except ServerError as error:
                 failures.append(f"{server.url}: {error}")
                 self._observer.interruption("failure")
@@ -286,64 +279,42 @@ class SGLangClient:
         deadline: float,
     ) -> str:
         """One /generate call; appends its tokens and returns the finish reason's type."""
-        assert self._session is not None, "start() comes first"
         sampled = len(response.output_tokens)
         # The number first: SGLang aborts by prefix, so no id may begin another.
         rid = f"{next(self._numbers)}-{self._name}-{request.rid or 'areal'}"
+        interval = stream_interval(most - sampled)
         body = orjson.dumps(
             {
                 "rid": rid,
                 "input_ids": [*request.input_ids, *response.output_tokens],
                 "extra_key": str(server.version),
                 "sampling_params": sampling_params(
-                    request.gconfig, self.limits, sampled, most - sampled
+                    request.gconfig, self.limits, sampled, most - sampled, interval
                 ),
                 "return_logprob": True,
-                "stream": False,
+                "stream": interval > 0,
             }
         )
         began = time.monotonic()
+        answer = Answer(server.version)
         scope = asyncio.timeout_at(deadline)
+        self._running[rid] = (server, scope)
+        server.running.add(scope)
         try:
             async with scope:
-                self._running[rid] = (server, scope)
-                server.running.add(scope)
-                async with self._session.post(
-                    server.generate_url, data=body, headers=_HEADERS
-                ) as http:
-                    raw = await self._read(http)
-                    status = http.status
-            if status == 400:
-                raise InvalidInput(f"{server.url} refuses the request: {error_message(raw)}")
-            if status != 200:
-                raise ServerError(f"HTTP {status}: {error_message(raw)}")
+                raw = await self._exchange(server, body, answer)
             finish = append_answer(response, raw, min_version, self.limits.vocab_size)
-        except TimeoutError:
-            if not scope.expired():  # aiohttp's own: no connection within sock_connect
-                failure = ServerError("no connection within 5 s")
-                self._failed(server, str(failure))
-                raise failure from None
-            self._abort(server, rid)
-            if asyncio.get_running_loop().time() < deadline:  # given up early
-                raise ServerError(f"given up: {server.note}") from None
-            late = WaitTimeout(
-                f"{most - sampled} tokens",
-                on=server.url,
-                since=began,
-                hint="rollout.request_timeout_s",
-            )
-            self._failed(server, str(late))
-            raise late from None
-        except asyncio.CancelledError:
-            self._abort(server, rid)
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            failure = ServerError(f"{type(error).__name__}: {error}")
-            self._failed(server, str(failure))
+        except BaseException as error:
+            self._salvage(response, answer, server)
+            if isinstance(error, ServerBusy):
+                self.table.failed(server)
+                raise
+            if isinstance(error, asyncio.CancelledError) or scope.expired():
+                self._abort(server, rid)
+            failure = self._judged(error, server, scope, deadline, began)
+            if failure is error:
+                raise
             raise failure from None
-        except ServerError as error:
-            self._failed(server, str(error))
-            raise
         finally:
             server.running.discard(scope)
             self._running.pop(rid, None)
@@ -352,18 +323,49 @@ class SGLangClient:
         server.failures = 0
         return finish
 
-    @staticmethod
-    async def _read(http: aiohttp.ClientResponse) -> bytes:
-        length = http.content_length
-        if length is not None and length <= _MAX_RESPONSE_BYTES:
-            return await http.read()
-        parts, size = [], 0
-        async for part in http.content.iter_any():
-            size += len(part)
-            if size > _MAX_RESPONSE_BYTES:
-                raise ServerError(f"answer longer than {_MAX_RESPONSE_BYTES} bytes")
-            parts.append(part)
-        return b"".join(parts)
+    async def _exchange(self, server: Server, body: bytes, answer: Answer) -> bytes:
+        assert self._session is not None, "start() comes first"
+        async with self._session.post(server.generate_url, data=body, headers=_HEADERS) as http:
+            raw = await answer.read(http)
+        if http.status == 400:
+            raise InvalidInput(f"{server.url} refuses the request: {error_message(raw)}")
+        if http.status != 200:
+            raise refusal(http.status, raw)
+        return raw
+
+    def _judged(
+        self,
+        error: BaseException,
+        server: Server,
+        scope: asyncio.Timeout,
+        deadline: float,
+        began: float,
+    ) -> BaseException:
+        """What went wrong, in our words; a server that is to blame is reported."""
+        if isinstance(error, TimeoutError) and not scope.expired():  # aiohttp's own
+            error = ServerError("no connection within 5 s")
+        elif isinstance(error, TimeoutError):
+            if asyncio.get_running_loop().time() < deadline:  # not too late, but given up
+                return ServerError(f"given up: {server.note}")
+            hint = "rollout.request_timeout_s"
+            error = WaitTimeout("its tokens", on=server.url, since=began, hint=hint)
+        elif isinstance(error, (aiohttp.ClientError, OSError)):
+            error = ServerError(f"{type(error).__name__}: {error}")
+        if isinstance(error, (ServerError, WaitTimeout)):
+            self._failed(server, str(error))
+        return error
+
+    def _salvage(self, response: LLMResponse, answer: Answer, server: Server) -> None:
+        """Keeps what a broken stream has brought."""
+        if answer.partial is None:
+            return
+        vocabulary = self.limits.vocab_size
+        try:
+            kept = append_partial(response, answer.partial, answer.version, vocabulary)
+        except ServerError as error:
+            self._log.warning("partial_answer_dropped", url=server.url, cause=str(error)[:500])
+        else:
+            self._observer.salvaged(kept)
 
     def _check_deadline(self, deadline: float, server: Server, began: float) -> None:
         if asyncio.get_running_loop().time() > deadline:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from areal.types import GenerationHyperparameters, LLMResponse, StopReason
+from areal.errors import InvalidInput
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 
 FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 class ServerError(Exception):
     """A server did what no healthy one does."""
+
+
+class ServerBusy(ServerError):
+    """A healthy server whose queue is full."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,31 @@ class ModelLimits:
         """
         return self.context_length - 6 - prompt
 
+    def check(self, request: LLMRequest) -> None:
+        """Raises InvalidInput for what no server should see."""
+        ids = request.input_ids
+        if not ids:
+            raise InvalidInput("input_ids: empty, expected at least one token")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise InvalidInput(f"input_ids: token id {bad} is outside 0..{self.vocab_size - 1}")
+        if self.room(len(ids)) < 1:
+            raise InvalidInput(
+                f"input_ids: a prompt of {len(ids)} tokens leaves no room in a context of "
+                f"{self.context_length}"
+            )
+        if request.gconfig.max_new_tokens < 1:
+            raise InvalidInput(
+                f"gconfig.max_new_tokens {request.gconfig.max_new_tokens}: expected 1 or more"
+            )
+
 
 def sampling_params(
-    gconfig: GenerationHyperparameters, limits: ModelLimits, sampled: int, room: int
+    gconfig: GenerationHyperparameters,
+    limits: ModelLimits,
+    sampled: int,
+    room: int,
+    stream_interval: int = 0,
 ) -> dict[str, Any]:
     """SGLang's `sampling_params` for what is left of a request.
 
@@ -45,6 +74,7 @@ def sampling_params(
         limits: For the end-of-sequence tokens.
         sampled: Tokens that the request already has.
         room: Tokens it may still get.
+        stream_interval: Tokens between two events; 0: no stream.
     """
     params: dict[str, Any] = {
         "max_new_tokens": room,
@@ -57,6 +87,8 @@ def sampling_params(
         params["top_p"] = gconfig.top_p
     if gconfig.top_k > 0:
         params["top_k"] = gconfig.top_k
+    if stream_interval:
+        params["stream_interval"] = stream_interval
     return params
 
 
@@ -75,33 +107,20 @@ def append_answer(response: LLMResponse, raw: bytes, min_version: int, vocab_siz
     Raises:
         ServerError: The answer is not what the protocol says; nothing was appended.
     """
-    try:
+    with _believing(raw):
         answer = orjson.loads(raw)
-        meta = answer["meta_info"]
-        tokens: list[int] = answer["output_ids"]
-        finish: str = meta["finish_reason"]["type"]
-        count = len(tokens)
-        entries = meta["output_token_logprobs"]
-        logprobs = [float(entry[0]) for entry in entries]
-        same = count == len(entries) and all(
-            entry[1] == token for entry, token in zip(entries, tokens, strict=True)
-        )
+        if "error" in answer:  # how a stream says it, with status 200
+            raise ServerError(error_message(raw))
+        finish: str = answer["meta_info"]["finish_reason"]["type"]
         versions: list[int] = []
-        for span in meta.get("weight_versions") or ():
+        for span in answer["meta_info"].get("weight_versions") or ():
             if span["start"] != len(versions) or span["end"] < span["start"]:
-                raise ServerError(f"weight_versions {meta['weight_versions']!r} leaves a gap")
+                raise ServerError(f"weight_versions {span!r} leave a gap")
             versions += [int(span["version"])] * (span["end"] - span["start"])
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ServerError(
-            f"unusable answer ({type(error).__name__}: {error}): {raw[:200]!r}"
-        ) from None
-    if not same or not all(map(math.isfinite, logprobs)):
-        raise ServerError("output_token_logprobs do not belong to output_ids")
-    if len(versions) != count:
-        raise ServerError(f"weight_versions cover {len(versions)} of {count} tokens")
-    if count and (min(tokens) < 0 or max(tokens) >= vocab_size):
-        raise ServerError(f"token id outside 0..{vocab_size - 1}")
-    if count and min(versions) < min_version:
+        tokens, logprobs = _sampled(answer, vocab_size)
+    if len(versions) != len(tokens):
+        raise ServerError(f"weight_versions cover {len(versions)} of {len(tokens)} tokens")
+    if versions and min(versions) < min_version:
         raise ServerError(f"sampled at version {min(versions)}, listed at {min_version} or more")
     if finish != "abort" and finish not in FINAL:
         raise ServerError(f"unknown finish_reason {finish!r}")
@@ -109,6 +128,46 @@ def append_answer(response: LLMResponse, raw: bytes, min_version: int, vocab_siz
     response.output_logprobs += logprobs
     response.output_versions += versions
     return finish
+
+
+def append_partial(response: LLMResponse, raw: bytes, version: int, vocab_size: int) -> int:
+    """Appends the tokens of an event of a stream that broke, all of one version.
+
+    Returns:
+        How many.
+
+    Raises:
+        ServerError: As `append_answer`.
+    """
+    with _believing(raw):
+        tokens, logprobs = _sampled(orjson.loads(raw), vocab_size)
+    response.output_tokens += tokens
+    response.output_logprobs += logprobs
+    response.output_versions += [version] * len(tokens)
+    return len(tokens)
+
+
+def _sampled(answer: Any, vocab_size: int) -> tuple[list[int], list[float]]:
+    """Tokens and logprobs that belong together, from 0 to the vocabulary's end."""
+    tokens: list[int] = answer["output_ids"]
+    entries = answer["meta_info"]["output_token_logprobs"]
+    logprobs = [float(entry[0]) for entry in entries]
+    if [entry[1] for entry in entries] != tokens or not all(map(math.isfinite, logprobs)):
+        raise ServerError("output_token_logprobs do not belong to output_ids")
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        raise ServerError(f"token id outside 0..{vocab_size - 1}")
+    return tokens, logprobs
+
+
+@contextmanager
+def _believing(raw: bytes) -> Iterator[None]:
+    """Whatever is wrong with an answer's shape is the server's error."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ServerError(
+            f"unusable answer ({type(error).__name__}: {error}): {raw[:200]!r}"
+        ) from None
 
 
 def error_message(raw: bytes) -> str:
@@ -120,3 +179,11 @@ def error_message(raw: bytes) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):
         text = raw[:500].decode(errors="replace")
     return " ".join(str(text).split())[:500]
+
+
+def refusal(status: int, raw: bytes) -> ServerError:
+    """The error of an answer that is neither 200 nor 400."""
+    message = error_message(raw)
+    # A load balancer's 429; SGLang's 503 has these words (without, it starts or stops).
+    busy = status == 429 or (status == 503 and "queue is full" in message)
+    return (ServerBusy if busy else ServerError)(f"HTTP {status}: {message}")

@@ -1,0 +1,110 @@
+"""Which of the servers that may take a request should: the one with the fewest tokens to go.
+
+Outstanding tokens are what this process has sent to a server and not got back: a server that is
+ten times slower keeps them ten times longer, and is sent a tenth. Requests that share a prefix (the
+samples of a group, the turns of a conversation) stay on one server, whose radix cache has it,
+while that server is not much more loaded than another.
+
+No clock, no sockets: the table asks, and says what time it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from yarl import URL
+
+# With more servers than this, the least loaded of so many drawn at random: nearly as even as
+# scanning all (Mitzenmacher, "The power of two choices", 2001), at a cost that does not grow.
+_DRAWN = 4
+_AFFINITIES = 50_000
+# A group stays together up to so many requests more than twice the load of another server.
+_PATIENCE = 16
+
+
+@dataclass(eq=False, slots=True)
+class Server:
+    """One server as this process sees it."""
+
+    url: str
+    generate_url: URL
+    abort_url: URL
+    version: int = -1
+    """Confirmed policy version."""
+    serving: bool = False
+    note: str = ""
+    """State and cause, for messages."""
+    outstanding: int = 0
+    """Tokens of the requests that this process has running there: prompt and still to come."""
+    running: set[asyncio.Timeout] = field(default_factory=set)
+    """One per running request; moving it to now gives the request up."""
+    failures: int = 0
+    """In a row."""
+    blocked_until: float = 0.0
+    """Loop time; no request goes there before it."""
+
+
+class Router:
+    """Constant work per request, however many servers.
+
+    Example:
+        >>> router.choose(servers, now=12.5, min_version=3, key="e0-17", cost=600)
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - a load balancer's, not a secret
+        self._held: OrderedDict[str, Server] = OrderedDict()
+
+    def choose(
+        self,
+        servers: Sequence[Server],
+        *,
+        now: float,
+        min_version: int,
+        key: str,
+        cost: int,
+        avoid: Collection[str] = (),
+    ) -> Server | None:
+        """One of them; None while all are blocked.
+
+        Args:
+            servers: The admissible ones.
+            now: Compared with `blocked_until`.
+            min_version: Theirs; one held from before may have fallen behind it.
+            key: Of the prefix; "" for none.
+            cost: Tokens of the request: prompt and still to come.
+            avoid: Urls taken only if there is no other.
+        """
+        drawn = servers
+        if len(servers) > _DRAWN:
+            drawn = self._random.sample(servers, _DRAWN)
+        best = _least(drawn, now, avoid)
+        if best is None and drawn is not servers:  # bad luck, or most of them are blocked
+            best = _least(servers, now, avoid)
+        if best is None:
+            best = _least(servers, now, ())
+        if best is None or not key:
+            return best
+        held = self._held.get(key)
+        if (
+            held is not None
+            and held.serving
+            and held.version >= min_version
+            and held.blocked_until <= now
+            and held.url not in avoid
+            and held.outstanding <= 2 * best.outstanding + _PATIENCE * cost
+        ):
+            return held
+        self._held[key] = best
+        if len(self._held) > _AFFINITIES:
+            self._held.popitem(last=False)
+        return best
+
+
+def _least(servers: Sequence[Server], now: float, avoid: Collection[str]) -> Server | None:
+    usable = [s for s in servers if s.blocked_until <= now and s.url not in avoid]
+    return min(usable, key=lambda server: server.outstanding, default=None)
