@@ -135,6 +135,23 @@ async def test_generate_when_several_prompts_or_samples_then_a_list_in_order(htt
     assert [len(sample["output_ids"]) for sample in samples] == [6, 6, 6]
 
 
+async def test_generate_when_streamed_in_intervals_then_few_events_that_name_their_version(
+    http: Http,
+):
+    """What the generation client relies on to keep the tokens of a server that dies."""
+    params = {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True, "stream_interval": 32}
+    *events, done = await http.stream(PROMPT, **params)
+    assert done == "[DONE]"
+    metas = [json.loads(event)["meta_info"] for event in events]
+    counts = [len(meta["output_token_logprobs"]) for meta in metas]
+    assert counts[0] < 100  # the first at once; an event read late shows what there is then
+    assert counts == sorted(counts)
+    assert 2 <= len(counts) <= 6
+    assert counts[-1] == 100
+    assert {meta["weight_version"] for meta in metas} == {"0"}
+    assert ["weight_versions" in meta for meta in metas] == [False] * (len(metas) - 1) + [True]
+
+
 async def test_generate_when_streamed_then_cumulative_events_and_done(http: Http):
     *events, done = await http.stream(PROMPT, max_new_tokens=12, temperature=0, ignore_eos=True)
     assert done == "[DONE]"

@@ -189,9 +189,8 @@ class SGLangClient:
             server.outstanding += cost
             try:
                 finish = await self._post(server, request, response, min_version, most, deadline)
-            except ServerBusy:
+            except ServerBusy:  # a moment later, or elsewhere
                 self._observer.interruption("busy")
-                self._check_deadline(deadline, server, began)
                 continue
             except ServerError as error:
                 failures.append(f"{server.url}: {error}")
