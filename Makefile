@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short fuzz lint format typecheck imports layout proto docs manifests verify bench e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short elastic fuzz lint format typecheck imports layout proto docs manifests verify bench e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -43,6 +43,9 @@ chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=
 
 chaos-short: $(STAMP) ## A minute and a half of it, as in CI
 	CHAOS_MINUTES=1.5 $(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
+
+elastic: $(STAMP) ## Train while inference servers go 2, 4, 1, 3 and one dies (ELASTIC_SEED=0 ELASTIC_STEPS=120)
+	$(BIN)/python -m pytest -q -s tests/chaos/test_elastic.py $(ARGS)
 
 fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, for half an hour (AREAL_FUZZ=50)
 	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py $(ARGS)

@@ -259,6 +259,7 @@ def validate(config: BaseExperimentConfig) -> None:
         "stack.gpus_per_node": 0,
         "stack.ranks_per_node": 0,
         "weight_sync.keep_versions": 2,
+        "weight_sync.max_unavailable": 0,
     }
     for key, least in minimum.items():
         section, name = key.split(".")

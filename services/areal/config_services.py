@@ -101,6 +101,9 @@ class WeightSyncConfig:
     """disk: safetensors on a volume that all servers mount."""
     interrupt: str = "in_place"
     """What running requests feel: in_place (pause), retract (pause, recompute) or abort."""
+    max_unavailable: int = 0
+    """Serving servers that are updated at once; 0: all, which is right where an update takes
+    milliseconds (in_place). The others serve on, and join in as their turn comes."""
     path: str = ""
     """Folder of published versions; empty: `weights/` in the run folder."""
     keep_versions: int = 3

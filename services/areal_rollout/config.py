@@ -47,6 +47,7 @@ class RolloutSettings:
     buffer: str
     reward: str
     weight_sync: str
+    trainer: str
     tokenizer_dir: Path
     model_dir: Path
     context_length: int
@@ -65,6 +66,7 @@ class RolloutSettings:
             buffer=ends.buffer,
             reward=ends.reward,
             weight_sync=ends.weight_sync,
+            trainer=ends.trainer,
             tokenizer_dir=config.tokenizer_dir,
             model_dir=Path(config.model.path),
             context_length=config.model.context_length,

@@ -197,7 +197,7 @@ class Executor:
         """Renews all leases, stops lost and overdue episodes; for ever."""
         while True:
             await asyncio.sleep(self._config.lease_ttl_s / 3)
-            self._account_busy()
+            self.account_busy()
             self._stop_overdue()
             held = list(self._episodes.items())
             for start in range(0, len(held), _RENEW_CHUNK):
@@ -357,7 +357,8 @@ class Executor:
             if late:
                 self._log.warning("drain_left_leases", leases=len(late))
 
-    def _account_busy(self) -> None:
+    def account_busy(self) -> None:
+        """Counts the time up to now in which an episode was running."""
         if self._episodes:
             now = time.monotonic()
             self._observer.busy(now - self._busy_since)

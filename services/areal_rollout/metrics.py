@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from areal_rollout.autoscaling import Load
+
 
 class RolloutMetrics:
     """All metrics of the service; the methods are called by the core, which knows no Prometheus."""
@@ -59,6 +61,23 @@ class RolloutMetrics:
             "Time in which at least one episode was running.",
             registry=registry,
         )
+        self.busy_s = 0.0
+        """The same, for the recommendation."""
+        self._generation_busy = Gauge(
+            "areal_rollout_generation_busy_fraction",
+            "Share of the last minutes in which at least one episode was running.",
+            registry=registry,
+        )
+        self._training_busy = Gauge(
+            "areal_rollout_training_busy_fraction",
+            "Share of the last steps in which the trainer did not wait for a batch.",
+            registry=registry,
+        )
+        self._recommended = Gauge(
+            "areal_rollout_recommended_inference_servers",
+            "Servers with which generation takes 0.85 of the training time; 0: not known yet.",
+            registry=registry,
+        )
         self._idle = Counter(
             "areal_rollout_waiting_seconds",
             "Time spent waiting for a task, by reason: queue, admission, no_server, ledger.",
@@ -95,6 +114,13 @@ class RolloutMetrics:
     def busy(self, seconds: float) -> None:
         """At least one episode was running for so long."""
         self._busy.inc(seconds)
+        self.busy_s += seconds
+
+    def recommended(self, servers: int, load: Load) -> None:
+        """What an autoscaler should do, and why."""
+        self._recommended.set(servers)
+        self._generation_busy.set(load.generation_busy)
+        self._training_busy.set(load.training_busy)
 
     def waited(self, reason: str, seconds: float) -> None:
         """No task could be leased for so long."""

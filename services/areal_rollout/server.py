@@ -18,6 +18,7 @@ from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
 from areal.clients.stores import connect_nats
+from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
 from areal.engines.server_table import ServerTable
@@ -31,6 +32,7 @@ from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 from areal_rollout.config import RolloutSettings
 from areal_rollout.executor import Executor
+from areal_rollout.load_watch import LoadWatch
 from areal_rollout.membership import Membership
 from areal_rollout.metrics import RolloutMetrics
 from areal_rollout.servicer import RolloutServicer
@@ -55,6 +57,7 @@ class Rollout(Service):
         self._nats: NatsClient | None = None
         self._generation: SGLangClient | None = None
         self._executor: Executor | None = None
+        self._trainer: TrainerClient | None = None
 
     def registrations(self) -> Sequence[Registration]:
         """The one gRPC service."""
@@ -103,8 +106,25 @@ class Rollout(Service):
         spawn(membership.follow(), "membership")
         spawn(self._subscribe(membership), "announcements")
         spawn(executor.keep_leases(), "leases")
+        spawn(self._load_watch(executor, table).run(), "load")
         spawn(executor.run(), "episodes")
         self._log.info("worker", worker_id=worker_id, boot=boot)
+
+    def _load_watch(self, executor: Executor, table: ServerTable) -> LoadWatch:
+        """What an autoscaler of inference servers goes by."""
+        if self._settings.trainer:
+            self._trainer = TrainerClient(self._settings.trainer, self._context.security)
+
+        def generating_s() -> float:
+            executor.account_busy()
+            return self._metrics.busy_s
+
+        return LoadWatch(
+            self._trainer,
+            servers=lambda: len(table),
+            generating_s=generating_s,
+            report=self._metrics.recommended,
+        )
 
     async def _subscribe(self, membership: Membership) -> None:
         """Listens for announcements; without NATS the membership still asks every two seconds."""
@@ -143,8 +163,9 @@ class Rollout(Service):
             await self._generation.close()
         if self._nats is not None:
             await self._nats.close()
-        for client in (self._ledger, self._reward, self._weight_sync):
-            await client.close()
+        for client in (self._ledger, self._reward, self._weight_sync, self._trainer):
+            if client is not None:
+                await client.close()
 
 
 def _identity() -> tuple[str, int]:

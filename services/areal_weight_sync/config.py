@@ -18,6 +18,8 @@ class CoordinatorConfig:
 
     interrupt: str = "in_place"
     """in_place, retract or abort: the mode of /pause_generation."""
+    max_unavailable: int = 0
+    """Serving servers updated at once; 0: all."""
     probe_interval_s: float = 1.0
     """Between health probes of a server; also between attempts to reach one never reached."""
     probe_timeout_s: float = 2.0
@@ -62,6 +64,7 @@ def settings(config: BaseExperimentConfig) -> WeightSyncSettings:
     return WeightSyncSettings(
         coordinator=CoordinatorConfig(
             interrupt=own.interrupt,
+            max_unavailable=own.max_unavailable,
             probe_interval_s=own.probe_interval_s,
             update_timeout_s=own.update_timeout_s,
         ),

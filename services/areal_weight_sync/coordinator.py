@@ -43,6 +43,7 @@ from areal_weight_sync.member import Member
 from areal_weight_sync.ports import Observer, Snapshot, Store, Totals
 from areal_weight_sync.published import DigestCache, collect_garbage
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
+from areal_weight_sync.slots import UpdateSlots
 
 
 class Coordinator:
@@ -73,6 +74,7 @@ class Coordinator:
         self.config = config
         self.confirmation = Confirmation(config.logprob_tolerance)
         self.digests = DigestCache()
+        self.slots = UpdateSlots(config.max_unavailable)
         self.totals = Totals()
         self._store = store
         self._make_engine = make_engine

@@ -29,6 +29,7 @@ from areal.servers import ServerState
 from areal.weights import PolicyVersion
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation, probe_prompt
+from areal_weight_sync.draining import empty
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
 from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import (
@@ -39,6 +40,7 @@ from areal_weight_sync.server_state import (
     SYNCING,
     ServerRecord,
 )
+from areal_weight_sync.slots import UpdateSlots
 
 
 class Hub(Protocol):
@@ -47,6 +49,7 @@ class Hub(Protocol):
     config: CoordinatorConfig
     confirmation: Confirmation
     digests: DigestCache
+    slots: UpdateSlots
 
     @property
     def target(self) -> PolicyVersion | None:
@@ -74,6 +77,7 @@ class Member:
         self._hub = hub
         self._poked = asyncio.Event()
         self._deep = True
+        self._served: PolicyVersion | None = None
         self._doubted = False
         self._reported = False
         self._mute = False  # it answered probes and failed to generate
@@ -123,10 +127,17 @@ class Member:
                     Fault.WRONG_WEIGHTS,
                     f"weights of version {doubted} differ from those of most servers",
                 )
-            if record.state is SERVING and target is not None and record.version == target.version:
+            serving = record.state is SERVING
+            if target is not None and serving and record.version == target.version:
                 await self._probe(target)
+            elif serving and not self._hub.slots.take(record.server_id, self.poke):
+                await self._probe(self._served)  # not its turn yet: it serves on
+                return config.probe_interval_s
             else:
-                await self._bring(target)
+                try:
+                    await self._bring(target)
+                finally:
+                    self._hub.slots.free(record.server_id)
         except EngineError as error:
             return self._quarantine(error)
         except InvalidInput as error:  # the version is bad, not the server
@@ -262,8 +273,9 @@ class Member:
                     raise
                 self._log.warning("release_failed", step=step.__name__, error=str(error))
 
-    async def _probe(self, target: PolicyVersion) -> None:
+    async def _probe(self, target: PolicyVersion | None) -> None:
         """Still alive, still the same process, still at the version it confirmed?"""
+        assert target is not None, "it serves"
         self._probes += 1
         deep = self._deep or self._probes % self._hub.config.deep_probe_every == 0
         self._deep, reported = False, self._reported
@@ -345,6 +357,7 @@ class Member:
             self._hub.recheck(outvoted)
 
     def _serve(self, target: PolicyVersion) -> None:
+        self._served = target
         self.record.version = target.version
         self.record.failures = 0
         self._move(SERVING)
@@ -381,15 +394,6 @@ class Member:
     async def drain(self, deadline_s: float) -> None:
         """Waits until the server is empty; past the deadline its requests are aborted."""
         self._move(DRAINING)
-        end = time.monotonic() + deadline_s
-        try:
-            running = await self._engine.running()
-            while running and (left := end - time.monotonic()) > 0:
-                # Requests end inside the server; nothing announces it.
-                await asyncio.sleep(min(self._hub.config.probe_interval_s, left))
-                running = await self._engine.running()
-            if running:
-                self._log.info("drain_aborts", running=running)
-                await self._engine.abort_all()
-        except EngineError as error:  # it is leaving anyway, maybe it has left
-            self._log.info("drain_ended", cause=str(error))
+        self._hub.slots.free(self.record.server_id)
+        interval_s = self._hub.config.probe_interval_s
+        await empty(self._engine, deadline_s, interval_s, self.record.server_id)

@@ -203,6 +203,70 @@ async def test_update_when_one_server_hangs_then_others_are_confirmed_meanwhile(
         await rig.at("b", SERVING, 1)
 
 
+async def test_update_when_one_may_be_unavailable_then_one_after_the_other(tmp_path):
+    names = ("a", "b", "c")
+    async with rig_of(tmp_path, max_unavailable=1, update_timeout_s=5.0) as rig:
+        rig.register(*names)
+        await rig.publish_model()
+        for name in names:
+            await rig.at(name, SERVING, 0)
+        for name in names:
+            rig.engine(name).load_gate.clear()
+        await rig.publish(1)
+
+        def loading() -> list[str]:
+            return [name for name in names if "load 1" in rig.engine(name).calls]
+
+        for number in (1, 2, 3):
+            await rig.until(lambda number=number: len(loading()) == number, "the next one's turn")
+            await asyncio.sleep(0.05)
+            assert len(loading()) == number
+            waiting = [name for name in names if name not in loading()]
+            assert all(rig.server(name).state is SERVING for name in waiting)
+            assert all(rig.server(name).version == 0 for name in waiting)
+            for name in loading():
+                rig.engine(name).load_gate.set()
+        for name in names:
+            await rig.at(name, SERVING, 1)
+
+
+async def test_update_when_the_first_one_hangs_and_leaves_then_the_next_one_goes_on(tmp_path):
+    async with rig_of(tmp_path, max_unavailable=1, update_timeout_s=30.0) as rig:
+        rig.register("a", "b")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        await rig.at("b", SERVING, 0)
+        for name in ("a", "b"):
+            rig.engine(name).load_gate.clear()
+        await rig.publish(1)
+        await rig.until(
+            lambda: any("load 1" in rig.engine(name).calls for name in ("a", "b")), "first"
+        )
+        first = "a" if "load 1" in rig.engine("a").calls else "b"
+        other = "b" if first == "a" else "a"
+        # One that waits for its turn is watched like any other.
+        rig.engine(other).down = EngineError(Fault.UNREACHABLE, "cannot connect")
+        await rig.at(other, QUARANTINED)
+        rig.engine(other).down = None
+        rig.engine(other).load_gate.set()
+        rig.coordinator.drain(first, 0.0)
+        await rig.at(other, SERVING, 1)
+
+
+async def test_newcomer_when_one_may_be_unavailable_then_it_does_not_wait(tmp_path):
+    async with rig_of(tmp_path, max_unavailable=1, update_timeout_s=30.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        rig.engine("a").load_gate.clear()
+        await rig.publish(1)
+        await rig.until(lambda: "load 1" in rig.engine("a").calls, "the update")
+        rig.register("new")
+        await rig.at("new", SERVING, 1)
+        rig.engine("a").load_gate.set()
+        await rig.at("a", SERVING, 1)
+
+
 async def test_newest_when_published_during_a_load_then_goes_straight_to_it(tmp_path):
     async with rig_of(tmp_path) as rig:
         rig.register("a")

@@ -1,0 +1,138 @@
+"""How many inference servers a training needs: what an HPA, KEDA or a person scales to.
+
+    every few seconds: servers, seconds of generation, step rows ──> Recommender ──> a number
+                                                                        │ window: since the number
+                                                                        v of servers last changed
+                                                        n * (generation busy / training busy) / 0.85
+
+With n servers a step's generation takes A / n seconds and its training T. The slower of both sets
+the pace of steps, so the fraction of time in which tokens are sampled, divided by the fraction in
+which the trainer trains, is A / (n T), whichever of them waits. Times n it no longer depends on n:
+the recommendation is where generation would take 0.85 of the training time, whether it is far or
+near, and following it does not change it. That is why it does not oscillate; what is left is noise,
+against which a window, a dead band and a delay before going down help. docs/autoscaling.md has the
+reasoning and the simulation.
+
+| who     | consumes           | waits for | unblocked by |
+|---------|--------------------|-----------|--------------|
+| observe | one sample         | nothing   |              |
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+TARGET = 0.85
+"""Generation's share of the training time: the rest absorbs stragglers and longer answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Totals since some start; differences of two of them are what counts.
+
+    Example:
+        >>> Sample(at=60.0, servers=2, generating_s=51.0, training_s=44.0, trained_s=58.0)
+    """
+
+    at: float
+    """Seconds, monotonic."""
+    servers: int
+    """That take traffic."""
+    generating_s: float
+    """In which at least one episode was running."""
+    training_s: float
+    """Of finished steps, without waiting for batches."""
+    trained_s: float
+    """Wall time of finished steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a window says."""
+
+    servers: int
+    generation_busy: float
+    """0 to 1."""
+    training_busy: float
+    """0 to 1; 1 where nothing trains."""
+
+    @property
+    def wanted(self) -> float:
+        """Servers with which generation takes `TARGET` of the training time."""
+        return self.servers * self.generation_busy / max(self.training_busy, 0.02) / TARGET
+
+
+class Recommender:
+    """State only: feed it samples."""
+
+    def __init__(
+        self,
+        *,
+        window_s: float = 240.0,
+        least_s: float = 60.0,
+        down_after_s: float = 300.0,
+        band: float = 0.2,
+        max_factor: float = 2.0,
+    ) -> None:
+        """Defaults fit steps of a second to a minute.
+
+        Args:
+            window_s: Averages reach back so far.
+            least_s: Nothing is concluded from less than this.
+            down_after_s: Going down takes this long of every window saying so.
+            band: Relative change below which nothing changes.
+            max_factor: Most that one recommendation changes the number of servers by.
+        """
+        self._window_s, self._least_s = window_s, least_s
+        self._down_after_s, self._band, self._max_factor = down_after_s, band, max_factor
+        self._samples: deque[Sample] = deque()
+        self._wanted: deque[tuple[float, int]] = deque()
+        self.recommended = 0
+        """0: not known yet."""
+        self.load = Load(0, 0.0, 1.0)
+
+    def observe(self, sample: Sample) -> int:
+        """Takes one sample; returns the recommendation."""
+        samples = self._samples
+        if samples and (
+            samples[-1].servers != sample.servers  # what was before says nothing of now
+            or sample.trained_s < samples[-1].trained_s  # another trainer
+        ):
+            samples.clear()
+        samples.append(sample)
+        while sample.at - samples[0].at > self._window_s:
+            samples.popleft()
+        first, elapsed = samples[0], sample.at - samples[0].at
+        if elapsed < self._least_s or not sample.servers:
+            return self.recommended
+        steps_s = sample.trained_s - first.trained_s
+        self.load = Load(
+            servers=sample.servers,
+            generation_busy=_share(sample.generating_s - first.generating_s, elapsed),
+            training_busy=_share(sample.training_s - first.training_s, steps_s),
+        )
+        self._settle(sample.at)
+        return self.recommended
+
+    def _settle(self, now: float) -> None:
+        servers, wanted = self.load.servers, self.load.wanted
+        low, high = servers / self._max_factor, servers * self._max_factor
+        bounded = max(1, math.ceil(min(max(wanted, low), high) - 0.05))
+        self._wanted.append((now, bounded))
+        while now - self._wanted[0][0] > self._down_after_s:
+            self._wanted.popleft()
+        held = self.recommended or servers
+        if bounded > held and wanted > held * (1 + self._band):
+            self.recommended = bounded
+            return
+        self.recommended = held
+        most = max(number for _, number in self._wanted)
+        watched = now - self._wanted[0][0] >= 0.9 * self._down_after_s
+        if watched and most < held and wanted < held * (1 - self._band):
+            self.recommended = most
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / whole)) if whole > 0 else 1.0

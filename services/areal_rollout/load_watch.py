@@ -1,0 +1,85 @@
+"""Feeds the recommendation: what this worker generates, what the trainer says of its steps.
+
+| who | consumes      | waits for                  | unblocked by            |
+|-----|---------------|----------------------------|-------------------------|
+| run | GetStatus     | a new step row, at most 5 s| the trainer, its answer |
+
+Without a trainer (it is away, or there is none) generation alone counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from areal.clients.trainer import TrainerStatus
+from areal.errors import ArealError
+from areal_rollout.autoscaling import Load, Recommender, Sample
+
+_EVERY_S = 5.0
+
+
+class Trainer(Protocol):
+    """See `areal.clients.trainer.TrainerClient`."""
+
+    async def get_status(self, after_step: int = 0, max_wait_s: float = 0.0) -> TrainerStatus:
+        """Its state, and the rows after a step."""
+
+
+class LoadWatch:
+    """`run` for ever."""
+
+    def __init__(
+        self,
+        trainer: Trainer | None,
+        *,
+        servers: Callable[[], int],
+        generating_s: Callable[[], float],
+        report: Callable[[int, Load], None],
+    ) -> None:
+        """Wires it.
+
+        Args:
+            trainer: None: there is none.
+            servers: That take traffic now.
+            generating_s: Seconds so far in which an episode was running.
+            report: Told the recommendation and what it rests on.
+        """
+        self._trainer = trainer
+        self._servers, self._generating_s, self._report = servers, generating_s, report
+        self._recommender = Recommender()
+        self._step = -1
+        self._training_s = self._trained_s = 0.0
+
+    async def run(self) -> None:
+        """Samples for ever."""
+        while True:
+            began = time.monotonic()
+            await self._read_rows()
+            # A step a second needs no sample each.
+            await asyncio.sleep(max(0.0, began + _EVERY_S - time.monotonic()))
+            self.sample(time.monotonic())
+
+    def sample(self, now: float) -> None:
+        """Takes one sample."""
+        number = self._recommender.observe(
+            Sample(now, self._servers(), self._generating_s(), self._training_s, self._trained_s)
+        )
+        self._report(number, self._recommender.load)
+
+    async def _read_rows(self) -> None:
+        if self._trainer is None:
+            return
+        try:
+            status = await self._trainer.get_status(max(0, self._step), _EVERY_S)
+        except ArealError:
+            return  # starting, or restarting: the next answer has its rows
+        if self._step >= 0:  # rows of before this worker began say nothing of it
+            for row in status.rows:
+                seconds, waited = row.get("step_seconds"), row.get("wait_seconds", 0.0)
+                if isinstance(seconds, (int, float)) and isinstance(waited, (int, float)):
+                    self._trained_s += seconds
+                    self._training_s += max(0.0, seconds - waited)
+        self._step = status.step

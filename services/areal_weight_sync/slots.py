@@ -1,0 +1,47 @@
+"""How many serving servers may be updated at once.
+
+    take ──> held ──> free ──> the first that waits is woken, and takes in its next step
+      └ none left: it waits its turn, serving and probed as ever
+
+A server that was woken and has left meanwhile costs the next one a probe interval, no more: each
+that waits tries again then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class UpdateSlots:
+    """State only.
+
+    Example:
+        >>> slots = UpdateSlots(1)
+        >>> slots.take("a", print), slots.take("b", print)
+        (True, False)
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: 0: any number."""
+        self._most = most
+        self._held: set[str] = set()
+        self._waiting: dict[str, Callable[[], None]] = {}
+
+    def take(self, server_id: str, wake: Callable[[], None]) -> bool:
+        """Whether it may go now; if not, `wake` is called when its turn comes."""
+        if self._most and len(self._held) >= self._most and server_id not in self._held:
+            self._waiting[server_id] = wake
+            return False
+        self._waiting.pop(server_id, None)
+        self._held.add(server_id)
+        return True
+
+    def free(self, server_id: str) -> None:
+        """It is done, or has left; harmless when it held none."""
+        self._waiting.pop(server_id, None)
+        if server_id not in self._held:
+            return
+        self._held.discard(server_id)
+        if self._waiting:
+            first = next(iter(self._waiting))
+            self._waiting.pop(first)()
