@@ -91,7 +91,7 @@ async def rig(stack: Stack) -> AsyncIterator[Rig]:
 async def test_server_when_it_misbehaves_then_named_and_left_out_until_it_heals(rig, mode, capsys):
     cause, within_s = FAULTS[mode]
     running = await rig.run(f"{mode}-during", 6, 250)
-    for _ in range(500):
+    for _ in range(3000):
         if rig.bad.generated:
             break
         await asyncio.sleep(0.01)
