@@ -13,7 +13,7 @@ def _openssl(folder: Path, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Authority:
-    """Signs certificates for 127.0.0.1 and localhost, in a folder of its own."""
+    """Signs certificates for 127.0.0.1, localhost and other names, in a folder of its own."""
 
     folder: Path
 
@@ -31,15 +31,16 @@ class Authority:
     def ca(self) -> Path:
         return self.folder / "ca.pem"
 
-    def certificate(self, name: str) -> tuple[Path, Path]:
-        """(certificate, key)"""
+    def certificate(self, name: str, *others: str) -> tuple[Path, Path]:
+        """(certificate, key); `others`: further names as openssl writes them, e.g. DNS:buffer."""
         _openssl(
             self.folder,
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"),
         )
         extensions = self.folder / f"{name}.ext"
-        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        names = ",".join(("IP:127.0.0.1", "DNS:localhost", *others))
+        extensions.write_text(f"subjectAltName={names}\n")
         _openssl(
             self.folder,
             *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),

@@ -78,7 +78,7 @@ limits: {memory: 256Mi}
 
 {{/* One of the services that are all the same kind of process.
      (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30 and, where needed, "secrets" (list variable key …),
-     "data" "read" or "write", "listen" 8080, "account" name of its ServiceAccount, "recreate" true) */}}
+     "data" "read" or "write", "listen" 8080, "account" name of its ServiceAccount, "image" "weight-sync", "recreate" true) */}}
 {{- define "areal.service" -}}
 {{- $ := .root }}{{ $values := index .root.Values .key }}{{ $id := list .root .name }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) }}
 {{- if $values.enabled -}}
@@ -117,7 +117,7 @@ spec:
       {{- end }}
       containers:
         - name: {{ .name }}
-          image: {{ include "areal.image" (list $ (eq .name "weight-sync" | ternary "weight-sync" "control") $values.image) }}
+          image: {{ include "areal.image" (list $ (.image | default "control") $values.image) }}
           imagePullPolicy: {{ $.Values.image.pullPolicy }}
           command: [areal-{{ .name }}]
           args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:{{ $listen }}", --metrics, "0.0.0.0:9100", --grace, {{ .grace | quote }}]

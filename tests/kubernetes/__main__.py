@@ -1,0 +1,127 @@
+"""`make e2e-kubernetes`: a release on a real cluster trains, is scaled, hurt, upgraded, removed.
+
+The cluster is the one that KUBECONFIG names; its nodes must have the images areal/*:TAG, and an
+operator for PyTorchJobs. Ends with a table, which is also written to docs/e2e-kubernetes.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.certificates import Authority
+from tests.kubernetes.cluster import ROOT, Cluster, Failed
+from tests.kubernetes.stages import TLS_SECRET, Run, Settings, node_address
+
+REPORT = ROOT / "docs" / "e2e-kubernetes.md"
+COMPONENTS = ("gateway", "reward", "rollout", "buffer", "weight-sync", "sglang", "nats", "redis")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make e2e-kubernetes", description=__doc__)
+    add = parser.add_argument
+    add("--namespace", default="areal-e2e")
+    add("--tag", default="dev", help="of the images areal/*")
+    add("--build", action="store_true", help="make images first, on this machine")
+    add("--data", default="/var/lib/areal-e2e", help="folder of the node; '' with --values")
+    add(
+        "--values", action="append", type=Path, default=[], help="more values, e.g. a storage class"
+    )
+    add("--steps", type=int, default=200)
+    add("--keep", action="store_true", help="leave the release when a stage fails")
+    add("--report", type=Path, default=REPORT)
+    return parser.parse_args()
+
+
+def prepare(cluster: Cluster, scratch: Path) -> Authority:
+    """A namespace with a certificate for every service and for the node."""
+    cluster.kubectl("create", "namespace", cluster.namespace)
+    authority = Authority.make(scratch / "authority")
+    services = ("buffer", "rollout", "reward", "weight-sync", "trainer")
+    names = [f"DNS:areal-{name}" for name in services]
+    certificate, key = authority.certificate("areal", *names, f"IP:{node_address(cluster)}")
+    cluster.kubectl(
+        *("create", "secret", "generic", TLS_SECRET, f"--from-file=tls.crt={certificate}"),
+        *(f"--from-file=tls.key={key}", f"--from-file=ca.crt={authority.ca}"),
+    )
+    return authority
+
+
+def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
+    """In order; training goes on from the second to the last but two."""
+    deletions = [(f"delete a pod of {c}", lambda c=c: run.delete(c)) for c in COMPONENTS]
+    return [
+        ("helm install --wait", run.install),
+        ("helm test", run.test),
+        ("a gRPC client outside", run.outside),
+        ("kubectl scale deploy/sglang", run.scale),
+        ("helm upgrade, changed recipe", run.upgrade),
+        ("helm rollback", run.rollback),
+        *deletions,
+        ("delete the PyTorchJob's master", lambda: run.delete("trainer")),
+        ("the run ends", run.finish),
+        ("accounting", run.books),
+        ("helm uninstall", run.uninstall),
+    ]
+
+
+def report(run: Run, began: float) -> str:
+    """The table and what was noted."""
+    load = os.getloadavg()[1]
+    versions = json.loads(run.cluster.kubectl("version", "-o", "json"))
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
+    rows = "\n".join(f"| {name} | {s:.0f} s | {text} |" for name, s, text in run.lines)
+    notes = "\n".join(f"- {note}" for note in run.notes)
+    where = f"Kubernetes {versions['serverVersion']['gitVersion']}, {os.cpu_count()} cores"
+    how = f"{run.settings.steps} steps with 1 master and 1 worker"
+    return (
+        "# A run of `make e2e-kubernetes`\n\n"
+        f"Written by the command itself on {when}: {where}, load {load:.0f} at its end; {how}; "
+        f"{time.monotonic() - began:.0f} s in all.\n\n"
+        f"| stage | time | |\n|---|---|---|\n{rows}\n\n{notes}\n"
+    )
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.build:
+        command = ["make", "images", f"TAG={arguments.tag}"]
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"DOCKER_BUILDKIT": "0"})
+    scratch = Path(tempfile.mkdtemp(prefix="areal-e2e-"))
+    cluster, began, code = Cluster(arguments.namespace), time.monotonic(), 0
+    folder = f"{arguments.data}/{scratch.name}" if arguments.data else ""
+    settings = Settings(arguments.tag, folder, arguments.values, arguments.steps, scratch)
+    run = Run(cluster, settings, prepare(cluster, scratch))
+    try:
+        for name, stage in stages(run):
+            print(f"{name} …", end=" ", flush=True)
+            started = time.monotonic()
+            text = stage()
+            run.lines.append((name, time.monotonic() - started, text))
+            print(f"{run.lines[-1][1]:.0f} s: {text}", flush=True)
+    except (Failed, subprocess.SubprocessError) as error:
+        print(f"FAILED: {getattr(error, 'stderr', '') or error}", flush=True)
+        code = 1
+    if code == 0:
+        arguments.report.write_text(report(run, began))
+        print(arguments.report.read_text())
+    if code == 0 or not arguments.keep:
+        subprocess.run(["helm", "-n", cluster.namespace, "uninstall", "areal"], capture_output=True)
+        cluster.kubectl("delete", "namespace", cluster.namespace, timeout=300)
+        shutil.rmtree(scratch, ignore_errors=True)
+        if folder and os.access(folder, os.W_OK):  # the node is this machine
+            shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""What `make e2e-kubernetes` does, one stage after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import tarfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from tests.certificates import Authority
+from tests.chaos.books import Check, check_books, read_ledger, read_lines
+from tests.kubernetes import outside
+from tests.kubernetes.cluster import (
+    CHART,
+    ROOT,
+    Cluster,
+    Failed,
+    Json,
+    condition,
+    is_leaving,
+    ready_seconds,
+    wait,
+)
+
+RUN = "/data/runs/arithmetic/demo"
+SERVICES = ("gateway", "rollout", "reward", "buffer", "weight-sync")
+TLS_SECRET = "e2e-tls"
+CHANGED = 'print(f"changed recipe at step {actor.get_version()}", flush=True)'
+
+
+@dataclass
+class Settings:
+    """How to run it."""
+
+    tag: str
+    data: str
+    """A folder of the node for everything that stays; empty: the extra values say where."""
+    values: list[Path]
+    steps: int
+    scratch: Path
+
+
+@dataclass
+class Run:
+    """A release and what is known of it."""
+
+    cluster: Cluster
+    settings: Settings
+    authority: Authority
+    lines: list[tuple[str, float, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """Finished train steps, as the run's files say."""
+        rows = read_text_rows(self.cluster.read(f"{RUN}/metrics.jsonl"))
+        return int(rows[-1]["step"]) if rows else 0
+
+    def wait_for_step(self, step: int, timeout: float = 900.0) -> int:
+        """At least `step`, or the end of the run."""
+
+        def there() -> int:
+            self.fail_with_the_job()
+            now = self.step()
+            return now if now >= min(step, self.settings.steps) else 0
+
+        return int(wait(f"step {step}", there, timeout, pause=2.0))
+
+    def fail_with_the_job(self) -> None:
+        """A job that has failed will finish no step."""
+        if failed := condition(self.cluster.trainer_job(), "Failed"):
+            raise Failed(f"the trainer job failed: {failed['message']}")
+
+    def servers(self, number: int, timeout: float = 300.0) -> None:
+        """Exactly so many sglang pods, all ready: at the current weights."""
+
+        def there() -> bool:
+            pods = self.cluster.pods("sglang")
+            return len(self.cluster.staying("sglang")) == number and not any(map(is_leaving, pods))
+
+        wait(f"{number} ready inference servers", there, timeout)
+
+    def arguments(self) -> list[str]:
+        """Of `helm install` and `helm upgrade`."""
+        settings = self.settings
+        found = [str(CHART), "--values", str(CHART / "ci" / "cpu-demo-values.yaml")]
+        for file in settings.values:
+            found += ["--values", str(file)]
+        found += ["--set", f"image.tag={settings.tag},tls.existingSecret={TLS_SECRET}"]
+        found += ["--set", "rollout.service.type=NodePort"]
+        found += ["--set", f"overrides.total_train_steps={settings.steps}"]
+        if settings.data:
+            found += ["--set", f"storage.hostPath={settings.data}/data"]
+            found += ["--set", f"redis.hostPath={settings.data}/redis"]
+        return [*found, "--wait", "--timeout", "15m"]
+
+    # -- stages ---------------------------------------------------------------------------------
+
+    def install(self) -> str:
+        """`helm install --wait`: until every pod is ready, sglang at the current weights."""
+        cluster, began = self.cluster, time.monotonic()
+        cluster.helm("install", "areal", *self.arguments())
+        seconds = time.monotonic() - began
+        (job,) = cluster.get("jobs")
+        made = _seconds_of(job)
+        slowest = {c: max(map(ready_seconds, cluster.staying(c))) for c in SERVICES}
+        self.notes.append(
+            "A service's pod, from the start of its container to ready: "
+            + ", ".join(f"{name} {s:.0f} s" for name, s in slowest.items())
+            + f". The release: {seconds:.0f} s, of which making the model took {made:.0f} s."
+        )
+        return f"ready after {seconds:.0f} s, {made:.0f} s of them for the model"
+
+    def test(self) -> str:
+        """`helm test`."""
+        text = self.cluster.helm("test", "areal", "--logs", "--timeout", "5m")
+        if "Succeeded" not in text:
+            raise Failed(text)
+        return "passed"
+
+    def outside(self) -> str:
+        """A client through port-forward, and one through the NodePort."""
+        allowed = outside.security(
+            self.authority, self.settings.scratch, self.cluster.secret("token")
+        )
+        with self.cluster.forward("areal-rollout", 50051) as address:
+            first = asyncio.run(outside.check(address, allowed))
+        (service,) = self.cluster.get("service", "areal-rollout-external")
+        address = f"{node_address(self.cluster)}:{service['spec']['ports'][0]['nodePort']}"
+        asyncio.run(outside.check(address, allowed))
+        return f"port-forward and NodePort: {first}"
+
+    def scale(self) -> str:
+        """4 servers, then 1, while it trains."""
+        times = []
+        for number in (4, 1):
+            began = time.monotonic()
+            self.cluster.kubectl("scale", "deploy/sglang", f"--replicas={number}")
+            self.servers(number)
+            times.append(time.monotonic() - began)
+            self.wait_for_step(self.step() + 2)
+        return f"2 to 4 in {times[0]:.0f} s, 4 to 1 in {times[1]:.0f} s; training went on"
+
+    def upgrade(self) -> str:
+        """A changed recipe rolls the trainer, and nothing else."""
+        cluster, settings = self.cluster, self.settings
+        recipe = settings.scratch / "changed.py"
+        source = (ROOT / "examples" / "arithmetic_grpo.py").read_text()
+        anchor = "    actor = FSDPPPOActor(config.actor)\n"
+        assert anchor in source
+        recipe.write_text(source.replace(anchor, f"{anchor}    {CHANGED}\n"))
+        before, job, step = self.service_pods(), cluster.trainer_job(), self.step()
+        token = cluster.secret("token")
+        cluster.helm("upgrade", "areal", *self.arguments(), "--set-file", f"recipe={recipe}")
+        after = cluster.trainer_job()
+        if after["metadata"]["name"] == job["metadata"]["name"]:
+            raise Failed("the trainer job kept its name")
+        if cluster.secret("token") != token:
+            raise Failed("the generated token changed")
+        if self.service_pods() != before:
+            raise Failed("pods of services were replaced")
+        replicas = cluster.get("deploy", "sglang")[0]["spec"]["replicas"]
+        if replicas != 1:
+            raise Failed(f"sglang has {replicas} replicas, kubectl scale had set 1")
+        name = f"{after['metadata']['name']}-master-0"
+        wait("the changed recipe", lambda: CHANGED[9:23] in cluster.kubectl("logs", name), 600.0)
+        self.wait_for_step(step + 2)
+        return "new trainer job resumed; services, token and 1 server stayed"
+
+    def service_pods(self) -> set[str]:
+        """Uids of the pods that no changed recipe may replace."""
+        names = (*SERVICES, "redis", "nats", "sglang")
+        return {p["metadata"]["uid"] for n in names for p in self.cluster.pods(n)}
+
+    def rollback(self) -> str:
+        """Back to the first revision: its recipe, its number of servers."""
+        step = self.step()
+        self.cluster.helm("rollback", "areal", "1", "--wait", "--timeout", "15m")
+        self.servers(2)
+        self.wait_for_step(step + 2)
+        return "the first recipe's job resumed; 2 servers again"
+
+    def delete(self, component: str) -> str:
+        """One pod, without warning; over when its successor works and training has gone on."""
+        cluster = self.cluster
+        victim = self.victim(component)
+        step = self.step()
+        cluster.kubectl("delete", "pod", victim["metadata"]["name"], "--wait=false")
+        uid, number = victim["metadata"]["uid"], len(cluster.pods(component))
+
+        def replaced() -> bool:
+            pods = cluster.pods(component)
+            back = len(cluster.staying(component)) >= number
+            return back and all(pod["metadata"]["uid"] != uid for pod in pods)
+
+        wait(f"a successor of {component}", replaced, 300.0)
+        self.wait_for_step(step + 2)
+        return f"at step {step}"
+
+    def victim(self, component: str) -> Json:
+        """A pod of it; of the trainer the master."""
+        pods = [pod for pod in self.cluster.pods(component) if not is_leaving(pod)]
+        masters = [p for p in pods if p["metadata"]["name"].endswith("-master-0")]
+        return (masters or pods)[0]
+
+    def finish(self) -> str:
+        """The job succeeds."""
+
+        def over() -> Json | None:
+            self.fail_with_the_job()
+            return condition(self.cluster.trainer_job(), "Succeeded")
+
+        wait("the end of the run", over, 3600.0, pause=3.0)
+        return f"{self.settings.steps} steps"
+
+    def books(self) -> str:
+        """Accounting: every task accounted for, none lost, none trained on twice; it learnt."""
+        folder = self.settings.scratch / "run"
+        (folder / "redis").mkdir(parents=True)
+        for name in ("metrics.jsonl", "batches.jsonl", "trainer.json"):
+            (folder / name).write_text(self.cluster.read(f"{RUN}/{name}"))
+        self.copy_redis(folder / "redis")
+        rows = read_lines(folder / "metrics.jsonl")
+        ledger = read_ledger(folder, "arithmetic/demo", self.settings.scratch)
+        submitted = int(ledger.meta.get("submitted", 0))
+        summary = {"status": "finished", "accounting": {"submitted": submitted}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        config = yaml.safe_load((ROOT / "examples" / "arithmetic_grpo.yaml").read_text())
+        checks = [
+            *check_books(
+                ledger,
+                folder,
+                steps=self.settings.steps,
+                batch=config["train_dataset"]["batch_size"],
+                problems=6000,
+                eta=config["rollout"]["max_head_offpolicyness"],
+            ),
+            learnt([row["reward_mean"] for row in rows], self.settings.steps),
+        ]
+        for check in checks:
+            self.notes.append(f"{'ok' if check.holds else 'NOT OK'}: {check.name}. {check.detail}")
+        if broken := [check.name for check in checks if not check.holds]:
+            raise Failed("; ".join(broken))
+        return f"{submitted} tasks, {len(checks)} checks hold"
+
+    def copy_redis(self, target: Path) -> None:
+        """Its append-only file."""
+        command = ["kubectl", "-n", self.cluster.namespace, "exec", "areal-redis-0", "--"]
+        command += ["tar", "-C", "/data", "-cf", "-", "."]
+        done = subprocess.run(command, capture_output=True, check=True, timeout=120)
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+            tar.extractall(target, filter="data")
+
+    def uninstall(self) -> str:
+        """Nothing stays but what was there before: the data lies in folders of the node."""
+        self.cluster.helm("uninstall", "areal", "--wait", "--timeout", "5m")
+        expected = {
+            f"secrets/{TLS_SECRET}",
+            "configmaps/kube-root-ca.crt",
+            "serviceaccounts/default",
+        }
+
+        def left() -> set[str]:
+            kinds = self.cluster.kubectl(
+                "api-resources", "--namespaced", "--verbs=list", "-o", "name"
+            )
+            names = [k for k in kinds.split() if not k.startswith(("events", "leases"))]
+            found = self.cluster.kubectl(
+                "get", ",".join(names), "-o", "name", "--ignore-not-found", check=False
+            )
+            plural = {name.replace("/", "s/", 1) for name in found.split()}
+            claims = {n for n in plural if n.startswith("persistentvolumeclaims/")}
+            tokens = {n for n in plural if n.startswith("secrets/default-token-")}
+            return plural - expected - claims - tokens
+
+        wait("an empty namespace", lambda: not left(), 180.0, pause=3.0)
+        return "nothing left"
+
+
+def learnt(rewards: list[float], steps: int) -> Check:
+    """README's bar, for a run of its length."""
+    first, last = (sum(part) / len(part) for part in (rewards[:20], rewards[-20:]))
+    holds = last >= first + 0.3 if steps >= 200 else last > first
+    return Check("it learns as the README says", holds, f"reward {first:.2f} -> {last:.2f}")
+
+
+def node_address(cluster: Cluster) -> str:
+    """Of the first node that has one."""
+    for node in cluster.get("nodes"):
+        for each in node["status"]["addresses"]:
+            if each["type"] == "InternalIP":
+                return str(each["address"])
+    raise Failed("no node has an InternalIP")
+
+
+def read_text_rows(text: str) -> list[Json]:
+    """Whole lines of a .jsonl text."""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _seconds_of(job: Json) -> float:
+    from datetime import datetime
+
+    status = job["status"]
+    start, end = (
+        datetime.fromisoformat(status[key].replace("Z", "+00:00"))
+        for key in ("startTime", "completionTime")
+    )
+    return (end - start).total_seconds()
