@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
     add(
         "--values", action="append", type=Path, default=[], help="more values, e.g. a storage class"
     )
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=200, help="with fewer the reward is not looked at")
     add("--keep", action="store_true", help="leave the release when a stage fails")
     add("--report", type=Path, default=REPORT)
     return parser.parse_args()
@@ -100,7 +100,10 @@ def main() -> int:
     cluster, began, code = Cluster(arguments.namespace), time.monotonic(), 0
     folder = f"{arguments.data}/{scratch.name}" if arguments.data else ""
     settings = Settings(arguments.tag, folder, arguments.values, arguments.steps, scratch)
-    run = Run(cluster, settings, prepare(cluster, scratch))
+    try:
+        run = Run(cluster, settings, prepare(cluster, scratch))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"before the first stage: {error.stderr}")
     try:
         for name, stage in stages(run):
             print(f"{name} …", end=" ", flush=True)
