@@ -74,9 +74,16 @@ class Trial:
         self._redis = redis.Redis.from_url(url)
 
     def fill(self) -> None:
-        """Something else takes all the memory that the ledger may have."""
+        """Something else takes all the memory that the ledger may have, and the ledger knows."""
         self._redis.set("junk", bytes(2 * MEMORY_MB * 1024 * 1024))
-        time.sleep(1.2)  # the service samples each second
+        asyncio.run(self._noticed())
+
+    async def _noticed(self) -> None:
+        client = BufferClient(self.config.endpoints.buffer)
+        async with asyncio.timeout(60):
+            while (await client.get_stats()).redis_memory_bytes < MEMORY_MB * 1024 * 1024:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await client.close()
 
     def empty(self) -> None:
         self._redis.delete("junk")
@@ -133,7 +140,7 @@ def in_thread(function: Callable[[], object]) -> Future[object]:
 
 
 def waits_for(session: TrainerSession, words: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not any(words in str(wait) for wait in session.waits.oldest()):
         assert time.monotonic() < deadline, [str(w) for w in session.waits.oldest()]
         time.sleep(0.02)
