@@ -28,7 +28,7 @@ def test_hpa_when_the_recommendation_is_its_metric_then_it_is_external(api):
     [metric] = spec["metrics"]
     assert metric["external"]["metric"]["name"] == METRIC
     assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
-    assert spec["scaleTargetRef"]["name"] == "areal-sglang"
+    assert spec["scaleTargetRef"]["name"] == "sglang"
 
 
 def test_keda_when_another_metric_is_chosen_then_it_is_added_up():
