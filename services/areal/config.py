@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal.config_services import (
+    TRANSPORTS,
     BufferConfig,
     CheckpointConfig,
     DatasetConfig,
@@ -238,7 +239,7 @@ def validate(config: BaseExperimentConfig) -> None:
         parse_source(entry)
     choices = {
         "model.dtype": ("float32", "bfloat16"),
-        "weight_sync.transport": ("disk",),
+        "weight_sync.transport": TRANSPORTS,
         "weight_sync.interrupt": ("in_place", "retract", "abort"),
         "checkpoint.recover": ("auto", "never"),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from areal.config_places import SlurmConfig
 
 __all__ = [
+    "TRANSPORTS",
     "BufferConfig",
     "CheckpointConfig",
     "DatasetConfig",
@@ -16,7 +17,16 @@ __all__ = [
     "RolloutConfig",
     "StackConfig",
     "WeightSyncConfig",
+    "transport_order",
 ]
+
+
+TRANSPORTS = ("disk", "stream")
+
+
+def transport_order(first: str) -> tuple[str, ...]:
+    """The configured transport, then those to fall back to."""
+    return (first, *(name for name in TRANSPORTS if name != first))
 
 
 @dataclass
@@ -98,7 +108,10 @@ class WeightSyncConfig:
     """How policy versions reach the inference servers."""
 
     transport: str = "disk"
-    """disk: safetensors on a volume that all servers mount."""
+    """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
+    store, pulled by the servers; no shared volume. The other one is tried when it fails."""
+    sidecar_port: int = 30900
+    """Where `python -m areal.transports.sidecar` listens beside each unmodified SGLang (stream)."""
     interrupt: str = "in_place"
     """What running requests feel: in_place (pause), retract (pause, recompute) or abort."""
     max_unavailable: int = 0
@@ -164,6 +177,8 @@ class EndpointsConfig:
     """host:port of RewardService."""
     weight_sync: str = ""
     """host:port of WeightSyncService."""
+    weight_store: str = ""
+    """http://host:port of weight-sync's store, as trainer and servers reach it."""
     trainer: str = ""
     """host:port of TrainerService."""
     gateway: str = ""

@@ -198,11 +198,12 @@ class TrajectoryGroup:
 class WeightUpdateMeta:
     """How new weights reach the inference servers."""
 
-    type: str = "disk"
+    type: str = ""
+    """disk or stream; empty: `weight_sync.transport`."""
     path: str = ""
-    """Root folder of published versions; empty: the run's own."""
+    """For disk: the root folder of published versions; empty: the run's own."""
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
-        """Weights are written below `path`, which every server can read."""
-        return cls(type="disk", path=path)
+        """Weights go below `path`, which every server can read; the default: as configured."""
+        return cls(type="disk" if path else "", path=path)

@@ -15,31 +15,26 @@ power loss fails its digest. Syncing 500 MB would cost more than writing them.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
 import shutil
-import struct
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput
+from areal.tensor_file import digest_of, file_digest, read_layout, tensor_digests
 
 MANIFEST = "manifest.json"
 # The ledger orders groups by version and submission in one double: 21 bits are left for versions.
 MAX_POLICY_VERSION = 2**21
 _INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100 * 1024 * 1024
+SINGLE_FILE = "model.safetensors"
+SPARE = ".spare"
+"""A retired folder whose files the next version may overwrite."""
 _FOLDER = re.compile(r"v(\d{8,})-inc(\d+)")
-_ITEM_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class WeightFile:
     """Relative to the version's folder; no directories."""
     size_bytes: int
     digest: str
-    """sha256, hex."""
+    """xxh3-128, hex; see `tensor_file`."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +64,25 @@ class WeightTensor:
     shape: tuple[int, ...]
     dtype: str
     """safetensors' name: F32, BF16, F16, F64."""
+    digest: str = ""
+    """xxh3-128 of its bytes, hex."""
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """What changed since an earlier version; see `transports.delta`.
+
+    Example:
+        >>> DeltaFile(base="v00000011-inc3", base_digest="9f86…", size_bytes=31_204, digest="41a0…")
+    """
+
+    base: str
+    """Folder name of the version it starts from."""
+    base_digest: str
+    """`PolicyVersion.digest` of it."""
+    size_bytes: int
+    digest: str
+    """xxh3-128 of the file, hex."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,8 @@ class PolicyVersion:
     """A Hugging Face model directory that every inference server can read."""
     files: tuple[WeightFile, ...] = ()
     tensors: tuple[WeightTensor, ...] = ()
+    delta: DeltaFile | None = None
+    """Beside the files, or instead of those that can be made from it."""
     publish_time: float = field(default=0.0, compare=False)
     """Unix seconds."""
 
@@ -95,10 +111,26 @@ class PolicyVersion:
         """What servers are told as `weight_version`."""
         return str(self.version)
 
+    @property
+    def digest(self) -> str:
+        """Of what servers compute with: every tensor's name, type, shape and bytes."""
+        lines = sorted(f"{t.name} {t.dtype} {t.shape} {t.digest}\n" for t in self.tensors)
+        return digest_of("".join(lines).encode())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
+
 
 def version_dir(root: Path, version: int, incarnation: int) -> Path:
     """Where a version is published."""
-    return root / f"v{version:08d}-inc{incarnation}"
+    return root / version_name(version, incarnation)
+
+
+def version_name(version: int, incarnation: int) -> str:
+    """Of a published folder; `parse_version_dir` reads it back."""
+    return f"v{version:08d}-inc{incarnation}"
 
 
 def staging_dir(root: Path, version: int, incarnation: int) -> Path:
@@ -120,9 +152,9 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / _INDEX
     if not index.is_file():
-        if not (folder / _SINGLE).is_file():
-            raise InvalidInput(f"{folder}: no {_SINGLE} and no {_INDEX}")
-        return [folder / _SINGLE]
+        if not (folder / SINGLE_FILE).is_file():
+            raise InvalidInput(f"{folder}: no {SINGLE_FILE} and no {_INDEX}")
+        return [folder / SINGLE_FILE]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -139,39 +171,7 @@ def read_tensors(file: Path) -> list[WeightTensor]:
     Raises:
         InvalidInput: Not safetensors, an unknown dtype, or a truncated or padded file.
     """
-    try:
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if not 2 <= length <= _MAX_HEADER_BYTES:
-                raise InvalidInput(f"{file}: not a safetensors file (header of {length} bytes)")
-            header = json.loads(stream.read(length))
-            size = stream.seek(0, 2)
-        header.pop("__metadata__", None)
-        tensors, end = [], 0
-        for name, entry in header.items():
-            tensor = WeightTensor(name, tuple(int(n) for n in entry["shape"]), entry["dtype"])
-            begin, stop = entry["data_offsets"]
-            if stop - begin != (math.prod(tensor.shape) * _ITEM_BITS[tensor.dtype] + 7) // 8:
-                raise InvalidInput(f"{file}: tensor {name}: offsets do not fit its shape")
-            end = max(end, stop)
-            tensors.append(tensor)
-    except OSError as error:
-        raise InvalidInput(f"{file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"{file}: not a safetensors file ({error})") from None
-    if size != 8 + length + end:
-        raise InvalidInput(f"{file}: {size} bytes, expected {8 + length + end}: truncated or torn")
-    return tensors
-
-
-def file_digest(file: Path) -> str:
-    """sha256 hex; raises InvalidInput when the file cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise InvalidInput(f"{file}: {error.strerror}") from None
+    return [WeightTensor(p.name, p.shape, p.dtype) for p in read_layout(file).places]
 
 
 def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersion:
@@ -189,24 +189,47 @@ def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersio
         InvalidInput: The folder is not a complete model.
     """
     shards = weight_files(folder)
-    tensors: dict[str, WeightTensor] = {}
+    digests: dict[str, str] = {}
+    files, tensors = [], list[WeightTensor]()
     for shard in shards:
-        for tensor in read_tensors(shard):
-            if tensor.name in tensors:
-                raise InvalidInput(f"{shard}: tensor {tensor.name} is in two files")
-            tensors[tensor.name] = tensor
-    if _is_tied(folder):
-        tensors.pop("lm_head.weight", None)
-    names = [folder / "config.json", *shards]
+        layout = read_layout(shard)
+        found = tensor_digests(shard, layout)
+        twice = digests.keys() & found.keys()
+        if twice:
+            raise InvalidInput(f"{shard}: tensor {min(twice)} is in two files")
+        digests.update(found)
+        tensors += [WeightTensor(p.name, p.shape, p.dtype, found[p.name]) for p in layout.places]
+        files.append(WeightFile(shard.name, layout.size_bytes, layout.file_digest(found)))
+    return assemble_manifest(folder, version, incarnation, files, tensors)
+
+
+def assemble_manifest(
+    folder: Path,
+    version: int,
+    incarnation: int,
+    weight_files: Sequence[WeightFile],
+    tensors: Sequence[WeightTensor],
+) -> PolicyVersion:
+    """The manifest of a folder whose safetensors files are described already.
+
+    Raises:
+        InvalidInput: Its config.json or its index cannot be read.
+    """
+    tied = _is_tied(folder)
+    small = [folder / "config.json"]
     if (folder / _INDEX).is_file():
-        names.append(folder / _INDEX)
+        small.append(folder / _INDEX)
+    described = [WeightFile(f.name, f.stat().st_size, file_digest(f)) for f in small]
     return PolicyVersion(
         version=version,
         incarnation=incarnation,
         path=str(folder),
-        files=tuple(WeightFile(f.name, f.stat().st_size, file_digest(f)) for f in names),
+        files=(described[0], *weight_files, *described[1:]),
         tensors=tuple(
-            tensors[name] for name in sorted(tensors) if not name.endswith("rotary_emb.inv_freq")
+            tensor
+            for tensor in sorted(tensors, key=lambda t: t.name)
+            if not tensor.name.endswith("rotary_emb.inv_freq")
+            and not (tied and tensor.name == "lm_head.weight")
         ),
         publish_time=time.time(),
     )
@@ -237,15 +260,28 @@ def from_json(text: str | bytes) -> PolicyVersion:
             WeightFile(str(f["name"]), int(f["size_bytes"]), str(f["digest"])) for f in raw["files"]
         )
         tensors = tuple(
-            WeightTensor(str(t["name"]), tuple(int(n) for n in t["shape"]), str(t["dtype"]))
+            WeightTensor(
+                str(t["name"]),
+                tuple(int(n) for n in t["shape"]),
+                str(t["dtype"]),
+                str(t.get("digest", "")),
+            )
             for t in raw["tensors"]
         )
+        delta = raw.get("delta")
         return PolicyVersion(
             version=int(raw["version"]),
             incarnation=int(raw["incarnation"]),
             path=str(raw["path"]),
             files=files,
             tensors=tensors,
+            delta=delta
+            and DeltaFile(
+                str(delta["base"]),
+                str(delta["base_digest"]),
+                int(delta["size_bytes"]),
+                str(delta["digest"]),
+            ),
             publish_time=float(raw["publish_time"]),
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -273,7 +309,7 @@ def read_manifest(folder: Path) -> PolicyVersion:
 
 def at_path(manifest: PolicyVersion, folder: Path) -> PolicyVersion:
     """The same manifest, found in `folder`."""
-    return PolicyVersion(**{**vars(manifest), "path": str(folder)})
+    return replace(manifest, path=str(folder))
 
 
 def publish_dir(staging: Path, final: Path) -> None:

@@ -6,7 +6,7 @@ from areal.errors import InvalidInput
 from areal.servers import InferenceServer, ServerState, SyncStatus
 from areal.v1 import policy_pb2 as pb
 from areal.v1 import weight_sync_service_pb2 as service_pb
-from areal.weights import MAX_POLICY_VERSION, PolicyVersion, WeightFile, WeightTensor
+from areal.weights import MAX_POLICY_VERSION, DeltaFile, PolicyVersion, WeightFile, WeightTensor
 
 _STATE_TO_PB: dict[ServerState, pb.ServerState.ValueType] = {
     state: pb.ServerState.Value(f"SERVER_STATE_{state.name}") for state in ServerState
@@ -26,8 +26,11 @@ def version_to_pb(version: PolicyVersion, *, with_manifest: bool = True) -> pb.P
             for f in version.files
         )
         message.tensors.extend(
-            pb.WeightTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in version.tensors
+            pb.WeightTensor(name=t.name, shape=t.shape, dtype=t.dtype, digest=t.digest)
+            for t in version.tensors
         )
+        if version.delta is not None:
+            message.delta.CopyFrom(pb.WeightDelta(**vars(version.delta)))
     return message
 
 
@@ -56,7 +59,17 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
         incarnation=message.incarnation,
         path=message.path,
         files=tuple(WeightFile(f.name, f.size_bytes, f.digest) for f in message.files),
-        tensors=tuple(WeightTensor(t.name, tuple(t.shape), t.dtype) for t in message.tensors),
+        tensors=tuple(
+            WeightTensor(t.name, tuple(t.shape), t.dtype, t.digest) for t in message.tensors
+        ),
+        delta=DeltaFile(
+            message.delta.base,
+            message.delta.base_digest,
+            message.delta.size_bytes,
+            message.delta.digest,
+        )
+        if message.HasField("delta")
+        else None,
         publish_time=publish_time,
     )
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as StarletteRoute
 
 from areal.errors import InvalidInput, Unavailable
+from areal.transports.base import TransportError
 from areal_inference.api import RequestError, SchemaError
 from areal_inference.http import guarded, json_response, read_object
 from areal_inference.scheduler import PAUSE_MODES, Scheduler
@@ -59,9 +60,9 @@ _CHECKER = {
 }
 
 
-def control_routes(service: Service) -> list[StarletteRoute]:
-    """All control endpoints of a service."""
-    control = _Control(service)
+def control_routes(service: Service, headers: Mapping[str, str]) -> list[StarletteRoute]:
+    """All control endpoints of a service; `headers` are what a weight store asks for."""
+    control = _Control(service, headers)
     return [
         StarletteRoute(path, guarded(handler), methods=methods)
         for path, handler, methods in (
@@ -84,25 +85,25 @@ class Staged:
     stamp: tuple[Any, ...]
     """What the folder was when it was read; see `folder_stamp`."""
     weights: Weights
-    checksums: dict[str, str]
 
 
-def folder_stamp(folder: Path) -> tuple[Any, ...]:
-    """Differs when a file of the folder was replaced; empty files and folders have one too."""
+def folder_stamp(location: str) -> tuple[Any, ...]:
+    """Differs when a file of the folder was replaced; what is no folder has one too."""
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(location) as entries:
             files = sorted((e.name, e.stat().st_ino, e.stat().st_mtime_ns) for e in entries)
     except OSError:
         files = []
-    return (str(folder), *files)
+    return (location, *files)
 
 
 class _Control:
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, headers: Mapping[str, str]):
         self._service = service
+        self._headers = headers
         self._timeout = service.config.command_timeout_s
         self._staged: Staged | None = None
-        self._in_use: Staged | None = None
+        self._spare: Weights | None = None  # the set before the current one: the next load fills it
 
     async def pause(self, http: HttpRequest) -> Response:
         """Stop decoding: abort (default), retract or in_place."""
@@ -149,9 +150,11 @@ class _Control:
         return PlainTextResponse("Cache flushed.\n")
 
     async def stage(self, http: HttpRequest) -> Response:
-        """Ours, not SGLang's: read and check a folder while requests run; answers its checksums.
+        """Ours, not SGLang's: read and check weights while requests run; answers their checksums.
 
-        An update_weights_from_disk of the same folder that follows, with `flush_cache: false`,
+        `model_path` is a folder, or a version of a weight store: http://host:port/versions/NAME.
+
+        An update_weights_from_disk of the same place that follows, with `flush_cache: false`,
         swaps references between two decode steps: it needs no pause and waits for nobody.
         """
         body = await read_object(http, _STAGE)
@@ -159,23 +162,34 @@ class _Control:
             raise SchemaError("model_path: missing, expected a folder with safetensors")
         self._require_ready()
         async with self._service.weights_lock:
-            self._staged = None
             try:
-                self._staged = await asyncio.to_thread(self._read, Path(body["model_path"]))
-            except InvalidInput as error:
+                self._staged = await self._read(body["model_path"])
+            except (InvalidInput, TransportError) as error:
                 return json_response({"success": False, "message": str(error)}, 400)
-            return _checksums(self._staged.checksums)
+            return _checksums(self._staged.weights.checksums())
 
-    def _read(self, folder: Path) -> Staged:
-        """In a thread: a folder's weights and their checksums."""
+    async def _read(self, location: str) -> Staged:
+        """A checked set that nobody uses yet, and its checksums; called with the lock held."""
         import torch
 
         from areal_inference.weights import load_weights
 
-        stamp = folder_stamp(folder)
-        dtype: torch.dtype = getattr(torch, self._service.config.dtype)
-        weights = load_weights(folder, self._service.model, dtype)
-        return Staged(stamp, weights, weights.checksums())
+        service = self._service
+        dtype: torch.dtype = getattr(torch, service.config.dtype)
+        if self._staged is not None:  # and never asked for
+            self._spare, self._staged = self._staged.weights, None
+
+        def read() -> Staged:
+            stamp = folder_stamp(location)
+            weights = load_weights(
+                location, service.model, dtype, headers=self._headers, spare=self._spare
+            )
+            weights.checksums()  # now: later somebody waits for them
+            return Staged(stamp, weights)
+
+        staged = await asyncio.to_thread(read)
+        self._spare = None
+        return staged
 
     async def update_from_disk(self, http: HttpRequest) -> Response:
         """Load a checkpoint folder; all of it is checked before anything changes."""
@@ -186,7 +200,7 @@ class _Control:
         async with self._service.weights_lock:
             try:
                 count = await self._update(body)
-            except (InvalidInput, TimeoutError) as error:
+            except (InvalidInput, TransportError, TimeoutError) as error:
                 return json_response(
                     {"success": False, "message": str(error), "num_paused_requests": 0}, 400
                 )
@@ -205,13 +219,15 @@ class _Control:
         if "manifest" in body:
             raise RequestError("manifest: not supported by this engine")
         began = time.monotonic()
-        folder = Path(body["model_path"])
-        staged, self._staged = self._staged, None
-        ahead = staged is not None and staged.stamp == folder_stamp(folder)
-        if staged is None or not ahead:
-            staged = await asyncio.to_thread(self._read, folder)
-        fresh = staged
+        location: str = body["model_path"]
+        ahead = self._staged is not None and self._staged.stamp == folder_stamp(location)
+        if not ahead:
+            self._staged = await self._read(location)
+        fresh = self._staged
+        assert fresh is not None
         flush = body.get("flush_cache", True)
+
+        before = service.runner.model.weights
 
         def swap(scheduler: Scheduler) -> int:
             if flush and scheduler.running:
@@ -229,8 +245,8 @@ class _Control:
         if body.get("abort_all_requests", False):
             await service.abort(None)
         count = await service.engine.call(swap, self._timeout, exclusive=flush or not ahead)
-        service.model_path = body["model_path"]
-        self._in_use = fresh
+        service.model_path = location
+        self._spare, self._staged = before, None
         return count
 
     async def update_version(self, http: HttpRequest) -> Response:
@@ -256,19 +272,16 @@ class _Control:
         )
 
     async def check_weights(self, http: HttpRequest) -> Response:
-        """action=checksum: SHA-256 per tensor, and one over all of them."""
+        """action=checksum: one per tensor, and one over all of them."""
         body = await read_object(http, _CHECKER)
         if body.get("action") != "checksum":
             raise SchemaError(f"action: {body.get('action')!r}, expected 'checksum'")
         self._require_ready()
         runner = self._service.runner
-        # A set of weights never changes once loaded, so it can be read while requests run.
-        weights, version = await self._service.engine.call(
-            lambda s: (runner.model.weights, s.weight_version), self._timeout
-        )
-        if self._in_use is not None and self._in_use.weights is weights:
-            checksums = self._in_use.checksums
-        else:
+        async with self._service.weights_lock:  # or the set being read might become the spare one
+            weights, version = await self._service.engine.call(
+                lambda s: (runner.model.weights, s.weight_version), self._timeout
+            )
             checksums = await asyncio.to_thread(weights.checksums)
         return _checksums(checksums, weight_version=version)
 
@@ -278,8 +291,8 @@ class _Control:
 
 
 def _checksums(checksums: dict[str, str], **more: str) -> Response:
-    """SGLang's answer to /weights_checker: SHA-256 per tensor, and one over all of them."""
-    total = hashlib.sha256()
+    """SGLang's answer to /weights_checker: one per tensor, and one over all of them."""
+    total = xxhash.xxh3_128()
     for name in sorted(checksums):
         total.update(f"{name} {checksums[name]}\n".encode())
     return json_response(

@@ -37,7 +37,9 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 def build_app(service: Service, security: Security) -> Starlette:
     """The HTTP application of a service; /generate first, for its route is looked up in order."""
     routes = [StarletteRoute("/generate", generate_route(service), methods=["POST"])]
-    app = Starlette(routes=[*routes, *info_routes(service), *control_routes(service)])
+    app = Starlette(
+        routes=[*routes, *info_routes(service), *control_routes(service, security.headers())]
+    )
     if security.token:
         app.add_middleware(BearerAuth, security=security, open_paths=_OPEN_PATHS)
     return app

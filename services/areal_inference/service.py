@@ -70,7 +70,7 @@ class Service:
         torch.set_num_threads(1)
         config = self.config
         dtype: torch.dtype = getattr(torch, config.dtype)
-        weights = load_weights(Path(config.model_path), self.model, dtype)
+        weights = load_weights(config.model_path, self.model, dtype)
         runner = ModelRunner(
             Model(self.model, weights, self.context_length),
             KVCache(

@@ -19,6 +19,10 @@ _GAUGES = {
     "wait_seconds": ("areal_trainer_wait_seconds", "Of it, waiting for the batch."),
     "train_seconds": ("areal_trainer_train_seconds", "Of it, computing."),
     "publish_seconds": ("areal_trainer_publish_seconds", "Of it, publishing weights."),
+    "confirm_seconds": (
+        "areal_trainer_confirm_seconds",
+        "Of it, waiting until a server has confirmed the weights published last.",
+    ),
     "loss": ("areal_trainer_loss_value", "Loss of the last step."),
     "grad_norm": ("areal_trainer_grad_norm_value", "Gradient norm before clipping."),
 }

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.config import BaseExperimentConfig
+from areal.config_services import transport_order
+from areal_weight_sync.routes import Routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,9 @@ class WeightSyncSettings:
     weights_root: Path
     keep_versions: int
     servers: tuple[str, ...]
+    routes: Routes
+    store: str
+    """http://host:port of the weight store; empty: none."""
     lease_ttl_s: float = 3.0
     """A coordinator silent for this long is replaced by a standby."""
 
@@ -75,4 +80,8 @@ def settings(config: BaseExperimentConfig) -> WeightSyncSettings:
         weights_root=Path(own.path) if own.path else config.run_dir / "weights",
         keep_versions=own.keep_versions,
         servers=tuple(config.endpoints.inference),
+        routes=Routes(
+            transport_order(own.transport), config.endpoints.weight_store, own.sidecar_port
+        ),
+        store=config.endpoints.weight_store,
     )

@@ -104,6 +104,11 @@ class Coordinator:
             self._add(record)
 
     @property
+    def base(self) -> PolicyVersion | None:
+        """Version 0."""
+        return self._base
+
+    @property
     def target(self) -> PolicyVersion | None:
         """The current version."""
         return self._current
@@ -337,9 +342,10 @@ class Coordinator:
             self._spawn(self._collect(self._root, current), "weights-garbage")
 
     async def _collect(self, root: Path, current: PolicyVersion) -> None:
+        in_use = [current.path, *(member.loading for member in self._members.values())]
         try:
             deleted = await asyncio.to_thread(
-                collect_garbage, root, current.version, self._keep, [current.path]
+                collect_garbage, root, current.version, self._keep, in_use
             )
         except OSError as error:
             self._log.warning("garbage_not_collected", error=str(error))

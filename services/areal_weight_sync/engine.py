@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Stops generation between two steps; `mode` as in WeightSyncConfig.interrupt."""
 
     async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
-        """Loads a version's files."""
+        """Makes a version the one that is served."""
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
         """Of the weights in memory; None when the engine cannot tell."""

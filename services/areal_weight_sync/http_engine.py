@@ -6,6 +6,7 @@ What real SGLang needs to be told or spared:
 - /health generates a token and takes a second: /model_info and /v1/loads are the probes.
 - only /v1/loads is answered by the scheduler; /model_info by the HTTP process before it.
 - the weight_version of /server_info's top level is the one at the start: never read here.
+- it has no /stage_weights: a sidecar beside it pulls versions into a folder that it can load.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from areal.errors import InvalidInput
+from areal.observability.logging import get_logger
 from areal.weights import PolicyVersion
 from areal_weight_sync.engine import EngineError, Fault, Fingerprint
+from areal_weight_sync.routes import Routes, Tried
 
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -71,9 +74,14 @@ class HttpEngine:
         *,
         probe_timeout: float = 2.0,
         control_timeout: float = 10.0,
+        routes: Routes | None = None,
     ) -> None:
         self._url = url
         self._session = session
+        self._routes = routes or Routes()
+        self._first = self._routes.order[0]  # the transport that worked last
+        self._staged: tuple[PolicyVersion, str] | None = None
+        self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
         self._probe_timeout = probe_timeout
         self._control_timeout = control_timeout
 
@@ -108,29 +116,94 @@ class HttpEngine:
             raise EngineError(Fault.GARBAGE, f"/v1/loads: {error!r:.200}") from None
 
     async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
-        """POST /stage_weights, which only the embedded engine has: 404 means no."""
-        path = "/stage_weights"
-        status, text = await self._call("POST", path, {"model_path": version.path}, timeout=timeout)
-        if status == 400:
-            message = str(self._parse(path, 200, text).get("message", text))[:300]
-            raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
-        return None if status in (404, 405) else self._fingerprint(path, status, text)
+        """POST /stage_weights, of the embedded engine or of the sidecar beside an SGLang."""
+        self._staged = None
+        tried = Tried(version)
+        for transport in self._routes.starting_with(self._first):
+            try:
+                location, fingerprint = await self._stage_by(transport, version, timeout)
+            except EngineError as error:
+                tried.failed(transport, error)
+                continue
+            self._chose(transport, tried)
+            self._staged = version, location
+            return fingerprint
+        raise tried.error()
 
     async def pause(self, mode: str) -> None:
         """POST /pause_generation."""
         await self._json("POST", "/pause_generation", {"mode": mode}, timeout=self._control_timeout)
 
     async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
-        """POST /update_weights_from_disk."""
+        """POST /update_weights_from_disk: what was staged, else by the first way that works."""
+        tried = Tried(version)
+        staged, self._staged = self._staged, None
+        for transport in self._routes.starting_with(self._first):
+            try:
+                if staged is not None and staged[0] == version:
+                    location, staged = staged[1], None
+                else:
+                    location, _ = await self._stage_by(transport, version, timeout)
+                await self._load_from(location, version, flush_cache, timeout)
+            except EngineError as error:
+                tried.failed(transport, error)
+                continue
+            return self._chose(transport, tried)
+        raise tried.error()
+
+    def _chose(self, transport: str, tried: Tried) -> None:
+        if tried.causes:
+            self._log.warning(
+                "transport_fell_back",
+                version=tried.version.version,
+                to=transport,
+                cause="; ".join(tried.causes)[:500],
+            )
+        self._first = transport
+
+    async def _stage_by(
+        self, transport: str, version: PolicyVersion, timeout: float
+    ) -> tuple[str, Fingerprint | None]:
+        """What to give as model_path, and the checksum where the engine itself has read it."""
+        source = self._routes.location(version) if transport == "stream" else version.path
+        path, request = "/stage_weights", {"model_path": source}
+        status, text = await self._call("POST", path, request, timeout=timeout)
+        if status not in (404, 405):
+            self._check_accepted(path, status, text)
+            return source, self._fingerprint(path, status, text)
+        if transport == "disk":
+            return source, None
+        path = self._routes.sidecar(self._url) + path
+        try:
+            status, text = await self._call("POST", path, request, timeout=timeout)
+        except EngineError as error:
+            raise EngineError(
+                Fault.UPDATE_REFUSED, f"this engine pulls nothing, and its sidecar: {error}"
+            ) from None
+        self._check_accepted(path, status, text)
+        folder = self._parse(path, status, text).get("model_path")
+        if not isinstance(folder, str):
+            raise EngineError(Fault.GARBAGE, f"{path}: model_path is {folder!r:.100}")
+        return folder, None
+
+    async def _load_from(
+        self, location: str, version: PolicyVersion, flush_cache: bool, timeout: float
+    ) -> None:
+        path = "/update_weights_from_disk"
         request = {
-            "model_path": version.path,
+            "model_path": location,
             "weight_version": version.name,
             "flush_cache": flush_cache,
         }
-        body = await self._json("POST", "/update_weights_from_disk", request, timeout=timeout)
-        if body.get("success") is not True:
+        status, text = await self._call("POST", path, request, timeout=timeout)
+        self._check_accepted(path, status, text)
+
+    def _check_accepted(self, path: str, status: int, text: bytes) -> None:
+        """An update that is refused says why, with 400 or without."""
+        body = self._parse(path, 200 if status == 400 else status, text)
+        if status == 400 or body.get("success") is not True:
             message = str(body.get("message", body))[:300]
-            raise EngineError(Fault.UPDATE_REFUSED, f"/update_weights_from_disk: {message}")
+            raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
         """POST /weights_checker; None for a 4xx: this build or platform has no checksums."""
@@ -212,13 +285,12 @@ class HttpEngine:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> tuple[int, bytes]:
-        """One request, its answer bounded in time and size."""
+        """One request, its answer bounded in time and size; `path` may be a whole url."""
+        url = path if "://" in path else self._url + path
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._session.request(
-                    method, self._url + path, json=body, allow_redirects=False
-                ) as response,
+                self._session.request(method, url, json=body, allow_redirects=False) as response,
             ):
                 chunks, size = [], 0
                 async for chunk in response.content.iter_chunked(1 << 16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import threading
@@ -9,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal.errors import InvalidInput
-from areal.weights import PolicyVersion, file_digest, parse_version_dir
+from areal.tensor_file import file_digest
+from areal.weights import SPARE, PolicyVersion, parse_version_dir
 
 _STAGING = re.compile(r"\.staging-v(\d{8,})-inc(\d+)")
 
@@ -48,7 +50,7 @@ class DigestCache:
                     self._digests[file] = known
             if known[1] != expected.digest:
                 raise InvalidInput(
-                    f"{file}: sha256 {known[1][:16]}…, expected {expected.digest[:16]}…: "
+                    f"{file}: digest {known[1][:16]}…, expected {expected.digest[:16]}…: "
                     f"the file is not the one that was published"
                 )
 
@@ -64,7 +66,8 @@ def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] =
 
     Only folders with a published (or staging) name directly below `root` are touched: never a
     model directory or a checkpoint. Staging folders of versions that lie behind are leftovers of
-    a trainer that died while writing.
+    a trainer that died while writing. One folder is kept as `.spare`, for its pages: the next
+    version is written over it.
 
     Args:
         root: The weights root; may not exist.
@@ -77,7 +80,7 @@ def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] =
     """
     if not root.is_dir():
         return []
-    keep_paths = {Path(path).resolve() for path in in_use}
+    keep_paths = {Path(path).resolve() for path in in_use if path}
     published: list[tuple[int, int, Path]] = []
     doomed: list[Path] = []
     for folder in root.iterdir():
@@ -91,5 +94,9 @@ def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] =
     doomed += [path for version, _, path in published if version not in kept_versions]
     deleted = [f for f in doomed if f.resolve() not in keep_paths and not f.is_symlink()]
     for folder in deleted:
+        if not folder.name.startswith(".") and not (root / SPARE).exists():
+            with contextlib.suppress(OSError):
+                folder.rename(root / SPARE)
+                continue
         shutil.rmtree(folder, ignore_errors=True)
     return deleted

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from areal.chassis import Service, ServiceContext
-from areal.chassis.service import Registration
+from areal.chassis.service import Registration, split_address
 from areal.clients.stores import connect_redis
 from areal.config import GRPOConfig
 from areal.errors import ConfigError
@@ -24,6 +25,8 @@ from areal_weight_sync.http_engine import HttpEngine, open_session
 from areal_weight_sync.metrics import Metrics
 from areal_weight_sync.servicer import WeightSyncServicer
 from areal_weight_sync.store import RedisStore
+from areal_weight_sync.store_http import StoreApp
+from areal_weight_sync.weight_store import WeightStore
 
 
 class WeightSync(Service):
@@ -43,6 +46,12 @@ class WeightSync(Service):
         self._coordinator: Coordinator | None = None
         self._session: aiohttp.ClientSession | None = None
         self._sources: list[Source] = make_sources(settings.servers)
+        self._weights = StoreApp(
+            WeightStore(settings.weights_root.resolve(), settings.model_path),
+            self._coordinator_versions,
+            lambda: self._coordinator.base if self._coordinator else None,
+            context.security,
+        )
 
     def registrations(self) -> Sequence[Registration]:
         """The one gRPC service."""
@@ -63,6 +72,10 @@ class WeightSync(Service):
         with self._context.waits.on("lease", "the active coordinator, or redis"):
             await self._store.acquire()
         spawn(self._store.keep_lease(), "lease")
+        if settings.store:
+            host, _ = split_address(self._context.listen, "--listen")
+            _, port = split_address(urlsplit(settings.store).netloc, "endpoints.weight_store")
+            spawn(self._weights.listen(host, port), "weight-store")
         snapshot = await self._store.load()
         coordinator = Coordinator(
             settings.coordinator,
@@ -85,6 +98,12 @@ class WeightSync(Service):
         spawn(self._announcer.run(coordinator), "announcer")
         self._servicer.coordinator = coordinator
 
+    def _coordinator_versions(self) -> list[PolicyVersion]:
+        """Versions that may lie outside of the store's own folder."""
+        if self._coordinator is None:
+            return []
+        return [v for v in (self._coordinator.target, self._coordinator.base) if v is not None]
+
     async def _publish_model(self, coordinator: Coordinator) -> None:
         """The configured model is version 0."""
         path = self._settings.model_path
@@ -101,6 +120,7 @@ class WeightSync(Service):
             self._session,
             probe_timeout=config.probe_timeout_s,
             control_timeout=config.control_timeout_s,
+            routes=self._settings.routes,
         )
 
     async def drain(self) -> None:
@@ -113,6 +133,7 @@ class WeightSync(Service):
         """Closes all connections."""
         for source in self._sources:
             await source.close()
+        await self._weights.close()
         await self._announcer.close()
         await self._redis.aclose()
         if self._session is not None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig, save_config
 from areal.servers import InferenceServer, ServerState
+from areal.tensor_file import digest_of
 from areal.weights import (
     PolicyVersion,
     build_manifest,
@@ -107,6 +108,7 @@ class WeightSyncRig:
         config.model.path = str(model)
         config.endpoints.redis, config.endpoints.nats = redis, nats
         config.endpoints.inference = list(servers)
+        self.store = config.endpoints.weight_store = f"http://127.0.0.1:{free_port()}"
         for key, value in weight_sync.items():
             setattr(config.weight_sync, key, value)
         self.namespace = config.namespace
@@ -259,12 +261,10 @@ class BadServer:
 
     async def _checksum(self, _: web.Request) -> web.Response:
         """Of the very tensors that it was told to load, as areal-inference computes them."""
-        import hashlib
-
         from safetensors.numpy import load_file
 
         sums = {
-            name: hashlib.sha256(array.tobytes()).hexdigest()
+            name: digest_of(array.tobytes())
             for name, array in load_file(Path(self.path) / "model.safetensors").items()
         }
         return web.json_response({"success": True, "ranks": [{"rank": 0, "checksums": sums}]})

@@ -5,25 +5,17 @@ Importing this module loads no torch: recipes name the class, and workers load r
 
 from __future__ import annotations
 
-import shutil
 import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal.config_train import PPOActorConfig, TrainEngineConfig
+from areal.engines.publishing import host_tensors, make_publisher
 from areal.engines.session import current_session
+from areal.transports.base import NewVersion, Publisher
 from areal.types import WeightUpdateMeta
-from areal.weights import (
-    PolicyVersion,
-    at_path,
-    build_manifest,
-    publish_dir,
-    staging_dir,
-    version_dir,
-    write_manifest,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +24,6 @@ if TYPE_CHECKING:
 
 # Statistics under the names of the metrics row.
 _ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences": "samples"}
-# What a server may read beside the weights.
-_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class FSDPPPOActor:
@@ -54,6 +44,7 @@ class FSDPPPOActor:
 
         session = current_session()
         self.session = session
+        self._publisher: tuple[WeightUpdateMeta, Publisher] | None = None
         config.path = config.path or session.config.model.path
         self.engine = FSDPEngine(config)
         self._ppo = PPOActor(_as_ppo(config), self.engine)
@@ -112,9 +103,7 @@ class FSDPPPOActor:
         session.status.saving(f"publishing version {version}")
         self.engine.set_version(version)
         if session.any_rank(session.rank == 0 and version > session.published_version):
-            folder = self._write_version(meta, version)
-            if session.rank == 0:
-                session.publish(folder)
+            self._publish(meta, version)
         session.row["publish_seconds"] = time.monotonic() - start
         session.finish_step()
 
@@ -122,31 +111,20 @@ class FSDPPPOActor:
         """Snapshots model, optimizer and random states now; writes them in the background."""
         return self.engine.save_checkpoint(directory, background=True)
 
-    def _write_version(self, meta: WeightUpdateMeta, version: int) -> PolicyVersion:
-        """Writes one published folder; every rank takes part in gathering, rank 0 writes."""
-        from safetensors.torch import save_file
-
+    def _publish(self, meta: WeightUpdateMeta, version: int) -> None:
+        """Every rank takes part in gathering; rank 0 publishes."""
         session = self.session
-        root = Path(meta.path or session.config.weight_sync.path or session.config.run_dir)
-        root = root if meta.path or session.config.weight_sync.path else root / "weights"
-        staging = staging_dir(root.resolve(), version, session.incarnation)
-        final = version_dir(root.resolve(), version, session.incarnation)
-        tensors: dict[str, Any] = dict(
-            self.engine.iter_full_tensors(dtype=session.config.model.dtype)
-        )
+        tensors = list(self.engine.iter_full_tensors(dtype=session.config.model.dtype))
         if session.rank != 0:
-            return PolicyVersion(version, session.incarnation, str(final))
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-        for pattern in _COPIED:
-            for file in Path(self.engine.config.path).glob(pattern):
-                if not file.name.endswith(".index.json"):
-                    shutil.copy2(file, staging / file.name)
-        manifest = build_manifest(staging, version, session.incarnation)
-        write_manifest(manifest, staging)
-        publish_dir(staging, final)
-        return at_path(manifest, final)
+            return
+        if self._publisher is None or self._publisher[0] != meta:
+            self._publisher = meta, make_publisher(session.config, session.security, meta)
+        self._publisher[1].publish(
+            NewVersion(
+                version, session.incarnation, host_tensors(tensors), Path(self.engine.config.path)
+            ),
+            session.publish,
+        )
 
 
 def _as_ppo(config: PPOActorConfig | TrainEngineConfig) -> PPOActorConfig:

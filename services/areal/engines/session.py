@@ -259,6 +259,7 @@ class TrainerSession(Ranks):
 
     def confirm_version(self) -> None:
         """Waits until one server has confirmed the weights of the last finished step (L5)."""
+        started = time.monotonic()
         if self.rank == 0 and self.step <= self.published_version:
             self.ask_weight_sync(
                 self.weight_sync.wait_confirmed(
@@ -267,6 +268,7 @@ class TrainerSession(Ranks):
                 f"a server to confirm version {self.step}",
                 timeout=self.config.rollout.setup_timeout_s + 5,
             )
+        self.row["confirm_seconds"] = time.monotonic() - started
 
     def publish(self, version: PolicyVersion) -> None:
         """Announces the weights of the step that ends (rank 0)."""

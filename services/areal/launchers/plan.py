@@ -117,6 +117,8 @@ def plan_stack(
             spec = _service(name, module, folder, picker, hosts)
             plan.services.append(spec)
             setattr(endpoints, key, spec.address)
+    if not endpoints.weight_store:
+        endpoints.weight_store = f"http://{HOST}:{picker.pick('weight-sync.store')}"
     if not endpoints.rollout:
         for index in range(config.stack.rollout_workers):
             plan.services.append(

@@ -67,7 +67,7 @@ class WeightFile(_message.Message):
     """Relative to PolicyVersion.path."""
     size_bytes: _builtins.int
     digest: _builtins.str
-    """sha256 hex."""
+    """xxh3-128 hex; of a safetensors file: of its header and its tensors' digests."""
     def __init__(
         self,
         *,
@@ -90,9 +90,12 @@ class WeightTensor(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """safetensors name: F32, BF16, F16, F64."""
+    digest: _builtins.str
+    """xxh3-128 of its bytes, hex."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -101,14 +104,48 @@ class WeightTensor(_message.Message):
         name: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         dtype: _builtins.str = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightTensor: _TypeAlias = WeightTensor  # noqa: Y015
+
+@_typing.final
+class WeightDelta(_message.Message):
+    """What changed since an earlier version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    base: _builtins.str
+    """Folder name of the version it starts from."""
+    base_digest: _builtins.str
+    """Digest over that version's tensors."""
+    size_bytes: _builtins.int
+    digest: _builtins.str
+    """xxh3-128 hex of the file."""
+    def __init__(
+        self,
+        *,
+        base: _builtins.str = ...,
+        base_digest: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "base_digest", b"base_digest", "digest", b"digest", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightDelta: _TypeAlias = WeightDelta  # noqa: Y015
 
 @_typing.final
 class PolicyVersion(_message.Message):
@@ -122,6 +159,7 @@ class PolicyVersion(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Finished train steps; 0 = initial weights."""
     incarnation: _builtins.int
@@ -134,6 +172,10 @@ class PolicyVersion(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]: ...
     @_builtins.property
     def publish_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def delta(self) -> Global___WeightDelta:
+        """Beside the files, or instead of those that can be made from it."""
+
     def __init__(
         self,
         *,
@@ -143,10 +185,11 @@ class PolicyVersion(_message.Message):
         files: _abc.Iterable[Global___WeightFile] | None = ...,
         tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
+        delta: Global___WeightDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["publish_time", b"publish_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "publish_time", b"publish_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "incarnation", b"incarnation", "path", b"path", "publish_time", b"publish_time", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "files", b"files", "incarnation", b"incarnation", "path", b"path", "publish_time", b"publish_time", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,7 +37,7 @@ CASES = {
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, KVCache]:
     config = ModelConfig.from_folder(folder)
-    model = Model(config, load_weights(folder, config, dtype), max_length=256)
+    model = Model(config, load_weights(str(folder), config, dtype), max_length=256)
     return model, KVCache(config, dtype, max_rows=8, max_length=256)
 
 

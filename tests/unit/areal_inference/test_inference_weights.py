@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32):
-    return load_weights(folder, ModelConfig.from_folder(folder), dtype)
+    return load_weights(str(folder), ModelConfig.from_folder(folder), dtype)
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
@@ -60,7 +60,7 @@ def test_load_when_a_tensor_is_wrong_then_refused_by_name(folder: Path, change, 
 def test_load_when_file_is_truncated_then_refused(folder: Path):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(WeightError, match=r"model\.safetensors: not a complete"):
+    with pytest.raises(WeightError, match=r"truncated or torn"):
         load(folder)
 
 
@@ -96,10 +96,10 @@ def test_load_when_sharded_then_equal_to_one_file(folder: Path):
 
 def test_checksums_when_loaded_then_are_those_of_the_checkpoint(folder: Path):
     """The digest of each tensor as stored equals that of the file: nothing was permuted away."""
-    import hashlib
+    from areal.tensor_file import digest_of
 
     tensors = load_file(folder / "model.safetensors")
-    expected = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in tensors.items()}
+    expected = {n: digest_of(t.numpy().tobytes()) for n, t in tensors.items()}
     assert load(folder).checksums() == expected
 
 

@@ -14,6 +14,7 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
 
 from areal import weights
 from areal.errors import InvalidInput
+from areal.tensor_file import digest_of
 from areal.v1 import policy_pb2
 from areal.weights import (
     PolicyVersion,
@@ -45,8 +46,8 @@ def test_manifest_when_built_then_matches_safetensors_and_survives_json_and_prot
     manifest = build_manifest(folder, 7, 2)
     # The output head is tied in config.json, so it is no tensor of its own.
     assert manifest.tensors == (
-        WeightTensor("a", (4,), "F16"),
-        WeightTensor("b", (2, 3), "F32"),
+        WeightTensor("a", (4,), "F16", digest_of(np.ones(4, "f2").tobytes())),
+        WeightTensor("b", (2, 3), "F32", digest_of(np.ones((2, 3), "f4").tobytes())),
     )
     assert [f.name for f in manifest.files] == ["config.json", "model.safetensors"]
     assert from_json(to_json(manifest)) == manifest
@@ -121,7 +122,7 @@ def test_manifest_when_broken_then_refused(tmp_path):
 def test_verify_when_a_file_is_hashed_once_then_again_only_after_it_changed(tmp_path, monkeypatch):
     version = publish_folder(tmp_path, 1)
     hashed = []
-    real = weights.file_digest
+    real = published.file_digest
     monkeypatch.setattr(published, "file_digest", lambda f: hashed.append(f.name) or real(f))
     cache = DigestCache()
     for _ in range(3):
@@ -174,6 +175,7 @@ def test_garbage_when_collected_then_only_old_published_folders_go(tmp_path):
     (root / "v00000000-inc0").symlink_to(outside)
     collect_garbage(root, 4, 2, [str(version_dir(root, 2, 1))])
     assert sorted(f.name for f in root.iterdir()) == [
+        ".spare",
         ".staging-v00000007-inc2",
         "model",
         "step_00000001-inc_1",

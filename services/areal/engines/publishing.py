@@ -1,0 +1,57 @@
+"""From the trainer's tensors to a published version, by the configured transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal.config import BaseExperimentConfig
+from areal.config_services import transport_order
+from areal.security import Security
+from areal.tensor_file import HostTensor
+from areal.transports.base import Publisher
+from areal.transports.disk import DiskPublisher
+from areal.transports.fallback import FallbackPublisher
+from areal.transports.stream import StreamPublisher
+from areal.types import WeightUpdateMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UPLOAD_TIMEOUT_S = 60.0
+"""Each wait on the weight store's socket."""
+
+
+def make_publisher(
+    config: BaseExperimentConfig, security: Security, meta: WeightUpdateMeta
+) -> Publisher:
+    """The transports in the order that `meta`, or the experiment, asks for."""
+    own = config.weight_sync
+    root = Path(meta.path or own.path or config.run_dir / "weights").resolve()
+    ways: dict[str, Publisher] = {
+        "disk": DiskPublisher(root),
+        "stream": StreamPublisher(
+            config.endpoints.weight_store, security.headers(), UPLOAD_TIMEOUT_S
+        ),
+    }
+    return FallbackPublisher([ways[name] for name in transport_order(meta.type or own.transport)])
+
+
+def host_tensors(tensors: Iterable[tuple[str, Tensor]]) -> tuple[HostTensor, ...]:
+    """CPU tensors as bytes; shares their memory."""
+    import torch
+
+    names = {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+    }  # fmt: skip
+    return tuple(
+        HostTensor(
+            name,
+            tuple(tensor.shape),
+            names[tensor.dtype],
+            tensor.contiguous().view(-1).view(torch.uint8).numpy().data,
+        )
+        for name, tensor in tensors
+    )

@@ -1,0 +1,403 @@
+"""What every transport promises, driven end to end with the real parts of each side.
+
+A trainer's tensors are published, weight-sync's store is a real HTTP server, and what a server
+would compute with is read back: by areal-inference's loader, or from the sidecar's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+from tests.inference_server import make_model, save_tokenizer
+
+from areal.engines.publishing import host_tensors
+from areal.errors import CapacityExceeded, InvalidInput
+from areal.security import Security
+from areal.tensor_file import HostTensor
+from areal.transports.base import NewVersion, Publisher, TransportError
+from areal.transports.disk import DiskPublisher
+from areal.transports.fallback import FallbackPublisher
+from areal.transports.pull import pull_version
+from areal.transports.sidecar import Sidecar
+from areal.transports.stream import StreamPublisher
+from areal.transports.wire import StoreConnection
+from areal.weights import PolicyVersion, build_manifest, check_same_tensors, version_name
+from areal_inference.model_config import ModelConfig
+from areal_inference.weights import WeightError, Weights, load_weights
+from areal_weight_sync.engine import EngineError
+from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal_weight_sync.published import DigestCache
+from areal_weight_sync.routes import Routes
+from areal_weight_sync.store_http import StoreApp
+from areal_weight_sync.weight_store import WeightStore
+
+SECURITY = Security(token="0123456789abcdef")
+HEADERS = SECURITY.headers()
+TRANSPORTS = ["disk", "stream"]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Rig:
+    """A model, a weight store around it, and what weight-sync was told."""
+
+    root: Path
+    model: Path
+    url: str
+    base: PolicyVersion
+    announced: list[PolicyVersion] = field(default_factory=list)
+    digests: DigestCache = field(default_factory=DigestCache)
+
+    def publisher(self, transport: str) -> Publisher:
+        if transport == "disk":
+            return DiskPublisher(self.root / "weights")
+        return StreamPublisher(self.url, HEADERS, 10.0)
+
+    def announce(self, version: PolicyVersion) -> None:
+        """PublishVersion's checks."""
+        self.digests.verify(version)
+        check_same_tensors(version, self.base)
+        self.announced.append(version)
+
+    def new(self, version: int, change: Callable[[str, torch.Tensor], torch.Tensor]) -> NewVersion:
+        tensors = load_file(self.model / "model.safetensors")
+        changed = [(name, change(name, tensor)) for name, tensor in tensors.items()]
+        return NewVersion(version, 1, host_tensors(changed), self.model)
+
+    def noisy(self, version: int) -> NewVersion:
+        generator = torch.Generator().manual_seed(version)
+        return self.new(version, lambda _, t: t + 1e-3 * torch.randn(t.shape, generator=generator))
+
+    def location(self, transport: str, version: PolicyVersion) -> str:
+        """Where an inference server is told to read."""
+        if transport == "disk":
+            return version.path
+        return f"{self.url}/versions/{version_name(version.version, version.incarnation)}"
+
+    def load(self, location: str, spare: Weights | None = None) -> Weights:
+        """What areal-inference does with it."""
+        config = ModelConfig.from_folder(self.model)
+        return load_weights(location, config, torch.float32, headers=HEADERS, spare=spare)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    model = tmp_path / "model"
+    make_model(model)
+    save_tokenizer(model)
+    base = build_manifest(model, 0, 0)
+    app = StoreApp(WeightStore(tmp_path / "weights", model), lambda: [base], lambda: base, SECURITY)
+    port = free_port()
+    await app.start("127.0.0.1", port)
+    yield Rig(tmp_path, model, f"http://127.0.0.1:{port}", base)
+    await app.close()
+
+
+async def run(work: Callable[[], object]) -> object:
+    """Blocking work beside the store's event loop."""
+    import asyncio
+
+    return await asyncio.to_thread(work)
+
+
+def same(weights: Weights, new: NewVersion) -> None:
+    """Bit for bit what the trainer has in memory."""
+    expected = {t.name: bytes(t.data) for t in new.tensors}
+    for name, view in weights.views.items():
+        held = view.target.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        assert held == expected[name], name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_version_when_published_then_servers_hold_the_trainers_bits(
+    rig: Rig, transport: str
+) -> None:
+    spare = None
+    for number in (1, 2, 3):
+        new = rig.noisy(number)
+        version = await run(lambda new=new: rig.publisher(transport).publish(new, rig.announce))
+        assert rig.announced[-1] == version
+        assert version.publish_time > 0
+        assert {t.name for t in version.tensors} == {t.name for t in rig.base.tensors}
+        assert version.digest != rig.base.digest
+        assert (Path(version.path) / "tokenizer.json").is_file()
+        loaded = await run(lambda v=version, s=spare: rig.load(rig.location(transport, v), s))
+        same(loaded, new)
+        assert loaded.checksums() == {t.name: t.digest for t in version.tensors}
+        spare = loaded  # the next version is written over this one
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_version_when_read_by_the_sidecar_then_is_a_folder_any_engine_loads(
+    rig: Rig, transport: str
+) -> None:
+    new = rig.noisy(1)
+    await run(lambda: rig.publisher(transport).publish(new, rig.announce))
+    port = free_port()
+    runner = web.AppRunner(Sidecar(rig.root / "memory", SECURITY).app())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            body = {"model_path": f"{rig.url}/versions/{new.name}"}
+            async with session.post("/stage_weights", json=body) as refused:
+                assert refused.status == 401
+            async with session.post("/stage_weights", json=body, headers=HEADERS) as answer:
+                assert answer.status == 200, await answer.text()
+                folder = Path((await answer.json())["model_path"])
+            missing = {"model_path": f"{rig.url}/versions/v00000009-inc1"}
+            async with session.post("/stage_weights", json=missing, headers=HEADERS) as answer:
+                assert answer.status == 400
+                assert "not in the weight store" in (await answer.json())["message"]
+    finally:
+        await runner.cleanup()
+    held = load_file(folder / "model.safetensors")
+    for tensor in new.tensors:
+        assert held[tensor.name].view(-1).view(torch.uint8).numpy().tobytes() == bytes(tensor.data)
+    assert build_manifest(folder, 1, 1).files == rig.announced[-1].files
+
+
+async def test_version_0_when_nobody_published_then_the_store_has_the_model(rig: Rig) -> None:
+    location = f"{rig.url}/versions/{version_name(0, 0)}"
+    weights = await run(lambda: rig.load(location))
+    assert weights.checksums() == {t.name: t.digest for t in rig.base.tensors}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda n: (*n, _tensor("model.extra", (2,))), "model.extra is unknown"),
+        (lambda n: n[1:], "is missing"),
+        (lambda n: (*(t for t in n if t.name != Q), _tensor(Q, (63, 64))), "shape [63, 64]"),
+    ],
+    ids=["unknown", "missing", "wrong-shaped"],
+)
+async def test_version_when_a_tensor_is_wrong_then_refused_by_name(
+    rig: Rig, transport: str, change, message: str
+) -> None:
+    good = rig.noisy(1)
+    bad = NewVersion(1, 1, change(good.tensors), rig.model)
+    with pytest.raises((TransportError, InvalidInput)) as caught:
+        await run(lambda: rig.publisher(transport).publish(bad, rig.announce))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert rig.announced == []
+
+
+def _tensor(name: str, shape: tuple[int, ...]) -> HostTensor:
+    return HostTensor(name, shape, "F32", memoryview(np.zeros(shape, "f4")).cast("B"))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("damage", ["truncated", "padded", "flipped", "reordered"])
+async def test_stored_version_when_damaged_then_no_server_takes_it(
+    rig: Rig, transport: str, damage: str
+) -> None:
+    version = await run(lambda: rig.publisher(transport).publish(rig.noisy(1), rig.announce))
+    file = Path(version.path) / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    if damage == "truncated":
+        raw = raw[:-100]
+    elif damage == "padded":
+        raw += b"\x00" * 8
+    elif damage == "flipped":
+        raw[-3] ^= 1
+    else:  # two tensors of one shape change places: every byte is still there
+        start = 8 + int.from_bytes(raw[:8], "little")
+        places = [json.loads(raw[8:start])[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1)]
+        one, two = (
+            slice(*(start + offset for offset in place["data_offsets"])) for place in places
+        )
+        raw[one], raw[two] = raw[two], raw[one]
+    file.write_bytes(raw)
+    with pytest.raises(InvalidInput, match=r"digest|bytes|truncated"):
+        rig.digests.verify(version)
+    if damage == "padded" and transport == "stream":
+        return  # over HTTP nobody asks for what follows the last tensor
+    with pytest.raises((WeightError, TransportError)):
+        await run(lambda: rig.load(rig.location(transport, version)))
+    if damage == "padded":
+        return
+    location = rig.location("stream", version)
+    with pytest.raises((InvalidInput, TransportError)):
+        await run(lambda: pull_version(location, HEADERS, rig.root / "memory"))
+    assert not list((rig.root / "memory").glob("*"))
+
+
+# ------------------------------------------------------------------ uploads
+
+
+async def test_upload_when_chunks_are_wrong_then_refused_and_nothing_is_visible(rig: Rig) -> None:
+    version = await run(lambda: rig.publisher("disk").publish(rig.noisy(1), rig.announce))
+    raw = (Path(version.path) / "model.safetensors").read_bytes()
+    config = (Path(version.path) / "config.json").read_bytes()
+    manifest = json.loads((Path(version.path) / "manifest.json").read_text())
+    manifest |= {"version": 2}
+    name, half = version_name(2, 1), len(raw) // 2
+
+    def upload() -> None:
+        with StoreConnection(rig.url, HEADERS, 10.0) as store:
+            with pytest.raises(TransportError, match="no upload was begun"):
+                store.put(name, "config.json", memoryview(config), 0, len(config))
+            store.begin(name, json.dumps(manifest))
+            store.put(name, "config.json", memoryview(config), 0, len(config))
+            for file in ("../x", "manifest.json", "other.safetensors"):
+                with pytest.raises(TransportError, match="404"):
+                    store.put(name, file, memoryview(b"x"), 0, 1)
+            with pytest.raises(TransportError, match="bytes"):
+                store.put(name, "model.safetensors", memoryview(raw), 1, len(raw))
+            # Reordered: each half at the other's place, each with a digest that is right.
+            store.put(name, "model.safetensors", memoryview(raw[half:]), 0, len(raw))
+            store.put(name, "model.safetensors", memoryview(raw[:half]), len(raw) - half, len(raw))
+            with pytest.raises(TransportError, match="400"):
+                store.commit(name)
+            # Truncated: the second half never comes.
+            store.begin(name, json.dumps(manifest))
+            store.put(name, "config.json", memoryview(config), 0, len(config))
+            store.put(name, "model.safetensors", memoryview(raw[:half]), 0, len(raw))
+            with pytest.raises(TransportError, match="is not the one announced"):
+                store.commit(name)
+            with pytest.raises(TransportError, match="not in the weight store"):
+                store.manifest(name)
+            store.put(name, "model.safetensors", memoryview(raw[half:]), half, len(raw))
+            assert Path(store.commit(name)).name == name
+            assert store.manifest(name).files == version.files
+
+    await run(upload)
+
+
+async def test_upload_when_the_volume_is_full_then_refused_before_a_byte_is_sent(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from areal_weight_sync import weight_store
+
+    usage = shutil.disk_usage(rig.root)
+    monkeypatch.setattr(weight_store.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(TransportError, match=r"507.*MiB free"):
+        await run(lambda: rig.publisher("stream").publish(rig.noisy(1), rig.announce))
+    with pytest.raises(CapacityExceeded):
+        WeightStore(rig.root / "weights", rig.model).begin(
+            build_manifest(rig.model, 1, 1), rig.base
+        )
+
+
+async def test_store_when_the_token_is_missing_then_gives_and_takes_nothing(rig: Rig) -> None:
+    def try_it() -> None:
+        with StoreConnection(rig.url, {}, 10.0) as store:
+            with pytest.raises(TransportError, match="401"):
+                store.manifest(version_name(0, 0))
+            with pytest.raises(TransportError, match="401"):
+                store.begin(version_name(1, 1), "{}")
+
+    await run(try_it)
+
+
+# ------------------------------------------------------------------ fallback
+
+
+@pytest.mark.parametrize(("first", "second"), [("disk", "stream"), ("stream", "disk")])
+async def test_transport_when_it_fails_then_the_next_one_carries_the_version(
+    rig: Rig, first: str, second: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = rig.root / "blocked"
+    blocked.write_text("a file where the folder should be")
+    broken = {
+        "disk": DiskPublisher(blocked / "weights"),
+        "stream": StreamPublisher(f"http://127.0.0.1:{free_port()}", HEADERS, 2.0),
+    }
+    publisher = FallbackPublisher([broken[first], rig.publisher(second)])
+    new = rig.noisy(1)
+    version = await run(lambda: publisher.publish(new, rig.announce))
+    same(await run(lambda: rig.load(rig.location(second, version))), new)
+    said = capsys.readouterr().out
+    assert "transport_fell_back" in said
+    assert "cause" in said
+
+
+async def test_transports_when_none_works_then_the_error_names_each(rig: Rig) -> None:
+    blocked = rig.root / "blocked"
+    blocked.write_text("")
+    publisher = FallbackPublisher(
+        [DiskPublisher(blocked / "weights"), StreamPublisher("", HEADERS, 2.0)]
+    )
+    with pytest.raises(TransportError, match=r"disk: .*blocked.*; stream: .*weight_store"):
+        await run(lambda: publisher.publish(rig.noisy(1), rig.announce))
+
+
+# ------------------------------------------------------------------ weight-sync's side
+
+
+class FolderEngine:
+    """An engine as SGLang is one: loads folders, only those below `sees`; knows no preparing."""
+
+    def __init__(self, sees: Path) -> None:
+        self.sees = sees
+        self.loaded: list[str] = []
+
+    async def start(self) -> web.AppRunner:
+        async def update(request: web.Request) -> web.Response:
+            body = await request.json()
+            if not Path(body["model_path"]).is_relative_to(self.sees):
+                message = f"{body['model_path']}: no such folder"
+                return web.json_response({"success": False, "message": message}, status=400)
+            self.loaded.append(body["model_path"])
+            return web.json_response({"success": True, "message": "ok"})
+
+        app = web.Application()
+        app.add_routes([web.post("/update_weights_from_disk", update)])
+        return await serve(app, free_port())
+
+
+async def serve(app: web.Application, port: int) -> web.AppRunner:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner
+
+
+async def test_server_when_it_cannot_see_the_folder_then_its_sidecar_pulls(rig: Rig) -> None:
+    version = await run(lambda: rig.publisher("disk").publish(rig.noisy(1), rig.announce))
+    engine = FolderEngine(rig.root / "memory")
+    sidecar_port = free_port()
+    runners = [
+        await engine.start(),
+        await serve(Sidecar(rig.root / "memory", SECURITY).app(), sidecar_port),
+    ]
+    try:
+        url = "http://{}:{}".format(*runners[0].addresses[0])
+        async with open_session(HEADERS) as session:
+            routes = Routes(("disk", "stream"), rig.url, sidecar_port)
+            client = HttpEngine(url, session, routes=routes)
+            for number in (1, 2):  # the second time it knows which way works
+                version = await run(
+                    lambda n=number: rig.publisher("disk").publish(rig.noisy(n), rig.announce)
+                )
+                await client.stage(version, timeout=10.0)
+                await client.load(version, flush_cache=False, timeout=10.0)
+                assert engine.loaded[-1] == str(rig.root / "memory" / version_name(number, 1))
+            lonely = HttpEngine(url, session, routes=Routes(("stream", "disk"), rig.url, 1))
+            await lonely.stage(version, timeout=10.0)  # left for the load
+            with pytest.raises(EngineError, match=r"disk: .*no such folder.*; stream: .*sidecar"):
+                await lonely.load(version, flush_cache=False, timeout=10.0)
+    finally:
+        for runner in runners:
+            await runner.cleanup()

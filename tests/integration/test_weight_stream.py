@@ -1,0 +1,71 @@
+"""`stream` as users run it: no shared folder is named to anybody, every process is real."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.weight_sync_rig import WeightSyncRig, generate, inference
+from tests.nats_server import NatsServer
+from tests.redis_server import RedisServer
+
+from areal.engines.publishing import host_tensors
+from areal.models.tiny import make_tiny_model
+from areal.servers import ServerState
+from areal.transports.base import NewVersion
+from areal.transports.stream import StreamPublisher
+from areal.weights import PolicyVersion
+
+
+@pytest.mark.slow
+async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in_place(
+    tmp_path: Path,
+) -> None:
+    torch.set_num_threads(1)
+    model = tmp_path / "model"
+    make_tiny_model(model, seed=0)
+    redis, nats = RedisServer(tmp_path / "redis"), NatsServer(tmp_path / "nats")
+    async with AsyncExitStack() as stack:
+        for store in (redis, nats):
+            store.start()
+            stack.callback(store.kill)
+        rig = WeightSyncRig(
+            tmp_path, redis.url, nats.url, model, probe_interval_s=0.2, transport="stream"
+        )
+        stack.push_async_callback(rig.close)
+        engine, url = inference(tmp_path, model, "inference-0")
+        engine.start()
+        stack.callback(engine.stop)
+        await rig.started()
+        await rig.client.register_server(url)
+        await rig.until(url, ServerState.SERVING, 0)
+
+        published: list[PolicyVersion] = []
+        tensors = load_file(model / "model.safetensors")
+
+        def publish(version: int) -> None:
+            changed = [(name, tensor + 0.01 * version) for name, tensor in tensors.items()]
+            new = NewVersion(version, 1, host_tensors(changed), model)
+            StreamPublisher(rig.store, {}, 10.0).publish(new, published.append)
+
+        async with aiohttp.ClientSession() as session:
+            running = asyncio.create_task(generate(session, url, 400, 0))
+            for version in (1, 2, 3):
+                await asyncio.to_thread(publish, version)
+                await rig.client.publish_version(published[-1])
+                await rig.until(url, ServerState.SERVING, version)
+            spans = (await running)["meta_info"]["weight_versions"]
+            assert spans[0]["version"] == "0"
+            assert spans[-1]["end"] == 400
+            async with session.post(
+                f"{url}/weights_checker", json={"action": "checksum"}
+            ) as answer:
+                sums = (await answer.json())["ranks"][0]["checksums"]
+        assert sums == {tensor.name: tensor.digest for tensor in published[-1].tensors}
+        assert "/versions/v00000003-inc1" in engine.log or published[-1].path not in engine.log
+        assert "transport_fell_back" not in rig.process.log
