@@ -240,6 +240,7 @@ def validate(config: BaseExperimentConfig) -> None:
     choices = {
         "model.dtype": ("float32", "bfloat16"),
         "weight_sync.transport": TRANSPORTS,
+        "weight_sync.encoding": ("full", "delta"),
         "weight_sync.interrupt": ("in_place", "retract", "abort"),
         "checkpoint.recover": ("auto", "never"),
     }

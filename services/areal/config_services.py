@@ -110,6 +110,8 @@ class WeightSyncConfig:
     transport: str = "disk"
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
     store, pulled by the servers; no shared volume. The other one is tried when it fails."""
+    encoding: str = "full"
+    """Of what stream uploads: full, or delta: only what changed, when that is less than half."""
     sidecar_port: int = 30900
     """Where `python -m areal.transports.sidecar` listens beside each unmodified SGLang (stream)."""
     interrupt: str = "in_place"

@@ -25,6 +25,7 @@ from aiohttp import web
 from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
 from areal.observability.logging import get_logger
 from areal.security import UNAUTHENTICATED, Security
+from areal.transports.delta import FILE
 from areal.transports.wire import DIGEST_HEADER, MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES
 from areal.weights import MANIFEST, PolicyVersion, from_json, read_manifest, to_json, version_name
 from areal_weight_sync.weight_store import WeightStore
@@ -164,7 +165,8 @@ class StoreApp:
             version = await asyncio.to_thread(read_manifest, self._store.folder(name))
         if file == MANIFEST:
             return web.Response(text=to_json(version), content_type="application/json")
-        if all(file != entry.name for entry in version.files):
+        files = [entry.name for entry in version.files]
+        if file not in [*files, FILE] or (file == FILE and version.delta is None):
             raise NotFound(f"{name}/{file[:80]}: no file of this version")
         return web.FileResponse(Path(version.path) / file, chunk_size=1 << 20)
 

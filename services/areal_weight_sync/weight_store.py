@@ -16,11 +16,14 @@ from pathlib import Path
 from areal.errors import CapacityExceeded, InvalidInput, NotFound
 from areal.tensor_file import SUFFIX, digest_of, read_layout, tensor_digests
 from areal.transports.base import companions
+from areal.transports.delta import FILE
+from areal.transports.rebuild import rebuild
 from areal.weights import (
     MANIFEST,
     MAX_POLICY_VERSION,
     SINGLE_FILE,
     SPARE,
+    DeltaFile,
     PolicyVersion,
     check_same_tensors,
     parse_version_dir,
@@ -31,6 +34,7 @@ from areal.weights import (
 )
 
 _MAX_FILES = 10_000
+_MAX_DELTA_BYTES = 16 << 30
 _RESERVE_BYTES = 64 << 20
 """Left free on the volume: Redis or logs may share it."""
 
@@ -54,15 +58,7 @@ class WeightStore:
             InvalidInput: A file or tensor is not what it should be.
             CapacityExceeded: The volume has no room for it.
         """
-        if not 0 < manifest.version < MAX_POLICY_VERSION or manifest.incarnation < 0:
-            raise InvalidInput(f"version {manifest.version}: cannot be uploaded")
-        if not 0 < len(manifest.files) <= _MAX_FILES:
-            raise InvalidInput(f"files: {len(manifest.files)}, expected 1 to {_MAX_FILES}")
-        for file in manifest.files:
-            if Path(file.name).name != file.name or file.name.startswith("."):
-                raise InvalidInput(f"file name {file.name!r}: expected a plain name")
-            if file.size_bytes < 0:
-                raise InvalidInput(f"file {file.name}: {file.size_bytes} bytes")
+        _check_manifest(manifest)
         if base is not None:
             check_same_tensors(manifest, base)
         staging = staging_dir(self._root, manifest.version, manifest.incarnation)
@@ -84,9 +80,13 @@ class WeightStore:
                 f"{self._root}: {free >> 20} MiB free, version {manifest.version} takes "
                 f"{manifest.size_bytes >> 20} MiB; see weight_sync.keep_versions"
             )
-        for file in manifest.files:
-            with (staging / file.name).open("ab") as stream:
-                stream.truncate(file.size_bytes)
+        sizes = {file.name: file.size_bytes for file in manifest.files}
+        if manifest.delta is not None:
+            self._base_of(manifest.delta)
+            sizes[FILE] = manifest.delta.size_bytes
+        for name, size in sizes.items():
+            with (staging / name).open("ab") as stream:
+                stream.truncate(size)
         write_manifest(manifest, staging)
 
     def open_upload(self, name: str, file: str, begin: int, end: int) -> int:
@@ -112,6 +112,8 @@ class WeightStore:
             InvalidInput: Names the first file or tensor that is not what the manifest says.
         """
         staging = self._staging(name)
+        if manifest.delta is not None:
+            rebuild(staging, self._base_of(manifest.delta), manifest.delta)
         wanted = {tensor.name: tensor for tensor in manifest.tensors}
         for file in manifest.files:
             path = staging / file.name
@@ -149,8 +151,26 @@ class WeightStore:
             raise NotFound(f"version {name[:80]!r}: not in the weight store")
         return self._root / name
 
+    def _base_of(self, delta: DeltaFile) -> Path:
+        """The folder that a delta starts from; raises NotFound."""
+        if delta.size_bytes > _MAX_DELTA_BYTES or delta.size_bytes <= 0:
+            raise CapacityExceeded(f"{FILE}: {delta.size_bytes} bytes, at most {_MAX_DELTA_BYTES}")
+        return self.folder(delta.base)
+
     def _staging(self, name: str) -> Path:
         parsed = parse_version_dir(name)
         if parsed is None or not (staging := staging_dir(self._root, *parsed)).is_dir():
             raise NotFound(f"version {name[:80]!r}: no upload was begun")
         return staging
+
+
+def _check_manifest(manifest: PolicyVersion) -> None:
+    if not 0 < manifest.version < MAX_POLICY_VERSION or manifest.incarnation < 0:
+        raise InvalidInput(f"version {manifest.version}: cannot be uploaded")
+    if not 0 < len(manifest.files) <= _MAX_FILES:
+        raise InvalidInput(f"files: {len(manifest.files)}, expected 1 to {_MAX_FILES}")
+    for file in manifest.files:
+        if Path(file.name).name != file.name or file.name.startswith("."):
+            raise InvalidInput(f"file name {file.name!r}: expected a plain name")
+        if file.size_bytes < 0:
+            raise InvalidInput(f"file {file.name}: {file.size_bytes} bytes")

@@ -7,6 +7,7 @@ would compute with is read back: by areal-inference's loader, or from the sideca
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -25,13 +26,22 @@ from areal.errors import CapacityExceeded, InvalidInput
 from areal.security import Security
 from areal.tensor_file import HostTensor
 from areal.transports.base import NewVersion, Publisher, TransportError
+from areal.transports.delta import Delta, encode
 from areal.transports.disk import DiskPublisher
 from areal.transports.fallback import FallbackPublisher
 from areal.transports.pull import pull_version
+from areal.transports.rebuild import rebuild
 from areal.transports.sidecar import Sidecar
 from areal.transports.stream import StreamPublisher
 from areal.transports.wire import StoreConnection
-from areal.weights import PolicyVersion, build_manifest, check_same_tensors, version_name
+from areal.weights import (
+    DeltaFile,
+    PolicyVersion,
+    build_manifest,
+    check_same_tensors,
+    read_manifest,
+    version_name,
+)
 from areal_inference.model_config import ModelConfig
 from areal_inference.weights import WeightError, Weights, load_weights
 from areal_weight_sync.engine import EngineError
@@ -401,3 +411,106 @@ async def test_server_when_it_cannot_see_the_folder_then_its_sidecar_pulls(rig: 
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+# ------------------------------------------------------------------ delta
+
+
+def sparse(rig: Rig, version: int, before: NewVersion | None, share: float) -> NewVersion:
+    """A version of which a share of the elements differs from the one before."""
+    generator = torch.Generator().manual_seed(version)
+    held = {t.name: t for t in before.tensors} if before else {}
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in held:
+            tensor = torch.frombuffer(bytearray(held[name].data), dtype=torch.float32)
+            tensor = tensor.view(held[name].shape)
+        mask = torch.rand(tensor.shape, generator=generator) < share
+        return tensor + mask * 1e-4 * torch.randn(tensor.shape, generator=generator)
+
+    return rig.new(version, change)
+
+
+async def test_delta_when_little_changed_then_little_travels_and_nothing_is_lost(
+    rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publisher = StreamPublisher(rig.url, HEADERS, 10.0, encoding="delta")
+    memory, new = rig.root / "memory", None
+    for number in (1, 2, 3, 4):
+        new = sparse(rig, number, new, 0.03)
+        version = await run(lambda n=new: publisher.publish(n, rig.announce))
+        same(await run(lambda v=version: rig.load(rig.location("stream", v))), new)
+        location = rig.location("stream", version)
+        pulled = await run(lambda at=location: pull_version(at, HEADERS, memory))
+        # Version 1 came whole, the others as what changed since the one before.
+        delta = pulled.delta
+        assert (delta is None) == (number == 1)
+        assert (memory / new.name / "delta.bin").exists() == (number > 1)
+        if delta is not None:
+            assert delta.base == version_name(number - 1, 1)
+            assert delta.size_bytes < version.size_bytes / 10
+        same(await run(lambda p=pulled: rig.load(p.path)), new)
+    assert "delta_unusable" not in capsys.readouterr().out
+
+
+async def test_delta_when_the_chain_breaks_or_does_not_pay_then_the_whole_file_travels(
+    rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publisher = StreamPublisher(rig.url, HEADERS, 10.0, encoding="delta")
+    one = sparse(rig, 1, None, 1.0)
+    first = await run(lambda: publisher.publish(one, rig.announce))
+    shutil.rmtree(first.path)  # collected, or the store has lost its volume
+    two = sparse(rig, 2, one, 0.03)
+    version = await run(lambda: publisher.publish(two, rig.announce))
+    assert read_manifest(Path(version.path)).delta is None
+    assert "delta_refused" in capsys.readouterr().out
+    same(await run(lambda: rig.load(rig.location("stream", version))), two)
+    three = rig.noisy(3)
+    dense = await run(lambda: publisher.publish(three, rig.announce))
+    assert read_manifest(Path(dense.path)).delta is None
+    same(await run(lambda: rig.load(rig.location("stream", dense))), three)
+
+
+async def test_delta_when_its_base_is_another_then_refused(rig: Rig) -> None:
+    one, two = sparse(rig, 1, None, 1.0), sparse(rig, 2, None, 1.0)
+    bases = [
+        await run(lambda n=n: rig.publisher("stream").publish(n, rig.announce)) for n in (one, two)
+    ]
+    three = sparse(rig, 3, one, 0.03)
+    raw = encode(three.tensors, {t.name: t.data for t in one.tensors}, bases[0].digest)
+    assert raw is not None
+    folder = rig.root / "rebuilt"
+    folder.mkdir()
+    (folder / "delta.bin").write_bytes(raw)
+    wanted = DeltaFile("v00000001-inc1", bases[0].digest, len(raw), "")
+    with pytest.raises(InvalidInput, match="starts from weights"):
+        rebuild(folder, Path(bases[1].path), wanted)
+    rebuild(folder, Path(bases[0].path), wanted)
+    held = load_file(folder / "model.safetensors")
+    for tensor in three.tensors:
+        assert held[tensor.name].view(-1).view(torch.uint8).numpy().tobytes() == bytes(tensor.data)
+    for broken in (raw[:-1], raw + b"x", raw[:7], b"", raw[:200] + bytes(40) + raw[240:]):
+        (folder / "delta.bin").write_bytes(broken)
+        with pytest.raises(InvalidInput, match=r"delta\.bin"):
+            rebuild(folder, Path(bases[0].path), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.01, 0.03, 0.6, 1.0])
+def test_delta_when_bits_are_arbitrary_then_exact(dtype: str, share: float) -> None:
+    """NaN payloads, signed zeros, infinities: bits are bits."""
+    rng = np.random.default_rng(0)
+    width = 2 if dtype == "BF16" else 4
+    before = rng.integers(0, 256, 60_000 * width, dtype=np.uint8)
+    after = before.copy().reshape(-1, width)
+    chosen = np.flatnonzero(rng.random(60_000) < share) if share else np.array([], int)
+    after[chosen, 0] ^= 1 + rng.integers(0, 255, chosen.size).astype(np.uint8)
+    new = HostTensor("t", (60_000,), dtype, memoryview(after.reshape(-1)))
+    raw = encode([new], {"t": before.tobytes()}, "base")
+    if raw is None:
+        assert share == 1.0
+        return
+    delta, target = Delta(raw), bytearray(before.tobytes())
+    delta.apply("t", dtype, memoryview(target))
+    assert bytes(target) == after.tobytes()
+    assert delta.changed() == chosen.size

@@ -32,7 +32,10 @@ def make_publisher(
     ways: dict[str, Publisher] = {
         "disk": DiskPublisher(root),
         "stream": StreamPublisher(
-            config.endpoints.weight_store, security.headers(), UPLOAD_TIMEOUT_S
+            config.endpoints.weight_store,
+            security.headers(),
+            UPLOAD_TIMEOUT_S,
+            encoding=own.encoding,
         ),
     }
     return FallbackPublisher([ways[name] for name in transport_order(meta.type or own.transport)])

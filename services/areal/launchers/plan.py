@@ -112,13 +112,13 @@ def plan_stack(
         plan.capacity = count if config.stack.gpus_per_node else None
         for _ in range(count):
             plan.add_inference()
+    if not endpoints.weight_sync:  # the store is part of it
+        endpoints.weight_store = f"http://{hosts.control}:{picker.pick('weight-sync.store')}"
     for name, (module, key) in _SERVICES.items():
         if not getattr(endpoints, key):
             spec = _service(name, module, folder, picker, hosts)
             plan.services.append(spec)
             setattr(endpoints, key, spec.address)
-    if not endpoints.weight_store:
-        endpoints.weight_store = f"http://{HOST}:{picker.pick('weight-sync.store')}"
     if not endpoints.rollout:
         for index in range(config.stack.rollout_workers):
             plan.services.append(

@@ -9,10 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal.errors import InvalidInput
+from areal.observability.logging import get_logger
 from areal.tensor_file import file_digest
 from areal.transports.base import TransportError, in_threads
+from areal.transports.delta import FILE
+from areal.transports.rebuild import rebuild
 from areal.transports.wire import CHUNK_BYTES, StoreConnection
-from areal.weights import PolicyVersion, WeightFile, at_path, parse_version_dir, write_manifest
+from areal.weights import (
+    SINGLE_FILE,
+    PolicyVersion,
+    WeightFile,
+    at_path,
+    parse_version_dir,
+    version_name,
+    write_manifest,
+)
 
 TIMEOUT_S = 60.0
 """Each wait on the store's socket."""
@@ -53,9 +64,13 @@ def pull_version(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         _make_room(root, name, keep)
+        by_delta = _pull_delta(url, manifest, headers, root, staging)
         for file in manifest.files:
             if Path(file.name).name != file.name:
                 raise InvalidInput(f"{location}: file name {file.name!r}")
+            if by_delta and file.name == SINGLE_FILE:
+                _check(url, name, file, staging / file.name)
+                continue
             _pull_file(url, name, headers, file, staging / file.name)
         write_manifest(manifest, staging)
         staging.rename(final)
@@ -85,6 +100,29 @@ def _pull_file(
                             store.read_into(name, file.name, start, part)
 
             in_threads(lane, range(_LANES))
+    _check(url, name, file, target)
+
+
+def _pull_delta(
+    url: str, manifest: PolicyVersion, headers: Mapping[str, str], root: Path, staging: Path
+) -> bool:
+    """Makes the weights of the version before, where that is here; False: pull them whole."""
+    delta = manifest.delta
+    if delta is None or parse_version_dir(delta.base) is None or not (root / delta.base).is_dir():
+        return False
+    name = version_name(manifest.version, manifest.incarnation)
+    file = WeightFile(FILE, delta.size_bytes, delta.digest)
+    try:
+        _pull_file(url, name, headers, file, staging / FILE)
+        rebuild(staging, root / delta.base, delta)
+    except InvalidInput as error:
+        get_logger("areal.transports.pull").warning("delta_unusable", cause=str(error))
+        (staging / FILE).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _check(url: str, name: str, file: WeightFile, target: Path) -> None:
     digest = file_digest(target)
     if digest != file.digest:
         raise InvalidInput(

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from areal.observability.logging import get_logger
 from areal.tensor_file import digest_of, plan_layout
+from areal.transports import delta
 from areal.transports.base import NewVersion, TransportError, companions, in_threads
 from areal.transports.wire import CHUNK_BYTES, StoreConnection
 from areal.weights import (
     SINGLE_FILE,
+    DeltaFile,
     PolicyVersion,
     WeightFile,
     WeightTensor,
     assemble_manifest,
     at_path,
     to_json,
+    version_name,
 )
 
 _ATTEMPTS = 3
@@ -34,11 +39,23 @@ class StreamPublisher:
 
     name = "stream"
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
-        """Uploads to the store at `url`; `timeout` bounds each wait on the socket."""
+    def __init__(
+        self, url: str, headers: Mapping[str, str], timeout: float, *, encoding: str = "full"
+    ) -> None:
+        """Uploads to a store.
+
+        Args:
+            url: http://host:port.
+            headers: The bearer token.
+            timeout: Bounds each wait on the socket, in seconds.
+            encoding: full, or delta: what changed, where that is less than half of it.
+        """
         self._url = url
         self._headers = headers
         self._timeout = timeout
+        self._encoding = encoding
+        self._base: tuple[PolicyVersion, NewVersion] | None = None
+        self._log = get_logger("areal.transports.stream")
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
         """Uploads, then announces the folder that the store made of it."""
@@ -50,18 +67,52 @@ class StreamPublisher:
                 if file.name == "config.json":
                     (folder / file.name).write_bytes(file.read_bytes())
             manifest, blocks = _describe(new, folder)
-            store.begin(new.name, to_json(manifest))
-            self._upload(new.name, blocks, manifest.files)
-            path = store.commit(new.name)
+            path = self._send_delta(store, new, manifest, blocks)
+            if not path:
+                store.begin(new.name, to_json(manifest))
+                self._upload(new.name, blocks, {f.name: f.size_bytes for f in manifest.files})
+                path = store.commit(new.name)
         manifest = at_path(manifest, Path(path))
         announce(manifest)
+        if self._encoding == "delta":
+            self._base = manifest, new
         return manifest
+
+    def _send_delta(
+        self, store: StoreConnection, new: NewVersion, manifest: PolicyVersion, blocks: list[_Block]
+    ) -> str:
+        """The path at the store; "" when the whole file must be sent."""
+        if self._base is None:
+            return ""
+        base, before = self._base
+        held = {tensor.name: tensor.data for tensor in before.tensors}
+        raw = None
+        if held.keys() == {tensor.name for tensor in new.tensors}:
+            raw = delta.encode(new.tensors, held, base.digest)
+        if raw is None:  # too much has changed
+            return ""
+        name = version_name(base.version, base.incarnation)
+        file = DeltaFile(name, base.digest, len(raw), digest_of(raw))
+        chunks = [
+            (delta.FILE, start, memoryview(raw)[start : start + CHUNK_BYTES])
+            for start in range(0, len(raw), CHUNK_BYTES)
+        ]
+        totals = {f.name: f.size_bytes for f in manifest.files} | {delta.FILE: len(raw)}
+        try:
+            store.begin(new.name, to_json(replace(manifest, delta=file)))
+            small = [block for block in blocks if block[0] != SINGLE_FILE]
+            self._upload(new.name, small + chunks, totals)
+            path = store.commit(new.name)
+        except TransportError as error:  # its base is gone: the chain begins anew
+            self._log.warning("delta_refused", version=new.version, base=name, cause=str(error))
+            return ""
+        self._log.info("delta_sent", version=new.version, base=name, size_bytes=len(raw))
+        return path
 
     def _connect(self) -> StoreConnection:
         return StoreConnection(self._url, self._headers, self._timeout)
 
-    def _upload(self, name: str, blocks: list[_Block], files: tuple[WeightFile, ...]) -> None:
-        totals = {file.name: file.size_bytes for file in files}
+    def _upload(self, name: str, blocks: list[_Block], totals: Mapping[str, int]) -> None:
 
         def lane(number: int) -> None:
             with self._connect() as store:

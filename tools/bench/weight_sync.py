@@ -1,0 +1,280 @@
+"""Weights from a trainer's memory into the parameters of 1 and 4 servers, by each transport.
+
+    python tools/bench/weight_sync.py [--megabytes 500] [--rounds 5] [--servers 1 4]
+
+Each server is a process with areal-inference's loader; a weight store serves in this one's thread.
+The contender is what people do by hand: safetensors save, then load and copy into parameters, in
+the same run, alternating. Medians; `blocked` is what the trainer waits for. Then deltas: size and
+time by share of changed elements, or between two versions given by --versions FOLDER FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal.tensor_file import HostTensor
+from areal.transports import delta
+from areal.transports.base import NewVersion
+from areal.transports.disk import DiskPublisher
+from areal.transports.stream import StreamPublisher
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024,
+    "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "vocab_size": 8192, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def make_tensors(megabytes: int, model: Path) -> dict[str, Any]:
+    """A Qwen2's tensors of about that size in float32, and its config.json."""
+    import torch
+
+    from areal_inference.model_config import ModelConfig
+    from areal_inference.weights import _shapes
+
+    model.mkdir()
+    layers = 1
+    while True:
+        (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+        shapes = _shapes(ModelConfig.from_folder(model))
+        if sum(int(np.prod(s)) * 4 for s in shapes.values()) >= megabytes * 1e6:
+            break
+        layers += 1
+    generator = torch.Generator().manual_seed(0)
+    return {n: 0.02 * torch.randn(s, generator=generator) for n, s in shapes.items()}
+
+
+def server(pipe: Connection, model: str) -> None:
+    """A server's process: loads what it is told, into the set it does not use."""
+    import torch
+
+    from areal_inference.model_config import ModelConfig
+    from areal_inference.weights import load_weights
+
+    torch.set_num_threads(1)
+    config, sets = ModelConfig.from_folder(Path(model)), [None, None]
+    plain: dict[str, Any] = {}
+    while True:
+        kind, location = pipe.recv()
+        if kind == "stop":
+            return
+        if kind == "safetensors":
+            from safetensors.torch import load_file
+
+            for name, tensor in load_file(location).items():
+                plain.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        else:
+            sets = [load_weights(location, config, torch.float32, spare=sets[1]), sets[0]]
+        pipe.send("done")
+
+
+class Servers:
+    """Some server processes."""
+
+    def __init__(self, count: int, model: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=server, args=(theirs, str(model)), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def tell(self, kind: str, location: str) -> None:
+        """Has all of them load at once, and waits."""
+        for pipe in self.pipes:
+            pipe.send((kind, location))
+        if kind != "stop":
+            for pipe in self.pipes:
+                pipe.recv()
+
+
+def start_store(root: Path, model: Path) -> str:
+    """The weight store in a thread; returns its url."""
+    import socket
+
+    from areal.security import Security
+    from areal_weight_sync.store_http import StoreApp
+    from areal_weight_sync.weight_store import WeightStore
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ready = threading.Event()
+
+    def run() -> None:
+        async def serve() -> None:
+            app = StoreApp(WeightStore(root, model), list, lambda: None, Security())
+            await app.start("127.0.0.1", port)
+            ready.set()
+            await asyncio.Event().wait()
+
+        asyncio.run(serve())
+
+    threading.Thread(target=run, daemon=True).start()
+    ready.wait(30)
+    return f"http://127.0.0.1:{port}"
+
+
+def bench_transports(args: argparse.Namespace, root: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from areal.engines.publishing import host_tensors
+
+    torch.set_num_threads(1)
+    model = root / "model"
+    tensors = make_tensors(args.megabytes, model)
+    host = host_tensors(tensors.items())
+    size = sum(t.data.nbytes for t in host) / 1e6
+    memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="areal-bench-"))
+    url = start_store(root / "store", model)
+    publishers = {
+        "disk": DiskPublisher(root / "disk"),
+        "disk in memory": DiskPublisher(memory),
+        "stream": StreamPublisher(url, {}, 60.0),
+    }
+    folders = {"disk": root / "disk", "disk in memory": memory, "stream": root / "store"}
+    print(f"{size:.0f} MB, load {os.getloadavg()[0]:.1f}, medians of {args.rounds} rounds")
+    try:
+        for count in args.servers:
+            servers = Servers(count, model)
+            times: dict[str, list[tuple[float, float]]] = {}
+            for number in range(1, args.rounds + 2):  # the first warms up
+                for name in ("safetensors", *publishers):
+                    begin = time.perf_counter()
+                    if name == "safetensors":
+                        file = root / "by-hand.safetensors"
+                        save_file(tensors, file)
+                        blocked = time.perf_counter() - begin
+                        servers.tell(name, str(file))
+                    else:
+                        new = NewVersion(count * 1000 + number, 1, host, model)
+                        version = publishers[name].publish(new, lambda _: None)
+                        blocked = time.perf_counter() - begin
+                        where = version.path
+                        if name == "stream":
+                            where = f"{url}/versions/{new.name}"
+                        servers.tell(name, where)
+                    if number > 1:
+                        times.setdefault(name, []).append((time.perf_counter() - begin, blocked))
+                    if name != "safetensors":
+                        retire(folders[name], Path(version.path))
+            servers.tell("stop", "")
+            bound = statistics.median(t for t, _ in times["safetensors"])
+            for name, found in times.items():
+                total = statistics.median(t for t, _ in found)
+                blocked = statistics.median(b for _, b in found)
+                print(
+                    f"{count} server{'s' if count > 1 else ' '}  {name:15} {total:6.3f} s "
+                    f"{total / bound:5.2f} of save+load   blocked {blocked:6.3f} s",
+                    flush=True,
+                )
+    finally:
+        shutil.rmtree(memory)
+
+
+def retire(root: Path, folder: Path) -> None:
+    """What garbage collection does with the version before."""
+    if (root / ".spare").exists():
+        shutil.rmtree(folder)
+    else:
+        folder.rename(root / ".spare")
+
+
+def bench_delta(megabytes: int) -> None:
+    elements = megabytes * 250_000
+    rng = np.random.default_rng(0)
+    base = (0.02 * rng.standard_normal(elements)).astype(np.float32)
+    for dtype in ("BF16", "F32"):
+        for share in (0.01, 0.03, 0.1, 1.0):
+            chosen = rng.random(elements) < share
+            if dtype == "BF16":
+                before = (base.view(np.uint32) >> 16).astype(np.uint16)
+                after = before.copy()
+                after[chosen] += rng.choice([-1, 1], int(chosen.sum())).astype(np.int16).view("u2")
+            else:
+                before, after = base, base.copy()
+                after[chosen] += (1e-5 * rng.standard_normal(int(chosen.sum()))).astype(np.float32)
+            tensor = HostTensor("w", (elements,), dtype, memoryview(after).cast("B"))
+            report(f"{dtype} {share:6.1%} changed", [tensor], {"w": memoryview(before).cast("B")})
+
+
+def report(name: str, new: list[HostTensor], base: dict[str, Any]) -> None:
+    begin = time.perf_counter()
+    raw = delta.encode(new, base, "")
+    seconds = time.perf_counter() - begin
+    size = sum(t.data.nbytes for t in new)
+    if raw is None:
+        print(f"delta {name}: does not pay ({seconds:.2f} s to see)", flush=True)
+        return
+    found = delta.Delta(raw)
+    copies = {t.name: bytearray(base[t.name]) for t in new}
+    begin = time.perf_counter()
+    for tensor in new:
+        found.apply(tensor.name, tensor.dtype, memoryview(copies[tensor.name]))
+    took = time.perf_counter() - begin
+    assert all(bytes(copies[t.name]) == bytes(t.data) for t in new)
+    print(
+        f"delta {name}: {len(raw) / size:.4f} of {size / 1e6:.1f} MB, encoded in {seconds:.2f} s, "
+        f"applied in {took:.2f} s",
+        flush=True,
+    )
+
+
+def _cast(tensor: Any, dtype: str) -> Any:
+    return tensor.bfloat16() if dtype == "bfloat16" else tensor
+
+
+def bench_versions(folders: list[Path]) -> None:
+    """A real step: two published versions of a run, as they are and in bfloat16."""
+    from safetensors.torch import load_file
+
+    from areal.engines.publishing import host_tensors
+
+    old, new = (load_file(folder / "model.safetensors") for folder in folders)
+    for dtype in ("float32", "bfloat16"):
+        cast: Callable[[Any], Any] = (
+            (lambda t: t.bfloat16()) if dtype == "bfloat16" else (lambda t: t)
+        )
+        before = {t.name: t.data for t in host_tensors((n, cast(t)) for n, t in old.items())}
+        after = list(host_tensors((n, cast(t)) for n, t in new.items()))
+        size = sum(t.data.nbytes // (2 if dtype == "bfloat16" else 4) for t in after)
+        raw = delta.encode(after, before, "")
+        share = f"{delta.Delta(raw).changed() / size:.1%}" if raw else "most elements"
+        report(f"of a real step, {dtype}, {share} changed", after, before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--versions", type=Path, nargs=2, help="Folders of two published versions.")
+    args = parser.parse_args()
+    if args.versions:
+        bench_versions(args.versions)
+        return
+    with tempfile.TemporaryDirectory(prefix="areal-bench-") as folder:
+        bench_transports(args, Path(folder))
+    bench_delta(args.megabytes // 5)
+
+
+if __name__ == "__main__":
+    main()
