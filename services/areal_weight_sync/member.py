@@ -82,8 +82,7 @@ class Member:
         self._reported = False
         self._mute = False  # it answered probes and failed to generate
         self._probes = 0
-        self.loading = ""
-        """Path of the version that the server was last told to read."""
+        self.loading = ""  # path of the version that the server was last told to read
         self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
 
     def poke(self, *, deep: bool = False, revive: bool = False) -> None:
@@ -191,6 +190,7 @@ class Member:
     async def _update(self, target: PolicyVersion) -> None:
         """Stage, pause, load, confirm, continue."""
         record, engine, config = self.record, self._engine, self._hub.config
+        self.loading = target.path
         was_serving = record.state is SERVING
         loop = asyncio.get_running_loop()
         grace = None
@@ -206,7 +206,6 @@ class Member:
         try:
             if pausing:
                 await engine.pause(config.interrupt)
-            self.loading = target.path
             await engine.load(
                 target,
                 flush_cache=config.interrupt != "in_place",
@@ -250,7 +249,6 @@ class Member:
         The server is watched as closely as between updates: it still takes traffic.
         """
         config = self._hub.config
-        self.loading = target.path
         staging = asyncio.create_task(
             self._engine.stage(target, timeout=config.update_timeout_s), name="stage"
         )

@@ -250,9 +250,7 @@ def bench_versions(folders: list[Path]) -> None:
 
     old, new = (load_file(folder / "model.safetensors") for folder in folders)
     for dtype in ("float32", "bfloat16"):
-        cast: Callable[[Any], Any] = (
-            (lambda t: t.bfloat16()) if dtype == "bfloat16" else (lambda t: t)
-        )
+        cast = partial(_cast, dtype=dtype)
         before = {t.name: t.data for t in host_tensors((n, cast(t)) for n, t in old.items())}
         after = list(host_tensors((n, cast(t)) for n, t in new.items()))
         size = sum(t.data.nbytes // (2 if dtype == "bfloat16" else 4) for t in after)

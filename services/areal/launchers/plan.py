@@ -112,8 +112,7 @@ def plan_stack(
         plan.capacity = count if config.stack.gpus_per_node else None
         for _ in range(count):
             plan.add_inference()
-    if not endpoints.weight_sync:  # the store is part of it
-        endpoints.weight_store = f"http://{hosts.control}:{picker.pick('weight-sync.store')}"
+    endpoints.weight_store = endpoints.weight_store or _weight_store(config, picker, hosts)
     for name, (module, key) in _SERVICES.items():
         if not getattr(endpoints, key):
             spec = _service(name, module, folder, picker, hosts)
@@ -133,6 +132,13 @@ def plan_stack(
     if with_trainer:
         plan.trainer = _trainer(config, folder, picker, hosts)
     return plan
+
+
+def _weight_store(config: BaseExperimentConfig, picker: PortPicker, hosts: Hosts) -> str:
+    """Where the weight-sync that we start keeps its store; another one's is its own business."""
+    if config.endpoints.weight_sync:
+        return ""
+    return f"http://{hosts.control}:{picker.pick('weight-sync.store')}"
 
 
 def _service(
