@@ -191,12 +191,11 @@ class Member:
         """Stage, pause, load, confirm, continue."""
         record, engine, config = self.record, self._engine, self._hub.config
         self.loading = target.path
-        was_serving = record.state is SERVING
-        loop = asyncio.get_running_loop()
-        grace = None
+        was_serving, grace = record.state is SERVING, None
         staged = was_serving and await self._stage(target)
         pausing = not (staged and config.interrupt == "in_place")
         if was_serving:
+            loop = asyncio.get_running_loop()
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
         else:
             self._move(SYNCING)

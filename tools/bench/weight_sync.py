@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
