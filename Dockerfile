@@ -53,7 +53,7 @@ RUN /opt/areal/bin/python -m pip install --target /packages-stores -r stores.txt
 
 FROM runtime AS stores
 COPY --from=store-packages /stores /opt/areal
-HEALTHCHECK --interval=3s --timeout=3s CMD ["healthcheck", "redis://127.0.0.1:6379"]
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "redis://127.0.0.1:6379"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/stores" \
@@ -68,7 +68,7 @@ COPY --from=control-packages /packages /opt/areal
 
 FROM control-runtime AS control
 COPY --from=source /source /opt/areal
-HEALTHCHECK --interval=3s --timeout=3s --start-period=30s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/control" \
@@ -86,7 +86,7 @@ RUN /opt/areal/bin/python -m pip install --prefix /packages-kubernetes -r kubern
 FROM control-runtime AS weight-sync
 COPY --from=kubernetes-packages /packages-kubernetes /opt/areal
 COPY --from=source /source /opt/areal
-HEALTHCHECK --interval=3s --timeout=3s --start-period=30s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/weight-sync" \
@@ -110,7 +110,7 @@ ENV OMP_NUM_THREADS=1
 FROM torch-runtime AS inference-cpu
 COPY --from=source /source /opt/areal
 EXPOSE 30000
-HEALTHCHECK --interval=3s --timeout=3s --start-period=60s CMD ["healthcheck", "http://127.0.0.1:30000/health"]
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:30000/health"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/inference-cpu" \
@@ -129,7 +129,7 @@ RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
 FROM torch-runtime AS trainer
 COPY --from=trainer-packages /packages-trainer /opt/areal
 COPY --from=source /source /opt/areal
-HEALTHCHECK --interval=3s --timeout=3s --start-period=120s CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/trainer" \
