@@ -18,13 +18,16 @@ FROM ${BASE_IMAGE} AS control-packages
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/areal && /opt/areal/bin/python -m pip install setuptools==80.9.0
 COPY --from=requirements /build/control.txt ./
-# Nobody here runs the libraries' tests, downloads from a hub, or uses zstandard from PyPy; pip and
-# setuptools serve only the stages that build.
-RUN /opt/areal/bin/python -m pip install -r control.txt \
-    && find /opt/areal -depth -type d -path '*/site-packages/*' -name tests -exec rm -rf {} + \
-    && cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
-    && rm -rf pip* setuptools* _distutils_hack distutils-precedence.pth hf_xet* zstandard/_cffi.*.so \
-        /packages/bin/pip*
+RUN /opt/areal/bin/python -m pip install -r control.txt
+
+# Nobody here runs the libraries' tests, compiles against them, downloads from a hub, or uses
+# zstandard from PyPy; pip and setuptools serve only the stages that build.
+FROM control-packages AS control-slim
+RUN cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
+    && find . -depth -type d -name tests -exec rm -rf {} + \
+    && find . -type f \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' \) -delete \
+    && rm -rf pip* setuptools* _distutils_hack distutils-precedence.pth hf_xet* \
+        zstandard/_cffi.*.so numpy/distutils /packages/bin/pip*
 
 # -- this repository's packages and commands, laid over the libraries at the very end ----------
 FROM control-packages AS source
@@ -64,7 +67,7 @@ CMD ["redis-server", "--help"]
 
 # -- control: gateway, rollout, reward, buffer, weight-sync ----------------------------------------
 FROM runtime AS control-runtime
-COPY --from=control-packages /packages /opt/areal
+COPY --from=control-slim /packages /opt/areal
 
 FROM control-runtime AS control
 COPY --from=source /source /opt/areal
