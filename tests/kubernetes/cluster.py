@@ -149,8 +149,9 @@ def ready_seconds(pod: Json) -> float:
     ready = condition(pod, "Ready")
     started = pod["status"]["containerStatuses"][0]["state"]["running"]["startedAt"]
     assert ready is not None
-    return (_time(ready["lastTransitionTime"]) - _time(started)).total_seconds()
+    return (time_of(ready["lastTransitionTime"]) - time_of(started)).total_seconds()
 
 
-def _time(text: str) -> datetime:
+def time_of(text: str) -> datetime:
+    """As Kubernetes writes it."""
     return datetime.fromisoformat(text.replace("Z", "+00:00"))

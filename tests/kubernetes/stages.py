@@ -23,7 +23,9 @@ from tests.kubernetes.cluster import (
     Json,
     condition,
     is_leaving,
+    program,
     ready_seconds,
+    time_of,
     wait,
 )
 
@@ -113,8 +115,9 @@ class Run:
         cluster, began = self.cluster, time.monotonic()
         cluster.helm("install", "areal", *self.arguments())
         seconds = time.monotonic() - began
-        (job,) = cluster.get("jobs")
-        made = _seconds_of(job)
+        made = float(
+            wait("the end of the Job prepare", lambda: _seconds_of(*cluster.get("jobs")), 300)
+        )
         slowest = {c: max(map(ready_seconds, cluster.staying(c))) for c in SERVICES}
         self.notes.append(
             "A service's pod, from the start of its container to ready: "
@@ -261,7 +264,7 @@ class Run:
 
     def copy_redis(self, target: Path) -> None:
         """Its append-only file."""
-        command = ["kubectl", "-n", self.cluster.namespace, "exec", "areal-redis-0", "--"]
+        command = [program("kubectl"), "-n", self.cluster.namespace, "exec", "areal-redis-0", "--"]
         command += ["tar", "-C", "/data", "-cf", "-", "."]
         done = subprocess.run(command, capture_output=True, check=True, timeout=120)
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
@@ -315,11 +318,8 @@ def read_text_rows(text: str) -> list[Json]:
 
 
 def _seconds_of(job: Json) -> float:
-    from datetime import datetime
-
+    """From its start to its end; 0: it has not ended."""
     status = job["status"]
-    start, end = (
-        datetime.fromisoformat(status[key].replace("Z", "+00:00"))
-        for key in ("startTime", "completionTime")
-    )
-    return (end - start).total_seconds()
+    if "completionTime" not in status:
+        return 0.0
+    return (time_of(status["completionTime"]) - time_of(status["startTime"])).total_seconds()
