@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short elastic fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short elastic fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench scale e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -71,6 +71,9 @@ e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
 
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done
+
+scale: $(STAMP) ## What the control plane costs with 10, 100, 1000 simulated servers (ARGS="--episodes 50000 --replicas 4")
+	$(BIN)/python tools/scale_simulator.py $(ARGS)
 
 ##@ Check
 

@@ -174,6 +174,20 @@ async def run_pool(count: int, seconds: float, capacity: int) -> tuple[float, fl
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
+async def routing_us(count: int) -> float:
+    """CPU microseconds to choose one of so many servers for a request of a group of eight."""
+    table = ServerTable()
+    table.update(
+        [InferenceServer(f"s{i}", f"http://s{i}", ServerState.SERVING, 0) for i in range(count)]
+    )
+    began = time.process_time()
+    for number in range(20_000):
+        server = table.choose(0, f"g{number // 8}", 600)
+        assert server is not None
+        server.outstanding += 600
+    return (time.process_time() - began) / 20_000 * 1e6
+
+
 async def run_requests(port: int, groups: int, samples: int, concurrent: int) -> float:
     """CPU seconds for so many groups over HTTP."""
     table = ServerTable()
@@ -278,6 +292,12 @@ async def measure(repeats: int, port: int, peer: Peer | None) -> dict[str, Any]:
         print(f"{name:28}{cells}", flush=True)
     if peer is None:
         print("AReaL's WorkflowExecutor: not run, no --areal PYTHON was given (see --help)")
+    chosen = {}
+    for size in (10, 100, 1000):
+        costs = [await routing_us(size) for _ in range(5)]
+        chosen[size] = round(statistics.median(costs), 2)
+    result["routing_us"] = chosen
+    print(f"routing a request among 10, 100, 1000 servers: {list(chosen.values())} µs CPU")
     samples, groups = 8, 512
     await run_requests(port, 64, samples, 64)
     costs = [await run_requests(port, groups, samples, 64) for _ in range(repeats)]
