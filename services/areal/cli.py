@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 dead_letters = typer.Typer(no_args_is_help=True, help="Tasks that were given up, and why.")
 app.add_typer(dead_letters, name="dead-letters")
+versions = typer.Typer(no_args_is_help=True, help="Published policy versions, and who serves them.")
+app.add_typer(versions, name="versions")
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="The experiment file.")]
 RunOption = Annotated[
@@ -218,6 +220,25 @@ def dead_letters_drop(
     from areal.cli_dead_letters import drop_dead_letters
 
     _finish(lambda: drop_dead_letters(run, task_ids or [], everything=everything, as_json=json))
+
+
+@versions.command("list")
+def versions_list(run: RunOption = None, json: JsonOption = False) -> None:
+    """Show the versions that are kept, oldest first."""
+    from areal.cli_versions import list_versions
+
+    _finish(lambda: list_versions(run, as_json=json))
+
+
+@versions.command("show")
+def versions_show(
+    version: Annotated[int, typer.Argument(help="Policy version: finished train steps.")],
+    run: RunOption = None,
+) -> None:
+    """Show one version's files, tensors and digests as JSON."""
+    from areal.cli_versions import show_version
+
+    _finish(lambda: show_version(run, version))
 
 
 def main() -> None:

@@ -307,6 +307,15 @@ def read_manifest(folder: Path) -> PolicyVersion:
     return at_path(manifest, folder)
 
 
+def stored_versions(root: Path) -> list[PolicyVersion]:
+    """Every published version below `root`, oldest first; one without a manifest is left out."""
+    found = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        if parse_version_dir(folder.name) and (folder / MANIFEST).is_file():
+            found.append(read_manifest(folder))
+    return sorted(found, key=lambda version: (version.version, version.incarnation))
+
+
 def at_path(manifest: PolicyVersion, folder: Path) -> PolicyVersion:
     """The same manifest, found in `folder`."""
     return replace(manifest, path=str(folder))
