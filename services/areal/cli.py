@@ -1,4 +1,4 @@
-"""The command line: `areal run | up | config | down | status | scale | submit | logs | …`.
+"""The command line: `areal run | up | config | doctor | down | status | scale | submit | logs | …`.
 
 Only arguments live here; each command imports its work when it is called, so `--help` is fast.
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 interrupted.
@@ -45,6 +45,7 @@ class RunsOn(StrEnum):
     LOCAL = "local"
     SLURM = "slurm"
     RAY = "ray"
+    KUBERNETES = "kubernetes"
 
 
 def _finish(work: Callable[[], int]) -> None:
@@ -65,7 +66,12 @@ def run(
     overrides: Overrides = None,
     config: ConfigOption = None,
     json: JsonOption = False,
-    on: Annotated[RunsOn, typer.Option("--on", help="local, slurm or ray.")] = RunsOn.LOCAL,
+    on: Annotated[
+        RunsOn, typer.Option("--on", help="local, slurm, ray or kubernetes.")
+    ] = RunsOn.LOCAL,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="kubernetes: leave the release when it has finished.")
+    ] = False,
 ) -> None:
     """Start everything the recipe needs, on this machine or a cluster; train; clean up.
 
@@ -74,7 +80,7 @@ def run(
     """
     from areal.cli_places import run_on
 
-    _finish(lambda: run_on(on.value, recipe, config, overrides or [], as_json=json))
+    _finish(lambda: run_on(on.value, recipe, config, overrides or [], as_json=json, keep=keep))
 
 
 @app.command()
@@ -112,6 +118,20 @@ def config(
     from areal.cli_stack import print_config
 
     _finish(lambda: print_config(recipe, config, overrides or []))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="The recipe; default: none.")] = None,
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+    on: Annotated[RunsOn, typer.Option("--on", help="local or kubernetes.")] = RunsOn.LOCAL,
+) -> None:
+    """Look whether a run would work, here or on a cluster; exit code 1 when it would not."""
+    from areal.cli_doctor import examine
+
+    _finish(lambda: examine(on.value, recipe, config, overrides or [], as_json=json))
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal.cli_stack import resolve_run, run_foreground
+from areal.cli_stack import read_experiment, resolve_run, run_foreground
 from areal.launchers.places import Place
 
 
@@ -15,8 +15,15 @@ def run_on(
     overrides: list[str],
     *,
     as_json: bool,
+    keep: bool,
 ) -> int:
-    """Resolves the experiment and runs it there: local, slurm or ray; the exit code."""
+    """Resolves the experiment and runs it there: local, slurm, ray or kubernetes; the exit code."""
+    if on == "kubernetes":
+        from areal.cli_kubernetes import run_on_kubernetes
+
+        # The model lies on the cluster's volume: whether it is here does not matter.
+        experiment, _ = read_experiment(recipe, config, overrides)
+        return run_on_kubernetes(experiment, as_json=as_json, keep=keep)
     resolved = resolve_run(recipe, config, overrides)
     place: Place | None = None
     if on == "slurm":

@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import sys
 import time
 from pathlib import Path
 
+from areal.cli_follow import Follower
 from areal.config import BaseExperimentConfig, load_service_config, save_config
 from areal.errors import ArealError, WaitTimeout
 from areal.launchers.followed import FollowedStack
@@ -29,9 +28,6 @@ from areal.launchers.run_folder import RunFolder
 from areal.launchers.secret_files import place_secrets
 from areal.launchers.slurm import JobState, end_job, job_state, render_script, submit
 from areal.observability.display import Display, choose_display
-from areal.observability.logging import configure_logging
-from areal.observability.poller import StackPoller
-from areal.observability.shown import NoUsage
 from areal.observability.summary import read_results
 from areal.security import Security
 
@@ -39,14 +35,14 @@ LOOK_INTERVAL_S = 1.0
 # Slurm's controller serves everybody: it is asked less often than our own files.
 ASK_INTERVAL_S = 5.0
 END_TIMEOUT_S = 120.0
+# Slurm may give no answer for so long before following is given up; the job goes on.
+SILENCE_S = 600.0
 
 
 def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     """Submits the job and shows it until it ends; returns the exit code."""
     folder = RunFolder(config.run_dir.resolve())
     os.close(folder.lock(wait_s=0.0))  # refuses what the job would refuse
-    log = folder.log_of("follower").open("a", buffering=1)  # libraries may log to the very last
-    configure_logging("follower", config.namespace, stream=log)
     config.run_root = str(Path(config.run_root).resolve())
     place_secrets(config, folder)
     experiment = folder.path / "job.yaml"
@@ -59,48 +55,37 @@ def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     return asyncio.run(JobFollower(job, stack, choose_display(as_json=as_json, quiet=False)).run())
 
 
-class JobFollower:
+class JobFollower(Follower):
     """Shows one job until it has ended."""
 
     def __init__(self, job: str, stack: FollowedStack, display: Display) -> None:
         """`job`: submitted."""
+        super().__init__("slurm", stack, display)
         self._job = job
-        self._stack = stack
-        self._display = display
-        self._signals = 0
-        self._signalled = asyncio.Event()
-        self._poller: StackPoller | None = None
-        self._drawing: asyncio.Task[None] | None = None
         self._said = ""
+        self._silent_since = 0.0
 
     async def run(self) -> int:
         """Until the end; the exit code."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signum, self._on_signal)
-        self._say(f"job {self._job} submitted; script {self._stack.folder.path / 'job.sh'}")
+        self.handle_signals()
+        self.say(f"job {self._job} submitted; script {self.stack.folder.path / 'job.sh'}")
         try:
             state = await self._follow()
         finally:
-            await self._stop_showing()
+            await self.stop_showing("the job has ended")
         return self._conclude(state)
-
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._signalled.set()
 
     async def _follow(self) -> JobState:
         state, asked, ending, handled = JobState("PENDING"), -ASK_INTERVAL_S, 0.0, 0
         while True:
             now = time.monotonic()
-            if now - asked >= ASK_INTERVAL_S or self._signalled.is_set():
-                state, asked = await asyncio.to_thread(job_state, self._job), now
-                self._say_state(state)
+            if now - asked >= ASK_INTERVAL_S or self.signalled.is_set():
+                state, asked = await self._ask(state), now
                 if not state.active:
                     return state
-            self._signalled.clear()
-            if self._signals > handled:
-                handled, ending = self._signals, ending or now
+            self.signalled.clear()
+            if self.signals > handled:
+                handled, ending = self.signals, ending or now
                 await asyncio.to_thread(self._end, state, gently=handled == 1)
             if ending and now - ending > END_TIMEOUT_S:
                 if now - ending > 2 * END_TIMEOUT_S:
@@ -110,41 +95,48 @@ class JobFollower:
                 await asyncio.to_thread(end_job, self._job, gently=False)
             self._look()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signalled.wait(), LOOK_INTERVAL_S)
+                await asyncio.wait_for(self.signalled.wait(), LOOK_INTERVAL_S)
+
+    async def _ask(self, last: JobState) -> JobState:
+        """The job's state; the last one while Slurm's controller is away for a moment."""
+        try:
+            state = await asyncio.to_thread(job_state, self._job)
+        except ArealError as error:
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since > SILENCE_S:
+                raise WaitTimeout(
+                    f"the state of job {self._job}",
+                    on="Slurm",
+                    since=self._silent_since,
+                    hint=str(error),
+                ) from None
+            return last
+        self._silent_since = 0.0
+        self._say_state(state)
+        return state
 
     def _end(self, state: JobState, *, gently: bool) -> None:
-        self._say("ending the job; once more: at once" if gently else "ending the job at once")
+        self.say("ending the job; once more: at once" if gently else "ending the job at once")
         end_job(self._job, gently=gently and state.state == "RUNNING")
 
     def _look(self) -> None:
         """Reads what the launcher in the job writes; shows it once its endpoints are known."""
-        if not self._stack.refresh({"slurm_job": self._job}) or self._poller is not None:
-            return
-        self._stack.config = load_service_config(self._stack.folder.config_file)
-        security = Security.load(self._stack.config.security)
-        self._poller = StackPoller(self._stack.config.endpoints, security)
-        self._poller.start()
-        self._display.begin(self._stack, self._poller, NoUsage())
-        self._drawing = asyncio.create_task(self._display.run(), name="display")
-
-    async def _stop_showing(self) -> None:
-        if self._drawing is not None:
-            self._drawing.cancel()
-            await asyncio.gather(self._drawing, return_exceptions=True)
-            self._drawing = None
-            self._display.end("the job has ended")
-        if self._poller is not None:
-            await self._poller.close()
+        if self.poller is None and self.stack.refresh({"slurm_job": self._job}):
+            self.stack.config = load_service_config(self.stack.folder.config_file)
+            security = Security.load(self.stack.config.security)
+            self.show(self.stack.config.endpoints, security)
+        elif self.poller is not None:
+            self.stack.refresh({"slurm_job": self._job})
 
     def _conclude(self, state: JobState) -> int:
-        folder, stack = self._stack.folder, self._stack
+        folder, stack = self.stack.folder, self.stack
         ours = stack.refresh({"slurm_job": self._job})
         summary = read_results(folder.summary_file) if ours else {}
         if ours and stack.state in ("stopped", "failed") and summary:
             error = ArealError(stack.cause) if stack.cause else None
-            self._display.summary(stack, summary, error)
+            self.display.summary(stack, summary, error)
             return {"finished": 0, "interrupted": 130}.get(str(summary.get("status")), 1)
-        if self._signals:
+        if self.signals:
             return 130
         output = folder.logs / f"slurm-{self._job}.out"
         said = " | ".join(last_lines(output)) or "(empty)"
@@ -154,11 +146,4 @@ class JobFollower:
         text = f"job {self._job} {state.state}{f' ({state.reason})' if state.reason else ''}"
         if text != self._said:
             self._said = text
-            self._say(text)
-
-    def _say(self, text: str) -> None:
-        """A line while nothing else is on the screen."""
-        if self._drawing is None:
-            print(f"areal: {text}", file=sys.stderr, flush=True)  # noqa: T201
-        else:
-            self._stack.events.report("info", "slurm", text)
+            self.say(text)

@@ -61,19 +61,20 @@ def resolve_run(recipe: Path, config: Path | None, overrides: list[str]) -> Reso
     Raises:
         InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
     """
-    resolved, module = _read_experiment(recipe, config, overrides)
+    resolved, module = read_experiment(recipe, config, overrides)
     return _with_model(resolved, callable(getattr(module, "prepare_model", None)))
 
 
 def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
     """Prints the resolved experiment file; whether its model is there is not asked."""
-    sys.stdout.write(as_yaml(_read_experiment(recipe, config, overrides)[0]))
+    sys.stdout.write(as_yaml(read_experiment(recipe, config, overrides)[0]))
     return 0
 
 
-def _read_experiment(
+def read_experiment(
     recipe: Path, config: Path | None, overrides: list[str]
 ) -> tuple[BaseExperimentConfig, ModuleType]:
+    """The resolved experiment and its recipe's module; whether the model is there is not asked."""
     source = Recipe.read(recipe)
     module = load_recipe(source.source, str(recipe))
     if not callable(getattr(module, "main", None)):

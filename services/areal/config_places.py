@@ -1,10 +1,10 @@
-"""What `areal run --on …` needs to know of the place."""
+"""What `areal run --on slurm` and `--on kubernetes` need to know of the place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["SlurmConfig"]
+__all__ = ["KubernetesConfig", "SlurmConfig"]
 
 
 @dataclass
@@ -23,3 +23,23 @@ class SlurmConfig:
     """Shell lines that the job runs first, e.g. `module load cuda`."""
     sbatch: list[str] = field(default_factory=list)
     """More arguments of sbatch, e.g. [--qos=high, --constraint=h100]."""
+
+
+@dataclass
+class KubernetesConfig:
+    """The release that `areal run --on kubernetes` installs or upgrades."""
+
+    namespace: str = ""
+    """Empty: the kubeconfig context's."""
+    release: str = ""
+    """Empty: experiment and trial, joined."""
+    chart: str = "charts/areal"
+    """Folder or reference of the chart."""
+    values: list[str] = field(default_factory=list)
+    """Values files, the later win."""
+    helm: str = "helm"
+    """The program."""
+    kubectl: str = "kubectl"
+    """The program."""
+    timeout_s: float = 600.0
+    """For buffer and weight-sync to become ready; images are pulled meanwhile."""

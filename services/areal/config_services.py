@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal.config_places import SlurmConfig
+from areal.config_places import KubernetesConfig, SlurmConfig
 
 __all__ = [
     "TRANSPORTS",
@@ -161,6 +161,7 @@ class StackConfig:
     ranks_per_node: int = 0
     """Trainer ranks on one node; 0: as many as it has GPUs, or all of them where it has none."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
 
 @dataclass

@@ -15,8 +15,6 @@ import math
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import BaseExperimentConfig
-from areal.errors import ArealError, ConfigError, NotFound
+from areal.errors import ArealError, ConfigError
+from areal.launchers.commands import run_command
 from areal.launchers.places import EVERYWHERE, Hosts, assign, shape_of
 from areal.launchers.processes import Child, ProcessSpec, Slot
 from areal.security import without_secrets
 
-COMMAND_TIMEOUT_S = 60.0
 # Before the time limit: for the step in progress, a checkpoint and the end of everything.
 END_NOTICE_S = 60
 
@@ -138,25 +136,7 @@ def end_job(job: str, *, gently: bool) -> None:
 
 
 def _run(argv: list[str], environment: Mapping[str, str] | None = None) -> str:
-    if shutil.which(argv[0]) is None:
-        raise NotFound(
-            f"--on slurm: no program {argv[0]!r} on PATH; is this a node of the cluster?"
-        )
-    try:
-        done = subprocess.run(  # noqa: S603 - Slurm's own programs
-            argv,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=COMMAND_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ArealError(f"{argv[0]}: no answer within {COMMAND_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ArealError(f"{argv[0]}: {said}")
-    return done.stdout
+    return run_command(argv, "is this a node of a Slurm cluster?", environment=environment)
 
 
 def _plain(key: str, value: str) -> str:

@@ -1,0 +1,58 @@
+"""`areal doctor`: a table, or JSON; exit code 1 when a run would fail."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal.cli_stack import read_experiment
+from areal.config import GRPOConfig, build_config
+from areal.launchers.doctor import Finding, Verdict, examine_here
+from areal.launchers.doctor_kubernetes import ClusterDoctor
+from areal.launchers.kubernetes import Release
+
+_STYLE = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.MISSING: "bold red"}
+
+
+def examine(
+    on: str, recipe: Path | None, config: Path | None, overrides: list[str], *, as_json: bool
+) -> int:
+    """Prints what is there and what is not; returns the exit code."""
+    if recipe is not None:
+        experiment, module = read_experiment(recipe, config, overrides)
+        can_prepare = callable(getattr(module, "prepare_model", None))
+    else:
+        experiment, can_prepare = build_config(GRPOConfig, config, overrides), False
+    if on == "kubernetes":
+        with tempfile.TemporaryDirectory(prefix="areal-doctor-") as folder:
+            experiment.recipe = experiment.recipe or _empty(Path(folder) / "recipe.py")
+            findings = ClusterDoctor(Release(experiment, Path(folder))).examine()
+    else:
+        findings = examine_here(experiment, can_prepare=can_prepare)
+    if as_json:
+        print(json.dumps([asdict(each) for each in findings], indent=2))  # noqa: T201
+    else:
+        _print(findings)
+    return int(any(each.verdict is Verdict.MISSING for each in findings))
+
+
+def _empty(file: Path) -> str:
+    """The chart's own recipe then: an empty value asks for it."""
+    file.touch()
+    return str(file)
+
+
+def _print(findings: list[Finding]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for header in ("check", "", "found", "how to fix"):
+        table.add_column(header, overflow="fold")
+    for each in findings:
+        verdict = Text(each.verdict.value, _STYLE[each.verdict])
+        table.add_row(each.name, verdict, Text(each.found), Text(each.fix))
+    Console().print(table)

@@ -1,0 +1,228 @@
+"""`areal run --on kubernetes`: install or upgrade, follow, leave or remove.
+
+    helm upgrade --install ──> starting ──> ready ──> trainer's job ends ──> summary ──> uninstall
+                                  │            │ Ctrl-C: the release runs on         (unless --keep)
+                                  └────────────┴──> how to follow again, how to remove
+
+| state    | consumes       | waits for                       | unblocked by                     |
+|----------|----------------|---------------------------------|----------------------------------|
+| starting | kubectl        | pods of buffer and weight-sync  | ready; stack.kubernetes.timeout_s |
+| ready    | port-forwards  | the trainer's job, or a signal  | its condition, a signal          |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from typing import Any
+
+from areal.cli_follow import Follower
+from areal.cli_stack import PLOT_TIMEOUT_S
+from areal.config import BaseExperimentConfig
+from areal.errors import ArealError, WaitTimeout
+from areal.launchers.followed import FollowedStack
+from areal.launchers.kubernetes import Outcome, Release, problems_of, processes_of
+from areal.launchers.ports import PortPicker
+from areal.launchers.processes import ProcessSpec, python_environment
+from areal.launchers.run_folder import RunFolder, write_json
+from areal.launchers.supervisor import RestartPolicy, Supervisor
+from areal.observability.display import choose_display
+from areal.observability.poller import Snapshot
+from areal.observability.summary import build_summary
+
+LOOK_INTERVAL_S = 3.0
+# The cluster's API may be away for so long before following is given up.
+SILENCE_S = 120.0
+NEEDED = ("buffer", "weight-sync")
+
+
+def run_on_kubernetes(config: BaseExperimentConfig, *, as_json: bool, keep: bool) -> int:
+    """Drives one release; returns the exit code."""
+    folder = RunFolder(config.run_dir)
+    release = Release(config, folder.path / "kubernetes")
+    release.install()
+    stack = FollowedStack(config, folder, "Ctrl-C leaves it running")
+    display = choose_display(as_json=as_json, quiet=False)
+    follower = ReleaseFollower(release, Follower("kubernetes", stack, display), keep=keep)
+    return asyncio.run(follower.run())
+
+
+class ReleaseFollower:
+    """Shows one release until its trainer has ended."""
+
+    def __init__(self, release: Release, follower: Follower, *, keep: bool) -> None:
+        """`release`: installed."""
+        self._release = release
+        self._follower = follower
+        self._keep = keep
+        self._began = time.monotonic()
+        self._told: dict[str, str] = {}
+        # A pod that is replaced ends its port-forward, any number of times in a long run.
+        self._forwards = Supervisor(
+            f"forward:{uuid.uuid4().hex}",
+            RestartPolicy(max_restarts=1_000_000, ready_timeout_s=60.0),
+            self._on_forward,
+        )
+
+    async def run(self) -> int:
+        """Until the end; the exit code."""
+        follower = self._follower
+        follower.handle_signals()
+        follower.say(f"release {self._release.name}: {self._where()}")
+        outcome, snapshot = Outcome(), Snapshot()
+        try:
+            outcome = await self._follow()
+        finally:
+            if follower.poller is not None:
+                snapshot = await follower.poller.refresh(timeout=3.0)
+            await follower.stop_showing("no longer following")
+            await self._forwards.stop([list(self._forwards.processes)], grace_s=3.0)
+        if not outcome.word:
+            self._say_how_to_go_on()
+            return 130
+        return await self._conclude(outcome, snapshot)
+
+    async def _follow(self) -> Outcome:
+        stack, silent_since = self._follower.stack, 0.0
+        while not self._follower.signals:
+            try:
+                outcome = await asyncio.to_thread(self._look)
+                silent_since = 0.0
+            except ArealError as error:
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > SILENCE_S:
+                    raise WaitTimeout(
+                        "an answer", on="the cluster", since=silent_since, hint=str(error)
+                    ) from None
+                outcome = Outcome()
+            if outcome.word:
+                stack.state = outcome.word
+                return outcome
+            if self._follower.poller is None and stack.state == "ready":
+                await self._show()
+            self._check_deadline()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._follower.signalled.wait(), LOOK_INTERVAL_S)
+        return Outcome()
+
+    def _look(self) -> Outcome:
+        """Asks the cluster once."""
+        stack, pods = self._follower.stack, self._release.pods()
+        stack.processes = processes_of(pods, self._release.name)
+        for pod, problem in problems_of(pods).items():
+            if self._told.get(pod) != problem:
+                self._told[pod] = problem
+                self._follower.say(f"pod {pod}: {problem}")
+        up = {
+            pod["metadata"]["labels"].get("app.kubernetes.io/component")
+            for pod in pods
+            if (pod.get("status") or {}).get("phase") == "Running"
+            and all(s.get("ready") for s in pod["status"].get("containerStatuses") or [{}])
+        }
+        if stack.state == "starting" and up.issuperset(NEEDED):
+            stack.state = "ready"
+        return self._release.outcome()
+
+    async def _show(self) -> None:
+        """Forwards ports and begins to draw."""
+        release, picker = self._release, PortPicker()
+        services = await asyncio.to_thread(release.services)
+        ports = {component: picker.pick(component) for component in services}
+        logs = self._follower.stack.folder
+        self._forwards.start(
+            *(
+                ProcessSpec(
+                    f"forward-{component}",
+                    release.forward(component, port),
+                    logs.log_of(f"forward-{component}"),
+                )
+                for component, port in ports.items()
+            )
+        )
+        endpoints = release.endpoints(ports)
+        self._follower.stack.config.endpoints = endpoints
+        self._follower.show(endpoints, await asyncio.to_thread(release.security))
+
+    def _check_deadline(self) -> None:
+        limit = self._release.config.stack.kubernetes.timeout_s
+        if self._follower.stack.state != "starting" or time.monotonic() - self._began < limit:
+            return
+        waiting = [n for n, p in self._follower.stack.processes.items() if p.state != "up"]
+        said = "; ".join(f"{pod}: {why}" for pod, why in self._told.items())
+        raise WaitTimeout(
+            f"pods of {' and '.join(NEEDED)}",
+            on=f"release {self._release.name}, which stays",
+            since=self._began,
+            hint=said or f"not ready: {', '.join(waiting) or 'no pods yet'}",
+        )
+
+    def _on_forward(self, level: str, process: str, text: str) -> None:
+        """Port-forwards end with their pods: worth a line in the log only."""
+        if level == "error":
+            self._follower.stack.events.report("warning", process, text)
+
+    async def _conclude(self, outcome: Outcome, snapshot: Snapshot) -> int:
+        stack, folder = self._follower.stack, self._follower.stack.folder
+        error: ArealError | None = None
+        if outcome.word == "failed":
+            words = await asyncio.to_thread(self._release.last_words)
+            error = ArealError(f"{outcome.cause}{f' | {words}' if words else ''}")
+        summary = self._sum_up(outcome, snapshot)
+        await self._plot()
+        self._follower.display.summary(stack, summary, error)
+        if error is not None or self._keep:
+            self._say_how_to_go_on()
+        else:
+            await asyncio.to_thread(self._release.uninstall)
+            self._follower.say(
+                f"release {self._release.name} removed; checkpoints are on its volume, the "
+                f"summary in {folder.path}"
+            )
+        return 0 if error is None else 1
+
+    def _sum_up(self, outcome: Outcome, snapshot: Snapshot) -> dict[str, Any]:
+        stack, folder = self._follower.stack, self._follower.stack.folder
+        summary = build_summary(
+            status=outcome.word,
+            rows=snapshot.rows,
+            results={},
+            snapshot=snapshot,
+            wall_s=time.monotonic() - self._began,
+            cpu_s=0.0,
+            memory_mb={},
+            restarts={n: p.restarts for n, p in stack.processes.items()},
+        )
+        write_json(folder.summary_file, summary)
+        rows = "".join(json.dumps(row) + "\n" for row in snapshot.rows)
+        folder.metrics_file.write_text(rows)
+        return summary
+
+    async def _plot(self) -> None:
+        import sys
+
+        folder = self._follower.stack.folder
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "areal.observability.plots", str(folder.path)),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=python_environment(),
+        )
+        try:
+            await asyncio.wait_for(process.wait(), PLOT_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+
+    def _where(self) -> str:
+        namespace = self._release.config.stack.kubernetes.namespace
+        return f"namespace {namespace}" if namespace else "the context's namespace"
+
+    def _say_how_to_go_on(self) -> None:
+        release = self._release
+        helm, kubectl = " ".join(release.helm_command), " ".join(release.kubectl_command)
+        selector = f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=trainer"
+        self._follower.say(f"release {release.name} stays. Follow it: the same command again, or")
+        self._follower.say(f"  {kubectl} logs -f -l {selector}")
+        self._follower.say(f"Remove it: {helm} uninstall {release.name}")

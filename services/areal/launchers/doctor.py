@@ -1,0 +1,210 @@
+"""`areal doctor`: would a run work here? Looks, changes nothing, starts nothing.
+
+Each finding is ok, missing (a run would fail) or a note (it would work, with the loss named).
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from areal.config import BaseExperimentConfig, parse_allocation
+from areal.errors import ArealError
+from areal.launchers.places import shape_of
+from areal.launchers.plan import missing_model
+from areal.launchers.ports import FIRST_PORT, LAST_PORT, PortPicker
+from areal.launchers.stores import find_nats_server, find_redis_server
+from areal.security import Security
+
+_GIB = 1024**3
+# Besides the model: services, logs, stores of a small run.
+_BASE_DISK, _BASE_MEMORY = 1 * _GIB, int(1.5 * _GIB)
+
+
+class Verdict(StrEnum):
+    """What a finding means for a run."""
+
+    OK = "ok"
+    NOTE = "note"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    """How to get it; empty when ok."""
+
+
+def ok(name: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Verdict.OK, found)
+
+
+def note(name: str, found: str, fix: str) -> Finding:
+    """Works, with a loss."""
+    return Finding(name, Verdict.NOTE, found, fix)
+
+
+def missing(name: str, found: str, fix: str) -> Finding:
+    """A run would fail."""
+    return Finding(name, Verdict.MISSING, found, fix)
+
+
+Check = Callable[[], Finding]
+
+
+def examine(checks: dict[str, Check]) -> list[Finding]:
+    """Runs checks; one that fails is a finding itself."""
+    findings = []
+    for name, check in checks.items():
+        try:
+            findings.append(check())
+        except ArealError as error:
+            findings.append(missing(name, str(error), "see the message"))
+    return findings
+
+
+def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Finding]:
+    """This machine.
+
+    Args:
+        config: Valid.
+        can_prepare: The recipe makes its model.
+    """
+    model = _model_bytes(config)
+    return examine(
+        {
+            "python": _python,
+            "torch": _torch,
+            "gpus": lambda: _gpus(config),
+            "redis": lambda: _program("redis", config.endpoints.redis, find_redis_server),
+            "nats": lambda: _program("nats", config.endpoints.nats, find_nats_server),
+            "ports": _ports,
+            "disk": lambda: _disk(config, model),
+            "memory": lambda: _memory(config, model),
+            "model": lambda: _model(config, can_prepare=can_prepare),
+            "secrets": lambda: _secrets(config),
+        }
+    )
+
+
+def _python() -> Finding:
+    # An older one would not have come this far: pyproject.toml refuses it.
+    return ok("python", f"{platform.python_version()} in {sys.prefix}")
+
+
+def _torch() -> Finding:
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        fix = "pip install 'areal[cpu]', or your CUDA build of torch and 'areal[trainer]'"
+        return missing("torch", "not installed", fix)
+    absent = [name for name in ("transformers", "safetensors") if not _installed(name)]
+    if absent:
+        return missing("torch", f"no {', '.join(absent)}", "pip install 'areal[trainer]'")
+    return ok("torch", version)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _gpus(config: BaseExperimentConfig) -> Finding:
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    wanted = config.stack.gpus_per_node
+    if wanted > devices:
+        return missing("gpus", f"{devices} here", f"stack.gpus_per_node={devices}, or a driver")
+    if wanted:
+        nodes = shape_of(config).nodes
+        if nodes > 1:
+            fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
+            return missing("gpus", f"one node of the {nodes} that the allocation takes", fix)
+        return ok("gpus", f"{devices} here, {wanted} used at most")
+    if devices:
+        return note("gpus", f"{devices} here, unused", f"stack.gpus_per_node={devices}")
+    return ok("gpus", "none, none asked for")
+
+
+def _program(name: str, endpoint: str, find: Callable[[], str]) -> Finding:
+    if endpoint:
+        return ok(name, f"endpoints.{name} is set")
+    try:
+        return ok(name, find())
+    except ArealError as error:
+        return missing(name, str(error), f"install it, or set endpoints.{name}")
+
+
+def _ports() -> Finding:
+    try:
+        port = PortPicker().pick("doctor")
+    except OSError as error:
+        return missing("ports", str(error), "end what listens there")
+    return ok("ports", f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
+
+
+def _model_bytes(config: BaseExperimentConfig) -> int:
+    return sum(file.stat().st_size for file in Path(config.model.path or ".").glob("*.safetensors"))
+
+
+def _disk(config: BaseExperimentConfig, model: int) -> Finding:
+    # Published versions, and checkpoints with two moments of the optimizer in float32.
+    versions = config.weight_sync.keep_versions + 1
+    needed = _BASE_DISK + model * versions + 6 * model * (config.checkpoint.keep + 1)
+    folder = Path(config.run_root).resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    found = f"{free / _GIB:.1f} GiB free in {folder}"
+    if free < needed:
+        fix = f"about {needed / _GIB:.1f} GiB, or fewer checkpoint.keep, weight_sync.keep_versions"
+        return missing("disk", found, fix)
+    return ok("disk", f"{found}, about {needed / _GIB:.1f} needed")
+
+
+def _memory(config: BaseExperimentConfig, model: int) -> Finding:
+    allocation = parse_allocation(config.allocation_mode)
+    # On CPUs: a copy per server, and 4 of the trainer's (weights, gradients, two moments).
+    copies = 0 if config.stack.gpus_per_node else allocation.inference_replicas + 8
+    needed = _BASE_MEMORY + model * copies + config.buffer.max_memory_mb * 1024**2 // 8
+    free = psutil.virtual_memory().available
+    found = f"{free / _GIB:.1f} GiB available, about {needed / _GIB:.1f} needed"
+    if free < needed:
+        return note("memory", found, "fewer servers in allocation_mode, or another machine")
+    return ok("memory", found)
+
+
+def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
+    if config.endpoints.inference and not config.model.path:
+        return ok("model", "servers have their own")
+    why = missing_model(config)
+    if not why:
+        return ok("model", config.model.path)
+    if can_prepare and config.model.path:
+        return ok("model", f"the recipe makes it in {config.model.path}")
+    return missing("model", why, "model.path=DIRECTORY with config.json and *.safetensors")
+
+
+def _secrets(config: BaseExperimentConfig) -> Finding:
+    security = Security.load(config.security)
+    for key in ("token_file", "redis_password_file", "nats_token_file", "tls_key"):
+        file = getattr(config.security, key)
+        if file and Path(file).stat().st_mode & 0o077:
+            return note("secrets", f"security.{key}: others may read {file}", f"chmod 600 {file}")
+    return ok("secrets", "a token" if security.token else "no token: everything on loopback")
