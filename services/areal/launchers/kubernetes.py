@@ -12,11 +12,12 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from omegaconf import OmegaConf
 
-from areal.config import BaseExperimentConfig, parse_allocation, save_config
+from areal.config import BaseExperimentConfig, parse_allocation
 from areal.config_places import KubernetesConfig, SlurmConfig
 from areal.config_services import EndpointsConfig
 from areal.errors import ArealError, ConfigError, NotFound
@@ -57,6 +58,36 @@ def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
             "gpusPerPod": shape.ranks_per_node if gpus else 0,
         },
     }
+
+
+def experiment_to_send(config: BaseExperimentConfig) -> str:
+    """The experiment file for the chart: what differs from the defaults.
+
+    Images may be of another version than this machine: they refuse keys that they do not know,
+    so those that nobody has set stay here. So does what only concerns this machine.
+    """
+    sent = deepcopy(config)
+    sent.recipe = ""
+    sent.stack.kubernetes, sent.stack.slurm = KubernetesConfig(), SlurmConfig()
+    sent.stack.gpus_per_node = sent.stack.ranks_per_node = 0
+    chosen, defaults = (
+        cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(each), enum_to_str=True))
+        for each in (sent, type(config)())
+    )
+    return yaml.safe_dump(_difference(chosen, defaults), sort_keys=False)
+
+
+def _difference(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    result = {}
+    for key, value in chosen.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = _difference(value, default)  # noqa: PLW2901
+            if value:
+                result[key] = value
+        elif value != default:
+            result[key] = value
+    return result
 
 
 @dataclass(frozen=True)
@@ -107,10 +138,7 @@ class Release:
         values = self._folder / "allocation-values.yaml"
         values.write_text(yaml.safe_dump(allocation_values(self.config)))
         experiment = self._folder / "experiment.yaml"
-        sent = deepcopy(self.config)
-        # Where things lie here is nobody's business there; and nothing of it may replace the trainer.
-        sent.recipe, sent.stack.kubernetes, sent.stack.slurm = "", KubernetesConfig(), SlurmConfig()
-        save_config(sent, experiment)
+        experiment.write_text(experiment_to_send(self.config))
         files = [str(values), *self._settings.values]
         return [
             *(self.name, self._settings.chart),

@@ -15,7 +15,13 @@ from areal.config import GRPOConfig, build_config
 from areal.errors import ArealError, ConfigError
 from areal.launchers.doctor import Verdict, examine_here
 from areal.launchers.doctor_kubernetes import ClusterDoctor, quantity
-from areal.launchers.kubernetes import Release, allocation_values, problems_of, processes_of
+from areal.launchers.kubernetes import (
+    Release,
+    allocation_values,
+    experiment_to_send,
+    problems_of,
+    processes_of,
+)
 from areal.launchers.supervisor import ProcessState
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -92,6 +98,28 @@ def test_values_when_allocated_then_pods_and_gpus_follow(
     values = allocation_values(make(tmp_path, *overrides))
     assert values["sglang"] == sglang
     assert values["trainer"] == trainer
+
+
+def test_experiment_when_sent_then_only_what_was_chosen_goes(tmp_path: Path) -> None:
+    config = make(
+        tmp_path,
+        "gconfig.n_samples=4",
+        "stack.gpus_per_node=8",
+        "stack.rollout_workers=2",
+        "actor.optimizer.lr=0.5",
+    )
+    sent = yaml.safe_load(experiment_to_send(config))
+    assert sent == {
+        "model": {"path": "models/tiny"},
+        "gconfig": {"n_samples": 4},
+        "stack": {"rollout_workers": 2},
+        "actor": {"optimizer": {"lr": 0.5}},
+    }
+    file = tmp_path / "sent.yaml"
+    file.write_text(yaml.safe_dump(sent))
+    again = build_config(GRPOConfig, file, [])
+    assert again.gconfig == config.gconfig
+    assert again.actor == config.actor
 
 
 @needs_helm
