@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from areal.errors import ArealError
+from areal.errors import ArealError, NotFound
 from areal.launchers.commands import run_command
 from areal.launchers.doctor import Finding, examine, missing, note, ok
 from areal.launchers.kubernetes import Release
@@ -66,21 +66,31 @@ class ClusterDoctor:
 
     @cached_property
     def _objects(self) -> list[dict[str, Any]]:
-        """Rendered for this cluster's version and APIs."""
+        """Rendered for this cluster's version and APIs.
+
+        By helm's own look at the cluster; where that refuses, for what is missing is not installed,
+        with what the cluster serves added to the kinds that helm takes for granted.
+        """
+        command = [*self._release.helm_command, "template", *self._release.chart_arguments()]
+        hint = "stack.kubernetes.helm names it, `make setup` brings one"
+        try:
+            text = run_command([*command, "--validate", "--is-upgrade"], hint)
+        except NotFound:
+            raise
+        except ArealError:
+            text = run_command([*command, *self._capabilities()], hint)
+        return [each for each in yaml.safe_load_all(text) if each]
+
+    def _capabilities(self) -> list[str]:
         version = json.loads(self._release.kubectl("version", "-o", "json"))["serverVersion"]
         # Both forms: a chart may ask for a group's version or for a kind in it.
         served = [
             name for v, kinds in self._served.items() for name in (v, *(f"{v}/{k}" for k in kinds))
         ]
-        text = run_command(
-            [
-                *(*self._release.helm_command, "template", *self._release.chart_arguments()),
-                *("--kube-version", version["gitVersion"]),
-                *(part for each in served for part in ("--api-versions", each)),
-            ],
-            "stack.kubernetes.helm names it, `make setup` brings one",
-        )
-        return [each for each in yaml.safe_load_all(text) if each]
+        return [
+            *("--kube-version", version["gitVersion"]),
+            *(part for each in served for part in ("--api-versions", each)),
+        ]
 
     def _kinds(self) -> Finding:
         wanted = {(each["apiVersion"], each["kind"]) for each in self._objects}

@@ -68,7 +68,8 @@ def make(tmp_path: Path, *overrides: str) -> GRPOConfig:
 
 
 @pytest.fixture
-def kubectl(tmp_path: Path) -> FakeKubectl:
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKubectl:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))  # helm looks for a cluster by itself
     return FakeKubectl(tmp_path / "bin")
 
 
