@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from areal.tensor_file import HostTensor
+from areal.tensor_file import HostTensor, item_bytes
 from areal.transports import delta
 from areal.transports.base import NewVersion
 from areal.transports.disk import DiskPublisher
@@ -250,11 +250,11 @@ def bench_versions(folders: list[Path]) -> None:
     from areal.engines.publishing import host_tensors
 
     old, new = (load_file(folder / "model.safetensors") for folder in folders)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("as stored", "bfloat16"):
         cast = partial(_cast, dtype=dtype)
         before = {t.name: t.data for t in host_tensors((n, cast(t)) for n, t in old.items())}
         after = list(host_tensors((n, cast(t)) for n, t in new.items()))
-        size = sum(t.data.nbytes // (2 if dtype == "bfloat16" else 4) for t in after)
+        size = sum(t.data.nbytes // item_bytes(t.dtype) for t in after)
         raw = delta.encode(after, before, "")
         share = f"{delta.Delta(raw).changed() / size:.1%}" if raw else "most elements"
         report(f"of a real step, {dtype}, {share} changed", after, before)
