@@ -67,7 +67,7 @@ class Cluster:
         command = [program("kubectl"), "-n", self.namespace, *arguments]
         return self._run(command, timeout, check)
 
-    def helm(self, *arguments: str, timeout: float = 900.0) -> str:
+    def helm(self, *arguments: str, timeout: float = 1000.0) -> str:
         """Its output."""
         command = [program("helm"), "-n", self.namespace, *arguments]
         return self._run(command, timeout, check=True)
