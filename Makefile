@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short elastic fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench scale e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short elastic fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -64,6 +64,9 @@ test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embed
 
 e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, made here (Debian: slurm-wlm munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)
+
+e2e-kubernetes-run: $(STAMP) ## `areal run --on kubernetes` on the cluster of KUBECONFIG (AREAL_TAG=dev)
+	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
 e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,ray]'
