@@ -41,7 +41,7 @@ FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 areal \
     && useradd --uid 10001 --gid areal --home-dir /data --no-create-home --shell /usr/sbin/nologin areal \
     && mkdir /data /stores /secrets && chown areal:areal /data /stores /secrets
-COPY deploy/healthcheck.py /usr/local/bin/healthcheck
+COPY tools/compose/healthcheck.py /usr/local/bin/healthcheck
 ENV PATH=/opt/areal/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 WORKDIR /data
 USER 10001:10001

@@ -80,7 +80,7 @@ def test_compose_when_a_profile_is_off_then_its_services_are_too(
 def test_prometheus_when_it_looks_for_targets_then_every_service_is_one(
     services: dict[str, dict[str, Any]],
 ) -> None:
-    text = (ROOT / "deploy/observability/prometheus.yaml").read_text()
+    text = (ROOT / "tools/compose/observability/prometheus.yaml").read_text()
     jobs = {job["job_name"]: job for job in yaml.safe_load(text)["scrape_configs"]}
     scraped = {
         name
@@ -93,7 +93,7 @@ def test_prometheus_when_it_looks_for_targets_then_every_service_is_one(
 
 
 def check(url: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-IS", str(ROOT / "deploy/healthcheck.py"), url]
+    command = [sys.executable, "-IS", str(ROOT / "tools/compose/healthcheck.py"), url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

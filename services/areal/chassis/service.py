@@ -173,6 +173,8 @@ async def _start_grpc(
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            # A process that was starved finds its clients' pings in a heap: no reason to hang up.
+            ("grpc.http2.max_ping_strikes", 0),
         ],
     )
     for _, add in registrations:

@@ -28,21 +28,23 @@ def connect_redis(url: str, *, password: str = "", max_connections: int = 64) ->
     Args:
         url: redis://[:password@]host:port/db
         password: For a url that has none.
-        max_connections: Of the pool.
+        max_connections: Of the pool; a command beyond them waits for one to become free.
     """
     if not url:
         raise ConfigError("endpoints.redis '': expected redis://host:port")
     try:
-        return redis.Redis.from_url(
+        pool = redis.BlockingConnectionPool.from_url(
             url,
             password=password or None,  # one in the url wins
             max_connections=max_connections,
+            timeout=30,
             socket_timeout=30.0,
             socket_connect_timeout=5.0,
             health_check_interval=15,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries=6),
             retry_on_error=[RedisConnectionError, RedisTimeoutError],
         )
+        return redis.Redis.from_pool(pool)
     except ValueError:  # its words may quote a password
         raise ConfigError(
             f"endpoints.redis {redact(url)!r}: expected redis://[:password@]host:port/db, with "
