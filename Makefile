@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short elastic fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -46,6 +46,9 @@ chaos-short: $(STAMP) ## A minute and a half of it, as in CI
 
 elastic: $(STAMP) ## Train while inference servers go 2, 4, 1, 3 and one dies (ELASTIC_SEED=0 ELASTIC_STEPS=120)
 	$(BIN)/python -m pytest -q -s tests/chaos/test_elastic.py $(ARGS)
+
+elastic-sglang: $(STAMP) sglang ## The same on real SGLang: two servers, one joins, one dies (ELASTIC_STEPS=80)
+	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q -s tests/chaos/test_elastic_sglang.py $(ARGS)
 
 e2e-kubernetes: $(STAMP) ## A release on the cluster of KUBECONFIG trains, is scaled, hurt, upgraded, removed (ARGS=--build)
 	PYTHONPATH=services:. $(BIN)/python -m tests.kubernetes $(ARGS)

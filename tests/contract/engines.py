@@ -35,6 +35,8 @@ class EngineUnderTest:
     name: str
     """ "embedded" (areal-inference) or "real" (SGLang)."""
     url: str
+    pid: int
+    """The process that answers."""
     folders: list[Path]
     models: list[Any]
 
@@ -133,15 +135,15 @@ def running_engine(
     flags += ("--max-running-requests", "16")
     if name == "embedded":
         with running_server(folders[0], *flags) as server:
-            yield EngineUnderTest(name, server.url, folders, models)
+            yield EngineUnderTest(name, server.url, server.process.pid, folders, models)
         return
-    with running_sglang(folders[0], log, *flags) as url:
-        yield EngineUnderTest(name, url, folders, models)
+    with running_sglang(folders[0], log, *flags) as (url, pid):
+        yield EngineUnderTest(name, url, pid, folders, models)
 
 
 @contextmanager
-def running_sglang(model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """A real SGLang server on a free port; its url."""
+def running_sglang(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, int]]:
+    """A real SGLang server on a free port: its url, and the process that answers there."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -153,7 +155,7 @@ def running_sglang(model: Path, log: Path, *flags: str) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_up(process, f"{url}/model_info", log)
-        yield url
+        yield url, process.pid
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

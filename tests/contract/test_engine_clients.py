@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
+import signal
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 import torch
-from tests.contract.engines import CONTEXT, VOCABULARY, Http, chosen, reference
-from tests.inference_server import ServerProcess, start_process
+from tests.contract.engines import (
+    CONTEXT,
+    VOCABULARY,
+    EngineUnderTest,
+    Http,
+    chosen,
+    reference,
+    running_engine,
+)
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeStore
 
 from areal.engines.server_table import ServerTable
@@ -161,38 +173,43 @@ async def test_client_when_cancelled_then_the_server_stops_working_on_it(http: H
         await http.until(lambda load: not load["num_running_reqs"])
 
 
+@pytest.fixture
+def victim(
+    engine: EngineUnderTest, versions: tuple[list[Path], list[Any]], tmp_path: Path
+) -> Iterator[EngineUnderTest]:
+    """A second server of the same kind, at version 0; the test kills it."""
+    with running_engine(engine.name, *versions, tmp_path / "victim.log") as running:
+        yield running
+
+
 async def test_client_when_a_server_is_killed_then_its_tokens_are_kept_and_another_goes_on(
-    http: Http,
+    http: Http, victim: EngineUnderTest
 ):
-    """The first one is ours, and dies by kill -9; the engine under test goes on at version 1."""
+    """It dies by kill -9 while it streams; the other one goes on at version 1."""
     await http.update(1)
+    tokens = http.engine.long
     async with client_of(http) as (client, failures):
-        flags = ("--weight-version", "0", "--context-length", str(CONTEXT))
-        # 3000 tokens: seconds, of which it gets a part.
-        victim = ServerProcess(start_process(http.engine.folders[0], *flags))
-        try:
-            await asyncio.to_thread(victim.wait_for_event, "ready")
-            url, survivor = victim.url, http.engine.url
-            client.table.update([InferenceServer(url, url, ServerState.SERVING, 0, "")])
-            responses = [empty() for _ in range(4)]
-            tasks = [asyncio.create_task(client.generate(request(1500), r)) for r in responses]
-            async with aiohttp.ClientSession(url) as session:
-                await Http(http.engine, session).advance(4, 600)
-            client.table.update(
-                [
-                    InferenceServer(url, url, ServerState.SERVING, 0, ""),
-                    InferenceServer(survivor, survivor, ServerState.SERVING, 1, ""),
-                ]
-            )
-        finally:
-            victim.process.kill()
-            victim.stop()
+        dying, survivor = victim.url, http.engine.url
+        client.table.update([InferenceServer(dying, dying, ServerState.SERVING, 0, "")])
+        responses = [empty() for _ in range(4)]
+        tasks = [asyncio.create_task(client.generate(request(tokens), r)) for r in responses]
+        async with aiohttp.ClientSession(dying) as session:
+            await Http(victim, session).running(4)
+            await Http(victim, session).advance(4, tokens * 2 // 5)
+        client.table.update(
+            [
+                InferenceServer(dying, dying, ServerState.SERVING, 0, ""),
+                InferenceServer(survivor, survivor, ServerState.SERVING, 1, ""),
+            ]
+        )
+        os.kill(victim.pid, signal.SIGKILL)
         await asyncio.gather(*tasks)
         assert failures
         for response in responses:
             assert response.interruptions == 1
-            assert response.output_versions.count(0) >= 400
-            check(http, response, 1500)
+            assert response.output_versions.count(0) >= tokens // 4
+            assert 1 in response.output_versions
+            check(http, response, tokens)
 
 
 # ------------------------------------------------------------------ weight-sync's engine

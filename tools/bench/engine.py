@@ -119,13 +119,7 @@ def contenders(
     }
     venv = Path(os.environ.get("SGLANG_VENV", SERVE.parents[2] / ".venv-sglang"))
     if (venv / "bin" / "python").exists():
-        url = stack.enter_context(running_sglang(model_dir, folder / "sglang.log"))
-        pid = next(
-            c.laddr and c.pid
-            for c in psutil.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr.port == int(url.rsplit(":", 1)[1])
-        )
-        assert pid is not None
+        url, pid = stack.enter_context(running_sglang(model_dir, folder / "sglang.log"))
         found["sglang"] = lambda batch, seconds: asyncio.run(http_rate(url, pid, batch, seconds))
     return found
 

@@ -1,12 +1,13 @@
 """What a weight update costs those who generate: standstill, lost tokens, aborted requests.
 
-    python tools/bench/standstill.py [--requests 64] [--every 0.5] [--hidden 128] [--layers 3]
+    python tools/bench/standstill.py [--sglang] [--requests 64] [--every 0.5] [--hidden 128]
 
-The real coordinator updates a real areal_inference server every so often while so many requests of
-the real generation client run. Per mode, alternating: the share of time the server stood still
-(its own clock), standstill per update, requests it aborted, how long the trainer's publish call
-took, and tokens/s against the same without updates: that includes reading the weights, which
-happens beside generation and takes its share of the CPU. A table, then one JSON line.
+The real coordinator updates a real areal_inference server (or SGLang's, from `make sglang`) every
+so often while so many requests of the real generation client run. Per mode, alternating: the share
+of time the server stood still (areal_inference: its own clock; SGLang: from asking it to pause
+until it has answered that it goes on), standstill per update, requests it aborted, how long the
+trainer's publish call took, and tokens/s against the same without updates: that includes reading
+the weights, which takes its share of the CPU. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
 
+from tests.contract.engines import running_sglang
 from tests.inference_server import running_server
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeStore
 
@@ -65,6 +68,23 @@ async def counters(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
     return {**found, "time": time.perf_counter()}
 
 
+class _TimedEngine(HttpEngine):
+    """Counts the seconds from asking for a pause to the answer that it is over."""
+
+    paused = 0.0
+    _since = 0.0
+
+    async def pause(self, mode: str) -> None:
+        self._since = time.perf_counter()
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        await super().resume()
+        if self._since:
+            self.paused += time.perf_counter() - self._since
+        self._since = 0.0
+
+
 async def generate(client: SGLangClient, tokens: int) -> None:
     """Requests one after the other, for ever."""
     prompt = list(range(5, 25))
@@ -96,11 +116,17 @@ async def measure(
         setup_timeout_s=60.0,
     )
     await client.start()
+    engines: list[_TimedEngine] = []
     async with open_session({}) as session, aiohttp.ClientSession() as http:
+
+        def connect(url: str) -> _TimedEngine:
+            engines.append(_TimedEngine(url, session))
+            return engines[-1]
+
         coordinator = Coordinator(
             CoordinatorConfig(interrupt="in_place" if mode == "none" else mode),
             FakeStore(),
-            lambda url: HttpEngine(url, session),
+            connect,
             spawn,
         )
         changes = coordinator.open_feed()
@@ -129,6 +155,7 @@ async def measure(
             spawn(generate(client, options.tokens), "generate")
         await asyncio.sleep(1.0)
         before, started = await counters(http, url), time.perf_counter()
+        paused_before = sum(engine.paused for engine in engines)
         version, blocked = 0, []
         while time.perf_counter() - started < options.seconds:
             # On a grid, so that a slow update does not make itself rarer.
@@ -141,19 +168,21 @@ async def measure(
                 blocked.append(time.perf_counter() - began)
                 await confirmed(version)
         after = await counters(http, url)
-        gained = {key: after[key] - before[key] for key in before}
+        gained = {key: value - before.get(key, 0.0) for key, value in after.items()}
+        paused = sum(engine.paused for engine in engines) - paused_before
         await coordinator.stop()
         for task in tasks:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
     await client.close()
-    paused = gained["areal_inference_pause_seconds"]
+    paused = gained.get("areal_inference_pause_seconds", paused)
     return {
         "standstill_percent": 100 * paused / gained["time"],
         "standstill_ms": 1000 * paused / max(1, version),
         "updates": version,
-        "aborted": gained["sglang:num_aborted_requests"],
+        # SGLang lists it from the first one on.
+        "aborted": gained.get("sglang:num_aborted_requests", 0.0),
         "publish_ms": 1000 * statistics.median(blocked) if blocked else 0.0,
         "tokens_per_s": gained["sglang:generation_tokens"] / gained["time"],
     }
@@ -166,10 +195,14 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
     models = [make_tiny_model(folder / str(seed), seed=seed, **sizes) for seed in (0, 1)]
     rows: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     flags = ("--max-running-requests", str(options.requests), "--context-length", "2048")
-    with running_server(models[0], *flags) as server:
+    with ExitStack() as stack:
+        if options.sglang:
+            url, _ = stack.enter_context(running_sglang(models[0], folder / "log", *flags))
+        else:
+            url = stack.enter_context(running_server(models[0], *flags)).url
         for _ in range(options.repeat):
             for mode in MODES:
-                rows[mode].append(await measure(server.url, models, mode, options))
+                rows[mode].append(await measure(url, models, mode, options))
     return {
         mode: {key: statistics.median(row[key] for row in found) for key in found[0]}
         for mode, found in rows.items()
@@ -179,6 +212,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
 def main() -> int:
     """Prints the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--sglang", action="store_true", help="unmodified SGLang, not our engine")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="of each request, at most")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between updates")
@@ -207,6 +241,7 @@ def main() -> int:
         json.dumps(
             {
                 "bench": "standstill",
+                "engine": "sglang" if options.sglang else "areal_inference",
                 "load": round(os.getloadavg()[0], 1),
                 "target_percent": TARGET_PERCENT,
                 "met": met and not found["in_place"]["aborted"],

@@ -1,0 +1,228 @@
+"""A training whose inference servers come, go and die: done, watched, and its books checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from tests.chaos.books import Check, check_books, read_ledger, read_lines
+from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
+
+from areal.clients.weight_sync import WeightSyncClient
+from areal.errors import ArealError
+from areal.launchers.tags import find_tagged
+from areal.servers import ServerState
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, PROBLEMS, ETA = 32, 1000, 2
+KILL = "kill"
+_TOKENS = re.compile(r"^sglang:generation_tokens_total\{\S*\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to which training."""
+
+    trial: str
+    steps: int
+    actions: tuple[tuple[int, int | str], ...] = ()
+    """At which step: scale to so many, or KILL one."""
+    seed: int = 0
+    arguments: tuple[str, ...] = ()
+    ready_s: float = 300.0
+    """For the whole stack, and for each newcomer."""
+
+
+@dataclass
+class Run:
+    """One training, and what was seen of it."""
+
+    stack: RunningStack
+    wall_s: float = 0.0
+    """From the first step's end to the last's."""
+    happened: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    tokens: dict[str, float] = field(default_factory=dict)
+    """The most that each server, by url, was seen to have generated in one life."""
+    joined: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Each time a server, by url, began to serve: its version, and the current one."""
+    aborted: int = 0
+    """Requests that updates aborted."""
+    _serving: list[int] = field(default_factory=list)
+
+    @property
+    def servers(self) -> float:
+        """Serving, averaged over the time of training."""
+        return sum(self._serving) / max(1, len(self._serving))
+
+    def steps(self) -> int:
+        """Finished ones."""
+        file = self.stack.run_dir / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    async def watch(self, ended: asyncio.Event) -> None:
+        """Looks at the servers, several times a second."""
+        security = self.stack.security
+        client = WeightSyncClient(self.stack.address("weight-sync"), security)
+        before: set[str] = set()
+        try:
+            async with aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=5.0), headers=security.headers()
+            ) as http:
+                while not ended.is_set():
+                    # At the very end weight-sync goes.
+                    with contextlib.suppress(ArealError):
+                        servers, current = await client.list_servers(timeout=5.0)
+                        serving = {
+                            s.url: s.version for s in servers if s.state is ServerState.SERVING
+                        }
+                        for url in serving.keys() - before:
+                            self.joined.setdefault(url, []).append((serving[url], current))
+                        before = set(serving)
+                        if self.steps():
+                            self._serving.append(len(serving))
+                        self.aborted = (await client.status(timeout=5.0)).aborted_requests
+                        await asyncio.gather(*(self._count(http, url) for url in serving))
+                    await asyncio.sleep(0.2)
+        finally:
+            await client.close()
+
+    async def _count(self, http: aiohttp.ClientSession, url: str) -> None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with http.get(f"{url}/metrics") as reply:
+                total = sum(map(float, _TOKENS.findall(await reply.text())))
+            self.tokens[url] = max(total, self.tokens.get(url, 0.0))
+
+    async def act(self, plan: Plan, ended: asyncio.Event) -> None:
+        """Scales and kills when the plan says so."""
+        rng = random.Random(plan.seed)
+        for step, action in plan.actions:
+            # A file cannot tell that it has grown.
+            while self.steps() < step and not ended.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            at = self.steps()
+            if ended.is_set():
+                self.checks.append(Check(f"{action} before the end", False, f"step {at}"))
+                return
+            if action == KILL:
+                self._kill(at, rng)
+                continue
+            began = time.monotonic()
+            done = await asyncio.to_thread(
+                areal, "scale", f"inference={action}", "--run", str(self.stack.run_dir),
+                cwd=ROOT, timeout=plan.ready_s + 100.0,
+            )  # fmt: skip
+            said = (done.stdout + done.stderr).strip().splitlines()[-1:]
+            self.happened.append(
+                f"step {at}: scale to {action}, {time.monotonic() - began:.1f} s: {said}"
+            )
+            self.checks.append(Check(f"scale to {action}", done.returncode == 0, str(said)))
+
+    def _kill(self, at: int, rng: random.Random) -> None:
+        processes = self.stack.content["processes"]
+        up = [n for n, p in processes.items() if n.startswith("inference") and p["state"] == "up"]
+        name = rng.choice(sorted(up))
+        os.kill(processes[name]["pid"], signal.SIGKILL)
+        self.happened.append(f"step {at}: kill -9 {name}")
+
+    def check(self, plan: Plan, scratch: Path) -> None:
+        """What must hold of every such run."""
+        rows = read_lines(self.stack.run_dir / "metrics.jsonl")
+        self.wall_s = rows[-1]["time"] - rows[0]["time"]
+        ledger = read_ledger(self.stack.run_dir, f"elastic/{plan.trial}", scratch)
+        self.checks += check_books(
+            ledger, self.stack.run_dir, steps=plan.steps, batch=BATCH, problems=PROBLEMS, eta=ETA
+        )
+        dead = ledger.counts.get("all:dead_lettered", 0)
+        self.checks.append(Check("no task is dead-lettered", dead == 0, str(dead)))
+        # Scored again by the weights of the version that its tokens name: the same probabilities.
+        fresh = [r for r in rows if r["staleness_max"] == 0]
+        off = max((abs(r["behavior_weight"] - 1.0) for r in fresh), default=0.0)
+        self.checks.append(
+            Check(
+                "fresh tokens carry their version", off < 0.01, f"{off:.4f} in {len(fresh)} steps"
+            )
+        )
+        drift = max(abs(r["behavior_weight"] - 1.0) for r in rows)
+        self.checks.append(Check("no weight betrays a wrong version", drift < 0.1, f"{drift:.3f}"))
+
+    def report(self) -> None:
+        """For those who read along."""
+        for line in self.happened:
+            print(f"  {line}")
+        for check in self.checks:
+            print(f"  {'ok  ' if check.holds else 'FAIL'} {check.name}: {check.detail}")
+        print(f"  {self.wall_s:.1f} s of training, {self.servers:.2f} servers on average")
+
+    def broken(self) -> str:
+        """What does not hold; empty: all does."""
+        return "; ".join(
+            f"{check.name}: {check.detail}" for check in self.checks if not check.holds
+        )
+
+
+def train(plan: Plan, scratch: Path) -> Run:
+    """Trains the arithmetic recipe to the end while the plan's actions happen."""
+    stack = RunningStack(ROOT / "runs" / "elastic" / plan.trial)
+    shutil.rmtree(stack.run_dir, ignore_errors=True)
+    stack.run_dir.mkdir(parents=True)
+    run = Run(stack)
+    launcher = areal_background(
+        "run", "--json", *_arguments(plan), cwd=ROOT, log=stack.run_dir / "out.jsonl"
+    )
+
+    async def watch() -> None:
+        ended = asyncio.Event()
+        watching = asyncio.create_task(run.watch(ended))
+        acting = asyncio.create_task(run.act(plan, ended))
+        await asyncio.to_thread(launcher.wait)
+        ended.set()
+        await watching
+        await acting
+
+    try:
+        eventually(lambda: stack.content, "stack.json is there", 60.0)
+        stack.wait_ready(plan.ready_s + 100.0)
+        asyncio.run(watch())
+        left = [f"{p.pid} {p.name()}" for p in find_tagged(stack.content["stack_id"])]
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()
+            launcher.wait(10.0)
+        stack.clean_up()
+    run.checks.append(Check("exit code 0", launcher.returncode == 0, str(launcher.returncode)))
+    run.checks.append(Check("no process is left behind", not left, ", ".join(left)))
+    run.check(plan, scratch)
+    return run
+
+
+def _arguments(plan: Plan) -> list[str]:
+    settings: Mapping[str, object] = {
+        "experiment_name": "elastic",
+        "trial_name": plan.trial,
+        "model.path": "runs/models/elastic",
+        "allocation_mode": "sglang:d2+fsdp:d1",
+        "total_train_steps": plan.steps,
+        "train_dataset.batch_size": BATCH,
+        "train_problems": PROBLEMS,
+        "heldout_problems": 50,
+        "rollout.max_head_offpolicyness": ETA,
+        "rollout.max_concurrent_rollouts": 128,
+        "checkpoint.freq_steps": 20,
+        "stack.ready_timeout_s": plan.ready_s,
+    }
+    return [
+        str(ROOT / "examples" / "arithmetic_grpo.py"),
+        *(f"{key}={value}" for key, value in settings.items()),
+        *plan.arguments,
+    ]
