@@ -47,7 +47,7 @@ chaos-short: $(STAMP) ## A minute and a half of it, as in CI
 elastic: $(STAMP) ## Train while inference servers go 2, 4, 1, 3 and one dies (ELASTIC_SEED=0 ELASTIC_STEPS=120)
 	$(BIN)/python -m pytest -q -s tests/chaos/test_elastic.py $(ARGS)
 
-elastic-sglang: $(STAMP) sglang ## The same on real SGLang: two servers, one joins, one dies (ELASTIC_STEPS=80)
+elastic-sglang: $(STAMP) sglang ## The same on real SGLang: two servers, one joins, one dies (ELASTIC_STEPS=160)
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q -s tests/chaos/test_elastic_sglang.py $(ARGS)
 
 e2e-kubernetes: $(STAMP) ## A release on the cluster of KUBECONFIG trains, is scaled, hurt, upgraded, removed (ARGS=--build)

@@ -59,6 +59,8 @@ class Run:
     aborted: int = 0
     """Requests that updates aborted."""
     _serving: list[int] = field(default_factory=list)
+    _killed: dict[str, float] = field(default_factory=dict)
+    """When, by url."""
 
     @property
     def servers(self) -> float:
@@ -86,7 +88,10 @@ class Run:
                         serving = {
                             s.url: s.version for s in servers if s.state is ServerState.SERVING
                         }
+                        for url in before - serving.keys():
+                            self._note(url, "is known to be away")
                         for url in serving.keys() - before:
+                            self._note(url, "serves again")
                             self.joined.setdefault(url, []).append((serving[url], current))
                         before = set(serving)
                         if self.steps():
@@ -96,6 +101,11 @@ class Run:
                     await asyncio.sleep(0.2)
         finally:
             await client.close()
+
+    def _note(self, url: str, what: str) -> None:
+        if at := self._killed.get(url):
+            after = time.monotonic() - at
+            self.happened.append(f"step {self.steps()}: {url} {what}, {after:.1f} s after the kill")
 
     async def _count(self, http: aiohttp.ClientSession, url: str) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -133,6 +143,7 @@ class Run:
         up = [n for n, p in processes.items() if n.startswith("inference") and p["state"] == "up"]
         name = rng.choice(sorted(up))
         os.kill(processes[name]["pid"], signal.SIGKILL)
+        self._killed[f"http://{self.stack.address(name)}"] = time.monotonic()
         self.happened.append(f"step {at}: kill -9 {name}")
 
     def check(self, plan: Plan, scratch: Path) -> None:
