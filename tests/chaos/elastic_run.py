@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH, PROBLEMS, ETA = 32, 1000, 2
 KILL = "kill"
 _TOKENS = re.compile(r"^sglang:generation_tokens_total\{\S*\s+(\S+)", re.MULTILINE)
+_INTERRUPTIONS = re.compile(
+    r'^areal_rollout_interruptions_total\{kind="(\w+)"\} (\S+)', re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Run:
     """The most that each server, by url, was seen to have generated in one life."""
     joined: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """Each time a server, by url, began to serve: its version, and the current one."""
-    aborted: int = 0
-    """Requests that updates aborted."""
+    interruptions: dict[str, float] = field(default_factory=dict)
+    """Of requests, by kind, as the rollout worker counts them."""
     _serving: list[int] = field(default_factory=list)
     _killed: dict[str, float] = field(default_factory=dict)
     """When, by url."""
@@ -96,8 +99,8 @@ class Run:
                         before = set(serving)
                         if self.steps():
                             self._serving.append(len(serving))
-                        self.aborted = (await client.status(timeout=5.0)).aborted_requests
                         await asyncio.gather(*(self._count(http, url) for url in serving))
+                        await self._count_interruptions(http)
                     await asyncio.sleep(0.2)
         finally:
             await client.close()
@@ -108,10 +111,13 @@ class Run:
             self.happened.append(f"step {self.steps()}: {url} {what}, {after:.1f} s after the kill")
 
     async def _count(self, http: aiohttp.ClientSession, url: str) -> None:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with http.get(f"{url}/metrics") as reply:
-                total = sum(map(float, _TOKENS.findall(await reply.text())))
-            self.tokens[url] = max(total, self.tokens.get(url, 0.0))
+        if found := _TOKENS.findall(await _metrics(http, url)):
+            self.tokens[url] = max(sum(map(float, found)), self.tokens.get(url, 0.0))
+
+    async def _count_interruptions(self, http: aiohttp.ClientSession) -> None:
+        url = f"http://{self.stack.process('rollout-0')['metrics']}"
+        for kind, count in _INTERRUPTIONS.findall(await _metrics(http, url)):
+            self.interruptions[kind] = float(count)
 
     async def act(self, plan: Plan, ended: asyncio.Event) -> None:
         """Scales and kills when the plan says so."""
@@ -180,6 +186,15 @@ class Run:
         return "; ".join(
             f"{check.name}: {check.detail}" for check in self.checks if not check.holds
         )
+
+
+async def _metrics(http: aiohttp.ClientSession, url: str) -> str:
+    """Empty when there is no answer."""
+    try:
+        async with http.get(f"{url}/metrics") as reply:
+            return await reply.text()
+    except (aiohttp.ClientError, TimeoutError):
+        return ""
 
 
 def train(plan: Plan, scratch: Path) -> Run:

@@ -55,7 +55,12 @@ def test_training_when_a_real_sglang_joins_and_one_dies_then_nothing_is_lost(
     told = [log.name for log in run.stack.run_dir.glob("logs/*") if secret in log.read_text()]
     run.checks += [
         Check("the token is in no log", not told, ", ".join(told)),
-        Check("updates aborted nothing", run.aborted == 0, str(run.aborted)),
+        # No server drains here: only an update could abort, and in place it must not.
+        Check(
+            "requests were interrupted by the kill, none by updates",
+            "failure" in run.interruptions and "abort" not in run.interruptions,
+            str(run.interruptions),
+        ),
         Check(
             "all three took traffic",
             len(run.tokens) == 3 and min(run.tokens.values()) > 0,
