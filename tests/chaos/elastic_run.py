@@ -127,7 +127,7 @@ class Run:
             while self.steps() < step and not ended.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             at = self.steps()
-            if ended.is_set():
+            if ended.is_set() or at >= plan.steps:
                 self.checks.append(Check(f"{action} before the end", False, f"step {at}"))
                 return
             if action == KILL:

@@ -51,4 +51,4 @@ async def http(engine: EngineUnderTest) -> AsyncIterator[Http]:
         await calls.ok("/abort_request", {"abort_all": True})
         await calls.resume()
         await calls.until(lambda load: not load["num_running_reqs"] + load["num_waiting_reqs"])
-        await calls.update(0)
+        await calls.until_updated(0)

@@ -97,6 +97,14 @@ class Http:
         body = {"model_path": folder, "weight_version": str(version), **values}
         return await self.ok("/update_weights_from_disk", body)
 
+    async def until_updated(self, version: int) -> None:
+        """Again while refused: to SGLang a request runs for a step more than its answer needs."""
+        folder = str(self.engine.folders[version])
+        body = {"model_path": folder, "weight_version": str(version)}
+        async with asyncio.timeout(20):
+            while (await self.post("/update_weights_from_disk", body))[0] != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
     async def version(self) -> str:
         return (await self.get("/model_info"))[1]["weight_version"]
 
