@@ -64,6 +64,8 @@ class SyncStatus:
     """From pause to continue, per update of a server that was serving."""
     aborted_requests: int = 0
     """By updates, over the trial."""
+    draining: int = 0
+    """Take no new traffic and leave when they are empty."""
 
     @property
     def current_version(self) -> int:

@@ -110,6 +110,7 @@ def status_to_pb(status: SyncStatus) -> service_pb.WatchVersionsResponse:
         updates=status.updates,
         update_seconds_mean=status.update_seconds_mean,
         aborted_requests=status.aborted_requests,
+        draining=status.draining,
     )
     if status.current is not None:
         message.current.CopyFrom(version_to_pb(status.current, with_manifest=False))
@@ -126,4 +127,5 @@ def status_from_pb(message: service_pb.WatchVersionsResponse) -> SyncStatus:
         updates=message.updates,
         update_seconds_mean=message.update_seconds_mean,
         aborted_requests=message.aborted_requests,
+        draining=message.draining,
     )

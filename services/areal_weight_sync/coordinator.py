@@ -307,6 +307,7 @@ class Coordinator:
             updates=self.totals.published,
             update_seconds_mean=self.totals.mean_seconds,
             aborted_requests=self.totals.aborted_requests,
+            draining=draining,
         )
 
     def states(self) -> dict[ServerState, int]:

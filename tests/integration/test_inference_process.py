@@ -55,7 +55,7 @@ def test_start_when_weights_are_truncated_then_one_line(tmp_path: Path):
     make_model(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    assert "not a complete safetensors file" in fails_to_start(tmp_path)
+    assert "truncated or torn" in fails_to_start(tmp_path)
 
 
 def test_start_when_port_is_in_use_then_one_line(folder: Path):

@@ -85,6 +85,7 @@ class WatchVersionsResponse(_message.Message):
     UPDATES_FIELD_NUMBER: _builtins.int
     UPDATE_SECONDS_MEAN_FIELD_NUMBER: _builtins.int
     ABORTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     confirmed_servers: _builtins.int
     """Servers SERVING at the current version, and all that are not draining."""
     servers: _builtins.int
@@ -96,6 +97,8 @@ class WatchVersionsResponse(_message.Message):
     """
     update_seconds_mean: _builtins.float
     aborted_requests: _builtins.int
+    draining: _builtins.int
+    """Servers that leave, so that a watcher sees when the last one has gone."""
     @_builtins.property
     def current(self) -> _policy_pb2.PolicyVersion: ...
     def __init__(
@@ -108,10 +111,11 @@ class WatchVersionsResponse(_message.Message):
         updates: _builtins.int = ...,
         update_seconds_mean: _builtins.float = ...,
         aborted_requests: _builtins.int = ...,
+        draining: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "confirmed_servers", b"confirmed_servers", "confirmed_version", b"confirmed_version", "current", b"current", "servers", b"servers", "update_seconds_mean", b"update_seconds_mean", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "confirmed_servers", b"confirmed_servers", "confirmed_version", b"confirmed_version", "current", b"current", "draining", b"draining", "servers", b"servers", "update_seconds_mean", b"update_seconds_mean", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

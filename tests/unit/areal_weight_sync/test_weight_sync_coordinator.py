@@ -598,10 +598,12 @@ async def test_drain_when_requests_run_then_waits_then_forgets(tmp_path):
         rig.coordinator.drain("a", 10.0)
         assert rig.server("a").state is ServerState.DRAINING
         assert rig.coordinator.status().servers == 1
+        assert rig.coordinator.status().draining == 1
         await asyncio.sleep(0.05)
         assert rig.server("a") is not None
         rig.engine("a").requests = 0
         await rig.until(lambda: rig.server("a") is None, "a forgotten")
+        assert rig.coordinator.status().draining == 0, "watchers see that it has gone"
         assert rig.engine("a").aborts == 0
         with pytest.raises(NotFound, match="'a'"):
             rig.coordinator.drain("a", 1.0)
