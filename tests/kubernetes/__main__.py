@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -118,7 +119,8 @@ def main() -> int:
         arguments.report.write_text(report(run, began))
         print(arguments.report.read_text())
     if code == 0 or not arguments.keep:
-        subprocess.run(["helm", "-n", cluster.namespace, "uninstall", "areal"], capture_output=True)
+        with suppress(subprocess.SubprocessError):  # there may be none
+            cluster.helm("uninstall", "areal", timeout=300.0)
         cluster.kubectl("delete", "namespace", cluster.namespace, timeout=300)
         shutil.rmtree(scratch, ignore_errors=True)
         if folder and os.access(folder, os.W_OK):  # the node is this machine
