@@ -37,7 +37,12 @@ def parse() -> argparse.Namespace:
     add(
         "--values", action="append", type=Path, default=[], help="more values, e.g. a storage class"
     )
-    add("--steps", type=int, default=200, help="with fewer the reward is not looked at")
+    add(
+        "--steps",
+        type=int,
+        default=400,
+        help="must outlive the stages; below 200 no look at the reward",
+    )
     add("--keep", action="store_true", help="leave the release when a stage fails")
     add("--report", type=Path, default=REPORT)
     return parser.parse_args()
