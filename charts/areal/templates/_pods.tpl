@@ -124,6 +124,8 @@ spec:
           workingDir: {{ ternary "/data" "/tmp" (hasKey . "data") }}
           env:
             - {name: HOME, value: /tmp}
+            # With the pod's name it is the same worker after a crash: what it had leased goes back at once.
+            - {name: AREAL_PROCESS, value: {{ .name }}}
             {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 12 }}
             {{- range .secrets }}
             {{- include "areal.secretEnv" (list $ (index . 0) (index . 1)) | nindent 12 }}
