@@ -209,8 +209,15 @@ class Run:
             return back and all(pod["metadata"]["uid"] != uid for pod in pods)
 
         wait(f"a successor of {component}", replaced, 300.0)
+        # The youngest: the successor, alone with its image in place.
+        newest = max(
+            cluster.staying(component), key=lambda pod: pod["metadata"]["creationTimestamp"]
+        )
+        ready = (
+            f"; its successor was ready {ready_seconds(newest):.0f} s after its container started"
+        )
         self.wait_for_step(step + 2)
-        return f"at step {step}"
+        return f"at step {step}{ready if component in SERVICES else ''}"
 
     def victim(self, component: str) -> Json:
         """A pod of it; of the trainer the master."""

@@ -135,7 +135,7 @@ spec:
             - {name: {{ $port }}, containerPort: {{ $listen }}}
             - {name: metrics, containerPort: 9100}
           startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
-          readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 3, timeoutSeconds: 3}
+          readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
           # For a process that stands still; one that is merely starved of CPU must not be killed on top of it.
           livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
           # Callers learn from the Endpoints that it leaves, then it drains.
