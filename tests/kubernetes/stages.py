@@ -209,15 +209,13 @@ class Run:
             return back and all(pod["metadata"]["uid"] != uid for pod in pods)
 
         wait(f"a successor of {component}", replaced, 300.0)
-        # The youngest: the successor, alone with its image in place.
-        newest = max(
-            cluster.staying(component), key=lambda pod: pod["metadata"]["creationTimestamp"]
-        )
-        ready = (
-            f"; its successor was ready {ready_seconds(newest):.0f} s after its container started"
-        )
+        # The youngest is the successor.
+        newest = max(cluster.staying(component), key=lambda p: p["metadata"]["creationTimestamp"])
+        seconds = ready_seconds(newest)
         self.wait_for_step(step + 2)
-        return f"at step {step}{ready if component in SERVICES else ''}"
+        return (
+            f"at step {step}; its successor was ready {seconds:.0f} s after its container started"
+        )
 
     def victim(self, component: str) -> Json:
         """A pod of it; of the trainer the master."""
