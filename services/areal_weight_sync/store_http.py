@@ -7,6 +7,7 @@
 | POST /versions/NAME/commit             | 200 {"path"}: complete, checked, visible          |
 | GET  /versions/NAME/FILE  Range        | 200 or 206                                        |
 | GET  /versions/NAME/manifest.json      | 200: what PublishVersion was given                |
+| GET  /versions/NAME                    | 200 {"files"}: tokenizer and configuration        |
 
 Errors are {"error": one line}: 400 wrong, 401 no token, 404 not there, 507 no room.
 """
@@ -25,6 +26,8 @@ from aiohttp import web
 from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
 from areal.observability.logging import get_logger
 from areal.security import UNAUTHENTICATED, Security
+from areal.tensor_file import file_digest
+from areal.transports.base import companions
 from areal.transports.delta import FILE
 from areal.transports.wire import DIGEST_HEADER, MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES
 from areal.weights import MANIFEST, PolicyVersion, from_json, read_manifest, to_json, version_name
@@ -82,6 +85,7 @@ class StoreApp:
                 web.put("/versions/{name}/{file}", self._put),
                 web.post("/versions/{name}/commit", self._commit),
                 web.get("/versions/{name}/{file}", self._get),
+                web.get("/versions/{name}", self._companions),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
@@ -158,17 +162,28 @@ class StoreApp:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         name, file = request.match_info["name"], request.match_info["file"]
-        version = next(
-            (v for v in self._known() if version_name(v.version, v.incarnation) == name), None
-        )
-        if version is None:
-            version = await asyncio.to_thread(read_manifest, self._store.folder(name))
+        version = await self._version(name)
         if file == MANIFEST:
             return web.Response(text=to_json(version), content_type="application/json")
-        files = [entry.name for entry in version.files]
-        if file not in [*files, FILE] or (file == FILE and version.delta is None):
+        folder = Path(version.path)
+        files = {entry.name for entry in version.files} | {f.name for f in companions(folder)}
+        if file not in files and (file != FILE or version.delta is None):
             raise NotFound(f"{name}/{file[:80]}: no file of this version")
-        return web.FileResponse(Path(version.path) / file, chunk_size=1 << 20)
+        return web.FileResponse(folder / file, chunk_size=1 << 20)
+
+    async def _companions(self, request: web.Request) -> web.Response:
+        version = await self._version(request.match_info["name"])
+        files = [
+            {"name": f.name, "size_bytes": f.stat().st_size, "digest": file_digest(f)}
+            for f in companions(Path(version.path))
+        ]
+        return web.json_response({"files": files})
+
+    async def _version(self, name: str) -> PolicyVersion:
+        for version in self._known():
+            if version_name(version.version, version.incarnation) == name:
+                return version
+        return await asyncio.to_thread(read_manifest, self._store.folder(name))
 
 
 def _refusal(message: str, status: int) -> web.Response:

@@ -106,7 +106,7 @@ def test_endpoints_when_rendered_then_each_is_a_service_of_the_release(values):
     }
     endpoints = experiment(objects)["endpoints"]
     found = [*endpoints.pop("inference"), *endpoints.values()]
-    assert len(found) == 9
+    assert len(found) == 10
     for address in found:
         match = re.fullmatch(r"(?:\w+://)?(?:tests/)?([\w.-]+):(\d+)(?:/\d)?", address)
         assert match, address
@@ -139,9 +139,10 @@ def test_policies_when_rendered_then_they_are_the_picture():
         "buffer": {"redis"},
         "trainer": {"buffer", "weight-sync", "trainer"},
         "weight-sync": {"redis", "nats", "sglang"},
+        "sglang": {"weight-sync"},
         "test": {"gateway"},
     }
-    objects = render()
+    objects = render_ci("stream-values.yaml")  # with a sidecar beside each server
     allowed = {}
     for caller, called, _ in edges(objects):
         allowed.setdefault(caller, set()).add(called)

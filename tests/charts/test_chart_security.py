@@ -78,7 +78,7 @@ def test_servers_when_rendered_then_they_have_probes_and_time_to_drain(values):
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 assert probe in container, f"{pod.owner}: {probe}"
         if pod.kind == "Deployment":
-            (container,) = pod.spec["containers"]
+            container = pod.spec["containers"][0]
             pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
             arguments = container["args"]
             drain = (

@@ -32,6 +32,11 @@ MISTAKES = [
         "reward.autoscaling.enabled=true,reward.autoscaling.minReplicas=9",
         "minReplicas 9 is above maxReplicas 8",
     ),
+    (
+        "weightSync.enabled=false,overrides.weight_sync.transport=stream,"
+        "overrides.endpoints.weight_sync=w:1",
+        "set overrides.endpoints.weight_store to http://host:port",
+    ),
     ("config=- a list", "config: not a YAML mapping"),
     ("config=seed: 1", "model.path of the experiment is empty"),
     (

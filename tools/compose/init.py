@@ -22,6 +22,7 @@ ENDPOINTS = {
     "rollout": "rollout:50051",
     "reward": "reward:50051",
     "weight_sync": "weight-sync:50051",
+    "weight_store": "http://weight-sync:8500",
     "trainer": "trainer:50051",
     "gateway": "http://gateway:8080",
     "inference": "[dns://inference:30000,dns://sglang:30000]",

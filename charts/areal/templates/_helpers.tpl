@@ -93,6 +93,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if .Values.sglang.enabled }}{{ $_ := set $address "inference" (list (printf "kubernetes://%s/%s:30000" .Release.Namespace (include "areal.name" (list $ "sglang")))) }}{{ end }}
 {{- $_ := set $address "redis" (ternary (printf "redis://%s:6379/0" (include "areal.name" (list $ "redis"))) .Values.redis.externalUrl .Values.redis.enabled) }}
 {{- $_ := set $address "nats" (ternary (printf "nats://%s:4222" (include "areal.name" (list $ "nats"))) .Values.nats.externalUrl .Values.nats.enabled) }}
+{{- if .Values.weightSync.enabled }}{{ $_ := set $address "weight_store" (printf "http://%s:8500" (include "areal.name" (list $ "weight-sync"))) }}{{ end }}
 {{- $chart := dict "endpoints" $address "recipe" "/etc/areal/recipe/recipe.py" }}
 {{- if .Values.tls.existingSecret }}
 {{- $_ := set $chart "security" (dict "tls_cert" "/etc/areal/tls/tls.crt" "tls_key" "/etc/areal/tls/tls.key" "tls_ca" "/etc/areal/tls/ca.crt") }}

@@ -78,7 +78,7 @@ limits: {memory: 256Mi}
 
 {{/* One of the services that are all the same kind of process.
      (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30 and, where needed, "secrets" (list variable key …),
-     "data" "read" or "write", "listen" 8080, "account" name of its ServiceAccount, "image" "weight-sync", "recreate" true) */}}
+     "data" "read" or "write", "listen" 8080, "account" name of its ServiceAccount, "image" "weight-sync", "recreate" true, "ports" (dict name 8500)) */}}
 {{- define "areal.service" -}}
 {{- $ := .root }}{{ $values := index .root.Values .key }}{{ $id := list .root .name }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) }}
 {{- if $values.enabled -}}
@@ -134,6 +134,9 @@ spec:
           ports:
             - {name: {{ $port }}, containerPort: {{ $listen }}}
             - {name: metrics, containerPort: 9100}
+            {{- range $name, $number := .ports }}
+            - {name: {{ $name }}, containerPort: {{ $number }}}
+            {{- end }}
           startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
           readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
           # For a process that stands still; one that is merely starved of CPU must not be killed on top of it.
@@ -163,6 +166,9 @@ spec:
   ports:
     - {name: {{ $port }}, port: {{ $listen }}, targetPort: {{ $port }}}
     - {name: metrics, port: 9100, targetPort: metrics}
+    {{- range $name, $number := .ports }}
+    - {name: {{ $name }}, port: {{ $number }}, targetPort: {{ $name }}}
+    {{- end }}
 {{- if ne (dig "service" "type" "ClusterIP" $values) "ClusterIP" }}
 ---
 # For clients outside; metrics stay inside.

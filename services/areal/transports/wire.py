@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from areal.errors import InvalidInput
 from areal.tensor_file import digest_of
 from areal.transports.base import TransportError
-from areal.weights import MANIFEST, PolicyVersion, from_json
+from areal.weights import MANIFEST, PolicyVersion, WeightFile, from_json
 
 DIGEST_HEADER = "Areal-Digest"
 CHUNK_BYTES = 32 << 20
@@ -75,6 +75,17 @@ class StoreConnection:
         """What a version consists of."""
         response = self._send("GET", f"/versions/{name}/{MANIFEST}")
         return from_json(self._body(response, MAX_MANIFEST_BYTES))
+
+    def companions(self, name: str) -> list[WeightFile]:
+        """Tokenizer and configuration files beside a version's weights."""
+        response = self._send("GET", f"/versions/{name}")
+        try:
+            entries = json.loads(self._body(response, MAX_MANIFEST_BYTES))["files"]
+            return [
+                WeightFile(str(e["name"]), int(e["size_bytes"]), str(e["digest"])) for e in entries
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"weight store {self.url}: {name}: {error!r}") from None
 
     def begin(self, name: str, manifest: str) -> None:
         """Announces an upload."""
