@@ -242,23 +242,31 @@ def dead_letters_drop(
     _finish(lambda: drop_dead_letters(run, task_ids or [], everything=everything, as_json=json))
 
 
+EndpointOption = Annotated[
+    str, typer.Option(help="host:port of a weight-sync elsewhere; the token is AREAL_TOKEN's.")
+]
+
+
 @versions.command("list")
-def versions_list(run: RunOption = None, json: JsonOption = False) -> None:
+def versions_list(
+    run: RunOption = None, endpoint: EndpointOption = "", json: JsonOption = False
+) -> None:
     """Show the versions that are kept, oldest first."""
     from areal.cli_versions import list_versions
 
-    _finish(lambda: list_versions(run, as_json=json))
+    _finish(lambda: list_versions(run, endpoint=endpoint, as_json=json))
 
 
 @versions.command("show")
 def versions_show(
     version: Annotated[int, typer.Argument(help="Policy version: finished train steps.")],
     run: RunOption = None,
+    endpoint: EndpointOption = "",
 ) -> None:
     """Show one version's files, tensors and digests as JSON."""
     from areal.cli_versions import show_version
 
-    _finish(lambda: show_version(run, version))
+    _finish(lambda: show_version(run, version, endpoint=endpoint))
 
 
 def main() -> None:

@@ -16,17 +16,17 @@ from rich.table import Table
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import BaseExperimentConfig, load_service_config
 from areal.errors import ArealError, NotFound
-from areal.launchers.run_folder import RunFolder, find_run
-from areal.security import Security
+from areal.launchers.run_folder import find_run
+from areal.security import Security, SecurityConfig
 from areal.servers import ServerState
 from areal.weights import PolicyVersion, build_manifest, stored_versions, version_name
 
 _ASK_TIMEOUT_S = 5.0
 
 
-def list_versions(run: Path | None, *, as_json: bool) -> int:
+def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int:
     """Prints every version that is kept, oldest first."""
-    versions, serving, problem = _look(run)
+    versions, serving, problem = _look(run, endpoint)
     if as_json:
         rows = [_as_json(version, serving[version.version]) for version in versions]
         for row in rows:
@@ -52,13 +52,13 @@ def list_versions(run: Path | None, *, as_json: bool) -> int:
     return 0
 
 
-def show_version(run: Path | None, version: int) -> int:
+def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
     """Prints one version's manifest as JSON, and who serves it.
 
     Raises:
         NotFound: It is not kept.
     """
-    versions, serving, _ = _look(run)
+    versions, serving, _ = _look(run, endpoint)
     found = [each for each in versions if each.version == version]
     if not found:
         kept = ", ".join(str(each.version) for each in versions)
@@ -83,29 +83,37 @@ def kept_versions(config: BaseExperimentConfig) -> list[PolicyVersion]:
     return [*first, *stored_versions(root)]
 
 
-def _look(run: Path | None) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:
+def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:
     """Versions, who serves each, and why that is not known."""
+    serving: dict[int, list[str]] = defaultdict(list)
+    if endpoint:  # a stack on other machines: weight-sync tells both
+        return *asyncio.run(_ask(endpoint, Security.load(SecurityConfig()))), ""
     folder = find_run(run, live=False)
     config = load_service_config(folder.config_file)
     versions = kept_versions(config)
-    serving: dict[int, list[str]] = defaultdict(list)
+    if not folder.held():
+        return versions, serving, f"{folder.path}: not running"
     try:
-        for server_id, version in asyncio.run(_serving(folder, config)):
-            serving[version].append(server_id)
+        _, serving = asyncio.run(_ask(config.endpoints.weight_sync, Security.load(config.security)))
     except ArealError as error:
         return versions, serving, str(error)
     return versions, serving, ""
 
 
-async def _serving(folder: RunFolder, config: BaseExperimentConfig) -> list[tuple[str, int]]:
-    if not folder.held():
-        raise NotFound(f"{folder.path}: not running")
-    client = WeightSyncClient(config.endpoints.weight_sync, Security.load(config.security))
+async def _ask(
+    address: str, security: Security
+) -> tuple[list[PolicyVersion], dict[int, list[str]]]:
+    client = WeightSyncClient(address, security)
+    serving: dict[int, list[str]] = defaultdict(list)
     try:
+        versions = await client.list_versions(timeout=_ASK_TIMEOUT_S)
         servers, _ = await client.list_servers(timeout=_ASK_TIMEOUT_S)
     finally:
         await client.close()
-    return [(s.server_id, s.version) for s in servers if s.state is ServerState.SERVING]
+    for server in servers:
+        if server.state is ServerState.SERVING:
+            serving[server.version].append(server.server_id)
+    return versions, serving
 
 
 def _as_json(version: PolicyVersion, servers: list[str]) -> dict[str, Any]:

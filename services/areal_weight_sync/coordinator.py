@@ -34,6 +34,7 @@ from areal.weights import (
     PolicyVersion,
     build_manifest,
     check_same_tensors,
+    stored_versions,
 )
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
@@ -153,6 +154,11 @@ class Coordinator:
                     member.poke()
                 self._announce("")
             return self._current.version
+
+    async def kept(self) -> list[PolicyVersion]:
+        """Version 0, then what lies in the folder of published versions; oldest first."""
+        stored = await asyncio.to_thread(stored_versions, self._root) if self._root else []
+        return [v for v in (self._base,) if v is not None] + stored
 
     # ── servers ─────────────────────────────────────────────────────────────────────────────
 

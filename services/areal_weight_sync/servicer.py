@@ -12,7 +12,7 @@ import grpc
 from areal.errors import InvalidInput, Unavailable
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from areal.wire_policy import server_to_pb, status_to_pb, version_from_pb
+from areal.wire_policy import server_to_pb, status_to_pb, version_from_pb, version_to_pb
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.http_engine import normalize_url
 
@@ -54,6 +54,13 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
                 last = message
         finally:
             coordinator.close_feed(feed)
+
+    async def ListVersions(
+        self, request: pb.ListVersionsRequest, context: _Context
+    ) -> pb.ListVersionsResponse:
+        """Every version that is kept."""
+        versions = await self._active().kept()
+        return pb.ListVersionsResponse(versions=[version_to_pb(version) for version in versions])
 
     async def ListServers(
         self, request: pb.ListServersRequest, context: _Context

@@ -17,7 +17,7 @@ from areal.servers import InferenceServer, SyncStatus
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from areal.weights import PolicyVersion
-from areal.wire_policy import server_from_pb, status_from_pb, version_to_pb
+from areal.wire_policy import server_from_pb, status_from_pb, version_from_pb, version_to_pb
 
 
 class WeightSyncClient(Client):
@@ -110,6 +110,13 @@ class WeightSyncClient(Client):
             lambda status: status.confirmed_version >= version,
             timeout=timeout,
         )
+
+    async def list_versions(self, *, timeout: float = 10.0) -> list[PolicyVersion]:
+        """Every version that is kept, with its manifest; oldest first."""
+        response = await self._call(
+            self._stub.ListVersions, pb.ListVersionsRequest(), timeout=timeout
+        )
+        return [version_from_pb(version) for version in response.versions]
 
     async def list_servers(
         self, *, timeout: float = 10.0, retry_for: float = 0.0

@@ -45,6 +45,11 @@ class WeightSyncServiceStub:
                 request_serializer=areal_dot_v1_dot_weight__sync__service__pb2.WatchVersionsRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.WatchVersionsResponse.FromString,
                 _registered_method=True)
+        self.ListVersions = channel.unary_unary(
+                '/areal.v1.WeightSyncService/ListVersions',
+                request_serializer=areal_dot_v1_dot_weight__sync__service__pb2.ListVersionsRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.ListVersionsResponse.FromString,
+                _registered_method=True)
         self.ListServers = channel.unary_unary(
                 '/areal.v1.WeightSyncService/ListServers',
                 request_serializer=areal_dot_v1_dot_weight__sync__service__pb2.ListServersRequest.SerializeToString,
@@ -81,6 +86,13 @@ class WeightSyncServiceServicer:
 
     def WatchVersions(self, request, context):
         """The current state, then each change of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListVersions(self, request, context):
+        """Every version that is kept, with its manifest; oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,6 +138,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.WatchVersions,
                     request_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.WatchVersionsRequest.FromString,
                     response_serializer=areal_dot_v1_dot_weight__sync__service__pb2.WatchVersionsResponse.SerializeToString,
+            ),
+            'ListVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVersions,
+                    request_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.ListVersionsRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_weight__sync__service__pb2.ListVersionsResponse.SerializeToString,
             ),
             'ListServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListServers,
@@ -203,6 +220,33 @@ class WeightSyncService:
             '/areal.v1.WeightSyncService/WatchVersions',
             areal_dot_v1_dot_weight__sync__service__pb2.WatchVersionsRequest.SerializeToString,
             areal_dot_v1_dot_weight__sync__service__pb2.WatchVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.WeightSyncService/ListVersions',
+            areal_dot_v1_dot_weight__sync__service__pb2.ListVersionsRequest.SerializeToString,
+            areal_dot_v1_dot_weight__sync__service__pb2.ListVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class WeightSyncServiceStub:
     """
     WatchVersions: _grpc.UnaryStreamMultiCallable[_weight_sync_service_pb2.WatchVersionsRequest, _weight_sync_service_pb2.WatchVersionsResponse]
     """The current state, then each change of it."""
+    ListVersions: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListVersionsRequest, _weight_sync_service_pb2.ListVersionsResponse]
+    """Every version that is kept, with its manifest; oldest first."""
     ListServers: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListServersRequest, _weight_sync_service_pb2.ListServersResponse]
     """Every known server."""
     RegisterServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.RegisterServerRequest, _weight_sync_service_pb2.RegisterServerResponse]
@@ -59,6 +61,8 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     """
     WatchVersions: _aio.UnaryStreamMultiCallable[_weight_sync_service_pb2.WatchVersionsRequest, _weight_sync_service_pb2.WatchVersionsResponse]  # type: ignore[assignment]
     """The current state, then each change of it."""
+    ListVersions: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListVersionsRequest, _weight_sync_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
+    """Every version that is kept, with its manifest; oldest first."""
     ListServers: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListServersRequest, _weight_sync_service_pb2.ListServersResponse]  # type: ignore[assignment]
     """Every known server."""
     RegisterServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.RegisterServerRequest, _weight_sync_service_pb2.RegisterServerResponse]  # type: ignore[assignment]
@@ -88,6 +92,14 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weight_sync_service_pb2.WatchVersionsResponse], _abc.AsyncIterator[_weight_sync_service_pb2.WatchVersionsResponse]]:
         """The current state, then each change of it."""
+
+    @_abc_1.abstractmethod
+    def ListVersions(
+        self,
+        request: _weight_sync_service_pb2.ListVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weight_sync_service_pb2.ListVersionsResponse, _abc.Awaitable[_weight_sync_service_pb2.ListVersionsResponse]]:
+        """Every version that is kept, with its manifest; oldest first."""
 
     @_abc_1.abstractmethod
     def ListServers(
