@@ -34,6 +34,7 @@ _INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SPARE = ".spare"
 """A retired folder whose files the next version may overwrite."""
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _FOLDER = re.compile(r"v(\d{8,})-inc(\d+)")
 
 
@@ -342,21 +343,29 @@ def publish_dir(staging: Path, final: Path) -> None:
 def check_same_tensors(manifest: PolicyVersion, base: PolicyVersion) -> None:
     """Names and shapes must be version 0's: a server ignores unknown names and dies of shapes.
 
+    A dtype may be another one of the same kind: servers convert floats.
+
     Raises:
-        InvalidInput: Names the first tensor that is missing, unknown or of another shape.
+        InvalidInput: Names the first tensor that is missing, unknown, of another shape or kind.
     """
-    have = {t.name: t.shape for t in manifest.tensors}
-    want = {t.name: t.shape for t in base.tensors}
-    for name, shape in want.items():
+    have = {t.name: t for t in manifest.tensors}
+    want = {t.name: t for t in base.tensors}
+    for name, wanted in want.items():
         if name not in have:
             raise InvalidInput(
                 f"version {manifest.version}: tensor {name} is missing, expected "
-                f"{list(shape)} as in version {base.version}"
+                f"{list(wanted.shape)} as in version {base.version}"
             )
-        if have[name] != shape:
+        found = have[name]
+        if found.shape != wanted.shape:
             raise InvalidInput(
-                f"version {manifest.version}: tensor {name} has shape {list(have[name])}, "
-                f"expected {list(shape)} as in version {base.version}"
+                f"version {manifest.version}: tensor {name} has shape {list(found.shape)}, "
+                f"expected {list(wanted.shape)} as in version {base.version}"
+            )
+        if (found.dtype in _FLOATS) != (wanted.dtype in _FLOATS):
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} has dtype {found.dtype}, "
+                f"expected one like {wanted.dtype} as in version {base.version}"
             )
     for name in have:
         if name not in want:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from areal.observability.logging import get_logger
 from areal.transports.base import NewVersion, Publisher, TransportError
-from areal.weights import PolicyVersion
+from areal.weights import (
+    PolicyVersion,
+    WeightTensor,
+    assemble_manifest,
+    check_same_tensors,
+    read_tensors,
+    weight_files,
+)
 
 
 class FallbackPublisher:
@@ -17,10 +25,16 @@ class FallbackPublisher:
     def __init__(self, publishers: Sequence[Publisher]) -> None:
         """Takes at least one."""
         self._publishers = list(publishers)
+        self._model: tuple[Path, PolicyVersion] | None = None
         self._log = get_logger("areal.transports")
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
-        """See `base.Publisher`; the error names every way that was tried."""
+        """See `base.Publisher`; the error names every way that was tried.
+
+        Raises:
+            InvalidInput: The model has other tensors, so no way can carry these.
+        """
+        self._check(new)
         causes: list[str] = []
         for publisher in list(self._publishers):
             try:
@@ -39,3 +53,13 @@ class FallbackPublisher:
                 self._publishers.insert(0, publisher)
             return published
         raise TransportError(f"version {new.version} cannot be published: {'; '.join(causes)}")
+
+    def _check(self, new: NewVersion) -> None:
+        """What everybody would refuse, said once, before a byte is written."""
+        if self._model is None or self._model[0] != new.model:
+            tensors = [tensor for file in weight_files(new.model) for tensor in read_tensors(file)]
+            self._model = new.model, assemble_manifest(new.model, 0, 0, [], tensors)
+        own = [WeightTensor(t.name, t.shape, t.dtype) for t in new.tensors]
+        check_same_tensors(
+            assemble_manifest(new.model, new.version, new.incarnation, [], own), self._model[1]
+        )
