@@ -111,7 +111,8 @@ class WeightSyncConfig:
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
     store, pulled by the servers; no shared volume. The other one is tried when it fails."""
     encoding: str = "full"
-    """Of what stream uploads: full, or delta: only what changed, when that is less than half."""
+    """Of what the trainer writes or uploads: full, or delta: only what changed, when that is less
+    than half. Servers that hold the version before read the delta, others the whole."""
     sidecar_port: int = 30900
     """Where `python -m areal.transports.sidecar` listens beside each unmodified SGLang (stream)."""
     interrupt: str = "in_place"

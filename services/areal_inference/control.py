@@ -182,7 +182,12 @@ class _Control:
         def read() -> Staged:
             stamp = folder_stamp(location)
             weights = load_weights(
-                location, service.model, dtype, headers=self._headers, spare=self._spare
+                location,
+                service.model,
+                dtype,
+                headers=self._headers,
+                spare=self._spare,
+                held=service.runner.model.weights,
             )
             weights.checksums()  # now: later somebody waits for them
             return Staged(stamp, weights)

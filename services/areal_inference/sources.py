@@ -2,23 +2,35 @@
 
 Both give every tensor's place first, so that names, shapes and types are checked before a byte is
 read, and then its bytes, one tensor at a time into memory that is used again. With a manifest each
-tensor's digest is checked by whoever reads it (`weights.load_weights`).
+tensor's digest is checked by whoever reads it (`weights.load_weights`). Where a version was
+published as what changed since the one that this server holds, only that is read (`DeltaSource`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from areal.errors import InvalidInput
-from areal.tensor_file import SUFFIX, Layout, TensorPlace, header_length, parse_header, read_layout
+from areal.tensor_file import (
+    SUFFIX,
+    Layout,
+    TensorPlace,
+    header_length,
+    item_bytes,
+    parse_header,
+    read_layout,
+)
+from areal.transports.delta import FILE, Delta
 from areal.transports.pull import split_location
+from areal.transports.rebuild import open_delta
 from areal.transports.wire import StoreConnection
 from areal.weights import MANIFEST, PolicyVersion, read_manifest
 from areal_inference.model_config import ModelError
@@ -143,6 +155,83 @@ class StoreSource:
             self._lanes.connection = found
             self._open.append(found)
         return found
+
+
+class DeltaSource:
+    """The weights that this server holds, with what changed since.
+
+    Args:
+        manifest: Of the new version.
+        delta: From the held weights to it.
+        held: A copy of a held tensor's bytes, writable.
+    """
+
+    def __init__(
+        self, manifest: PolicyVersion, delta: Delta, held: Callable[[str], memoryview]
+    ) -> None:
+        self._delta, self._held = delta, held
+        self.tensors = {}
+        for tensor in manifest.tensors:
+            size = math.prod(tensor.shape) * item_bytes(tensor.dtype)
+            place = TensorPlace(tensor.name, tensor.shape, tensor.dtype, 0, size)
+            if not tensor.digest:
+                raise InvalidInput(f"{FILE}: tensor {tensor.name} cannot be checked: no digest")
+            self.tensors[tensor.name] = Stored(FILE, place, tensor.digest)
+        delta.check_names(self.tensors.keys(), "its manifest")
+
+    def read(self, stored: Stored) -> memoryview:
+        """See `Source`."""
+        data = self._held(stored.place.name)
+        if data.nbytes != stored.place.end:
+            raise InvalidInput(f"{FILE}: tensor {stored.place.name} is of another type than held")
+        self._delta.apply(stored.place.name, stored.place.dtype, data)
+        return data
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_changes(
+    location: str,
+    headers: Mapping[str, str],
+    digest: Callable[[], str],
+    held: Callable[[str], memoryview],
+) -> DeltaSource | None:
+    """A version as what changed since the held one; None: it was not published as that.
+
+    Args:
+        location: As for `open_source`.
+        headers: The weight store's.
+        digest: `PolicyVersion.digest` of the held weights.
+        held: See `DeltaSource`.
+
+    Raises:
+        InvalidInput: The delta is damaged.
+        TransportError: The store is away, or refuses.
+    """
+    if not location.startswith(("http://", "https://")):
+        folder = Path(location)
+        if not (folder / MANIFEST).is_file():
+            return None
+        manifest = read_manifest(folder)
+        if manifest.delta is None or manifest.delta.base_digest != digest():
+            return None
+        try:
+            raw = (folder / FILE).read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"{folder / FILE}: {error.strerror}") from None
+        return DeltaSource(manifest, open_delta(raw, manifest.delta), held)
+    url, name = split_location(location)
+    with StoreConnection(url, headers, STORE_TIMEOUT_S) as store:
+        manifest = store.manifest(name)
+        wanted = manifest.delta
+        if wanted is None or wanted.base_digest != digest():
+            return None
+        if not 0 < wanted.size_bytes <= manifest.size_bytes:
+            raise InvalidInput(f"{location}: a delta of {wanted.size_bytes} bytes")
+        buffer = bytearray(wanted.size_bytes)
+        store.read_into(name, FILE, 0, memoryview(buffer))
+    return DeltaSource(manifest, open_delta(bytes(buffer), wanted), held)
 
 
 def _collect(

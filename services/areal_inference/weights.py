@@ -20,15 +20,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from areal.transports.base import in_threads
+from areal.errors import InvalidInput
+from areal.observability.logging import get_logger
+from areal.transports.base import TransportError, in_threads
+from areal.weights import PolicyVersion, WeightTensor
 from areal_inference.model_config import ModelConfig
-from areal_inference.sources import Source, Stored, WeightError, open_source
+from areal_inference.sources import Source, Stored, WeightError, open_changes, open_source
 
 __all__ = ["LayerWeights", "WeightError", "Weights", "load_weights"]
 
 _FLOAT_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _FLOAT_TYPES.items()}
 _TRANSPOSED_ROWS = 64
 """Rows moved at once between a matrix and its transpose: the lines of both stay in the cache, which
 makes it four times as fast as moving the matrix in one call."""
@@ -72,6 +76,19 @@ class Weights:
             self.sums.update(zip(self.views, digests, strict=True))
         return self.sums
 
+    def digest(self) -> str:
+        """`PolicyVersion.digest` of what the set holds, where it was published in this dtype."""
+        dtype = _NAMES[self.embed.dtype]
+        tensors = tuple(
+            WeightTensor(name, self.views[name].shape, dtype, digest)
+            for name, digest in self.checksums().items()
+        )
+        return PolicyVersion(0, 0, "", tensors=tensors).digest
+
+    def copy_of(self, name: str) -> memoryview:
+        """A checkpoint tensor's bytes, in this engine's dtype; the caller's own."""
+        return self.views[name].copy()
+
 
 @dataclass(frozen=True, slots=True)
 class _View:
@@ -94,6 +111,13 @@ class _View:
             digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def copy(self) -> memoryview:
+        flat, offset = torch.empty(math.prod(self.shape), dtype=self.target.dtype), 0
+        for part in self.parts():
+            flat[offset : offset + part.numel()].view(part.shape).copy_(part)
+            offset += part.numel()
+        return flat.view(torch.uint8).numpy().data
+
 
 @torch.inference_mode()
 def load_weights(
@@ -103,8 +127,12 @@ def load_weights(
     *,
     headers: Mapping[str, str] | None = None,
     spare: Weights | None = None,
+    held: Weights | None = None,
 ) -> Weights:
     """Read every tensor of a source into a set of weights.
+
+    A version that was published as what changed since `held` is made from that; when the delta does
+    not fit, or is damaged, and for all others, the whole snapshot is read.
 
     Args:
         location: a folder with model.safetensors, or shards and model.safetensors.index.json; or
@@ -113,36 +141,58 @@ def load_weights(
         dtype: type to store; floating-point checkpoints of another type are converted.
         headers: for the weight store: the bearer token.
         spare: a set that nobody uses any more, to be filled; None: a new one.
+        held: the set in use, only read.
 
     Raises:
         WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
             finite, or not the one that the manifest names.
         TransportError: the weight store is away or sends other bytes than asked for.
     """
+    expected = _shapes(config)
+    spare = spare or _allocate(config, dtype, expected)
+    log = get_logger("areal_inference.weights")
+    if held is not None:
+        try:
+            changes = open_changes(location, headers or {}, held.digest, held.copy_of)
+            if changes is not None:
+                _load(location, changes, config, expected, spare)
+                log.info("delta_applied", source=location)
+                return spare
+        except (InvalidInput, TransportError) as error:
+            log.warning("delta_unusable", cause=str(error))
     source = open_source(location, headers or {})
     try:
-        expected = _shapes(config)
-        _check(location, source, expected, config)
-        weights = spare or _allocate(config, dtype, expected)
-        weights.sums.clear()
-
-        def fill(name: str) -> None:
-            # Inference mode belongs to a thread.
-            with torch.inference_mode():
-                _fill(location, source, source.tensors[name], weights.views[name])
-
-        largest_first = sorted(weights.views, key=lambda name: -weights.views[name].target.numel())
-        in_threads(fill, largest_first)
-        if config.tie_word_embeddings:
-            tied = _View(weights.head.t(), tuple(weights.embed.shape))
-            for part, rows in zip(
-                tied.parts(), torch.split(weights.embed, _TRANSPOSED_ROWS), strict=True
-            ):
-                part.copy_(rows)
-            _check_tied_head(location, source, weights, dtype)
-        return weights
+        _load(location, source, config, expected, spare)
     finally:
         source.close()
+    return spare
+
+
+def _load(
+    location: str,
+    source: Source,
+    config: ModelConfig,
+    expected: dict[str, tuple[int, ...]],
+    weights: Weights,
+) -> None:
+    """Fills a set from a source."""
+    _check(location, source, expected, config)
+    weights.sums.clear()
+
+    def fill(name: str) -> None:
+        # Inference mode belongs to a thread.
+        with torch.inference_mode():
+            _fill(location, source, source.tensors[name], weights.views[name])
+
+    largest_first = sorted(weights.views, key=lambda name: -weights.views[name].target.numel())
+    in_threads(fill, largest_first)
+    if config.tie_word_embeddings:
+        tied = _View(weights.head.t(), tuple(weights.embed.shape))
+        for part, rows in zip(
+            tied.parts(), torch.split(weights.embed, _TRANSPOSED_ROWS), strict=True
+        ):
+            part.copy_(rows)
+        _check_tied_head(location, source, weights, weights.embed.dtype)
 
 
 def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from areal.errors import InvalidInput
 from areal.tensor_file import file_digest
+from areal.transports.rebuild import complete
 from areal.weights import SPARE, PolicyVersion, parse_version_dir
 
 _STAGING = re.compile(r"\.staging-v(\d{8,})-inc(\d+)")
@@ -26,10 +27,15 @@ class DigestCache:
     def verify(self, manifest: PolicyVersion) -> None:
         """Checks size and digest of every file of a version; blocking.
 
+        One that was published as a delta is made whole first.
+
         Raises:
             InvalidInput: Names the file, what it is and what was expected.
         """
         folder = Path(manifest.path)
+        if manifest.delta is not None:
+            with self._lock:
+                complete(folder, manifest.delta)
         for expected in manifest.files:
             if Path(expected.name).name != expected.name:
                 raise InvalidInput(f"version {manifest.version}: file name {expected.name!r}")

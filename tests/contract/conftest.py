@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.contract.engines import EngineUnderTest, Http, running_engine
+from tests.contract.transport_rig import Rig, open_rig
 from tests.inference_server import make_model, save_tokenizer
 
 ENGINES = ["embedded", "real"] if os.environ.get("AREAL_TEST_SGLANG") else ["embedded"]
@@ -52,3 +53,10 @@ async def http(engine: EngineUnderTest) -> AsyncIterator[Http]:
         await calls.resume()
         await calls.until(lambda load: not load["num_running_reqs"] + load["num_waiting_reqs"])
         await calls.until_updated(0)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """What transports are driven with."""
+    async with open_rig(tmp_path) as opened:
+        yield opened

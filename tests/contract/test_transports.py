@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -19,119 +16,26 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from tests.inference_server import make_model, save_tokenizer
+from tests.contract.transport_rig import HEADERS, SECURITY, TRANSPORTS, Rig, free_port, run, same
 
-from areal.engines.publishing import host_tensors
 from areal.errors import CapacityExceeded, InvalidInput
-from areal.security import Security
 from areal.tensor_file import HostTensor
-from areal.transports.base import NewVersion, Publisher, TransportError
-from areal.transports.delta import Delta, encode
+from areal.transports.base import NewVersion, TransportError
 from areal.transports.disk import DiskPublisher
 from areal.transports.fallback import FallbackPublisher
+from areal.transports.fetch import fetch_model
 from areal.transports.pull import pull_version
-from areal.transports.rebuild import rebuild
 from areal.transports.sidecar import Sidecar
 from areal.transports.stream import StreamPublisher
 from areal.transports.wire import StoreConnection
-from areal.weights import (
-    DeltaFile,
-    PolicyVersion,
-    build_manifest,
-    check_same_tensors,
-    read_manifest,
-    version_name,
-)
-from areal_inference.model_config import ModelConfig
-from areal_inference.weights import WeightError, Weights, load_weights
+from areal.weights import build_manifest, version_name
+from areal_inference.weights import WeightError
 from areal_weight_sync.engine import EngineError
 from areal_weight_sync.http_engine import HttpEngine, open_session
-from areal_weight_sync.published import DigestCache
 from areal_weight_sync.routes import Routes
-from areal_weight_sync.store_http import StoreApp
 from areal_weight_sync.weight_store import WeightStore
 
-SECURITY = Security(token="0123456789abcdef")
-HEADERS = SECURITY.headers()
-TRANSPORTS = ["disk", "stream"]
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@dataclass
-class Rig:
-    """A model, a weight store around it, and what weight-sync was told."""
-
-    root: Path
-    model: Path
-    url: str
-    base: PolicyVersion
-    announced: list[PolicyVersion] = field(default_factory=list)
-    digests: DigestCache = field(default_factory=DigestCache)
-
-    def publisher(self, transport: str) -> Publisher:
-        if transport == "disk":
-            return DiskPublisher(self.root / "weights")
-        return StreamPublisher(self.url, HEADERS, 10.0)
-
-    def announce(self, version: PolicyVersion) -> None:
-        """PublishVersion's checks."""
-        self.digests.verify(version)
-        check_same_tensors(version, self.base)
-        self.announced.append(version)
-
-    def new(self, version: int, change: Callable[[str, torch.Tensor], torch.Tensor]) -> NewVersion:
-        tensors = load_file(self.model / "model.safetensors")
-        changed = [(name, change(name, tensor)) for name, tensor in tensors.items()]
-        return NewVersion(version, 1, host_tensors(changed), self.model)
-
-    def noisy(self, version: int) -> NewVersion:
-        generator = torch.Generator().manual_seed(version)
-        return self.new(version, lambda _, t: t + 1e-3 * torch.randn(t.shape, generator=generator))
-
-    def location(self, transport: str, version: PolicyVersion) -> str:
-        """Where an inference server is told to read."""
-        if transport == "disk":
-            return version.path
-        return f"{self.url}/versions/{version_name(version.version, version.incarnation)}"
-
-    def load(self, location: str, spare: Weights | None = None) -> Weights:
-        """What areal-inference does with it."""
-        config = ModelConfig.from_folder(self.model)
-        return load_weights(location, config, torch.float32, headers=HEADERS, spare=spare)
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    model = tmp_path / "model"
-    make_model(model)
-    save_tokenizer(model)
-    base = build_manifest(model, 0, 0)
-    app = StoreApp(WeightStore(tmp_path / "weights", model), lambda: [base], lambda: base, SECURITY)
-    port = free_port()
-    await app.start("127.0.0.1", port)
-    yield Rig(tmp_path, model, f"http://127.0.0.1:{port}", base)
-    await app.close()
-
-
-async def run(work: Callable[[], object]) -> object:
-    """Blocking work beside the store's event loop."""
-    import asyncio
-
-    return await asyncio.to_thread(work)
-
-
-def same(weights: Weights, new: NewVersion) -> None:
-    """Bit for bit what the trainer has in memory."""
-    expected = {t.name: bytes(t.data) for t in new.tensors}
-    for name, view in weights.views.items():
-        held = view.target.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        assert held == expected[name], name
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -189,6 +93,17 @@ async def test_version_0_when_nobody_published_then_the_store_has_the_model(rig:
     assert weights.checksums() == {t.name: t.digest for t in rig.base.tensors}
 
 
+async def test_model_when_fetched_then_an_engine_can_start_from_it(rig: Rig) -> None:
+    folder = rig.root / "fetched"
+    location = f"{rig.url}/versions/{version_name(0, 0)}"
+    assert await run(lambda: fetch_model(location, HEADERS, folder)) == len(list(folder.iterdir()))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (rig.model / name).read_bytes()
+    assert await run(lambda: fetch_model(location, HEADERS, folder))  # again, after a restart
+    with pytest.raises(TransportError, match="not in the weight store"):
+        await run(lambda: fetch_model(f"{rig.url}/versions/v00000009-inc1", HEADERS, folder))
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -196,8 +111,9 @@ async def test_version_0_when_nobody_published_then_the_store_has_the_model(rig:
         (lambda n: (*n, _tensor("model.extra", (2,))), "model.extra is unknown"),
         (lambda n: n[1:], "is missing"),
         (lambda n: (*(t for t in n if t.name != Q), _tensor(Q, (63, 64))), "shape [63, 64]"),
+        (lambda n: (*(t for t in n if t.name != Q), _tensor(Q, (64, 64), "I32")), "dtype I32"),
     ],
-    ids=["unknown", "missing", "wrong-shaped"],
+    ids=["unknown", "missing", "wrong-shaped", "wrong-typed"],
 )
 async def test_version_when_a_tensor_is_wrong_then_refused_by_name(
     rig: Rig, transport: str, change, message: str
@@ -209,10 +125,15 @@ async def test_version_when_a_tensor_is_wrong_then_refused_by_name(
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert rig.announced == []
+    # However many ways there are, no other one could do better: a restart would not either.
+    every_way = FallbackPublisher([rig.publisher(name) for name in TRANSPORTS])
+    with pytest.raises(InvalidInput) as refused:
+        await run(lambda: every_way.publish(bad, rig.announce))
+    assert message in str(refused.value)
 
 
-def _tensor(name: str, shape: tuple[int, ...]) -> HostTensor:
-    return HostTensor(name, shape, "F32", memoryview(np.zeros(shape, "f4")).cast("B"))
+def _tensor(name: str, shape: tuple[int, ...], dtype: str = "F32") -> HostTensor:
+    return HostTensor(name, shape, dtype, memoryview(np.zeros(shape, "f4")).cast("B"))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -296,7 +217,6 @@ async def test_upload_when_chunks_are_wrong_then_refused_and_nothing_is_visible(
 async def test_upload_when_the_volume_is_full_then_refused_before_a_byte_is_sent(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shutil
 
     from areal_weight_sync import weight_store
 
@@ -411,106 +331,3 @@ async def test_server_when_it_cannot_see_the_folder_then_its_sidecar_pulls(rig: 
     finally:
         for runner in runners:
             await runner.cleanup()
-
-
-# ------------------------------------------------------------------ delta
-
-
-def sparse(rig: Rig, version: int, before: NewVersion | None, share: float) -> NewVersion:
-    """A version of which a share of the elements differs from the one before."""
-    generator = torch.Generator().manual_seed(version)
-    held = {t.name: t for t in before.tensors} if before else {}
-
-    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name in held:
-            tensor = torch.frombuffer(bytearray(held[name].data), dtype=torch.float32)
-            tensor = tensor.view(held[name].shape)
-        mask = torch.rand(tensor.shape, generator=generator) < share
-        return tensor + mask * 1e-4 * torch.randn(tensor.shape, generator=generator)
-
-    return rig.new(version, change)
-
-
-async def test_delta_when_little_changed_then_little_travels_and_nothing_is_lost(
-    rig: Rig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    publisher = StreamPublisher(rig.url, HEADERS, 10.0, encoding="delta")
-    memory, new = rig.root / "memory", None
-    for number in (1, 2, 3, 4):
-        new = sparse(rig, number, new, 0.03)
-        version = await run(lambda n=new: publisher.publish(n, rig.announce))
-        same(await run(lambda v=version: rig.load(rig.location("stream", v))), new)
-        location = rig.location("stream", version)
-        pulled = await run(lambda at=location: pull_version(at, HEADERS, memory))
-        # Version 1 came whole, the others as what changed since the one before.
-        delta = pulled.delta
-        assert (delta is None) == (number == 1)
-        assert (memory / new.name / "delta.bin").exists() == (number > 1)
-        if delta is not None:
-            assert delta.base == version_name(number - 1, 1)
-            assert delta.size_bytes < version.size_bytes / 10
-        same(await run(lambda p=pulled: rig.load(p.path)), new)
-    assert "delta_unusable" not in capsys.readouterr().out
-
-
-async def test_delta_when_the_chain_breaks_or_does_not_pay_then_the_whole_file_travels(
-    rig: Rig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    publisher = StreamPublisher(rig.url, HEADERS, 10.0, encoding="delta")
-    one = sparse(rig, 1, None, 1.0)
-    first = await run(lambda: publisher.publish(one, rig.announce))
-    shutil.rmtree(first.path)  # collected, or the store has lost its volume
-    two = sparse(rig, 2, one, 0.03)
-    version = await run(lambda: publisher.publish(two, rig.announce))
-    assert read_manifest(Path(version.path)).delta is None
-    assert "delta_refused" in capsys.readouterr().out
-    same(await run(lambda: rig.load(rig.location("stream", version))), two)
-    three = rig.noisy(3)
-    dense = await run(lambda: publisher.publish(three, rig.announce))
-    assert read_manifest(Path(dense.path)).delta is None
-    same(await run(lambda: rig.load(rig.location("stream", dense))), three)
-
-
-async def test_delta_when_its_base_is_another_then_refused(rig: Rig) -> None:
-    one, two = sparse(rig, 1, None, 1.0), sparse(rig, 2, None, 1.0)
-    bases = [
-        await run(lambda n=n: rig.publisher("stream").publish(n, rig.announce)) for n in (one, two)
-    ]
-    three = sparse(rig, 3, one, 0.03)
-    raw = encode(three.tensors, {t.name: t.data for t in one.tensors}, bases[0].digest)
-    assert raw is not None
-    folder = rig.root / "rebuilt"
-    folder.mkdir()
-    (folder / "delta.bin").write_bytes(raw)
-    wanted = DeltaFile("v00000001-inc1", bases[0].digest, len(raw), "")
-    with pytest.raises(InvalidInput, match="starts from weights"):
-        rebuild(folder, Path(bases[1].path), wanted)
-    rebuild(folder, Path(bases[0].path), wanted)
-    held = load_file(folder / "model.safetensors")
-    for tensor in three.tensors:
-        assert held[tensor.name].view(-1).view(torch.uint8).numpy().tobytes() == bytes(tensor.data)
-    for broken in (raw[:-1], raw + b"x", raw[:7], b"", raw[:200] + bytes(40) + raw[240:]):
-        (folder / "delta.bin").write_bytes(broken)
-        with pytest.raises(InvalidInput, match=r"delta\.bin"):
-            rebuild(folder, Path(bases[0].path), wanted)
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
-@pytest.mark.parametrize("share", [0.0, 1e-6, 0.01, 0.03, 0.6, 1.0])
-def test_delta_when_bits_are_arbitrary_then_exact(dtype: str, share: float) -> None:
-    """NaN payloads, signed zeros, infinities: bits are bits."""
-    rng = np.random.default_rng(0)
-    width = 2 if dtype == "BF16" else 4
-    before = rng.integers(0, 256, 60_000 * width, dtype=np.uint8)
-    after = before.copy().reshape(-1, width)
-    chosen = np.flatnonzero(rng.random(60_000) < share) if share else np.array([], int)
-    after[chosen, 0] ^= 1 + rng.integers(0, 255, chosen.size).astype(np.uint8)
-    new = HostTensor("t", (60_000,), dtype, memoryview(after.reshape(-1)))
-    raw = encode([new], {"t": before.tobytes()}, "base")
-    if raw is None:
-        assert share == 1.0
-        return
-    delta, target = Delta(raw), bytearray(before.tobytes())
-    delta.apply("t", dtype, memoryview(target))
-    assert bytes(target) == after.tobytes()
-    assert delta.changed() == chosen.size

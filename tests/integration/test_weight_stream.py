@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,17 +15,19 @@ from tests.integration.weight_sync_rig import WeightSyncRig, generate, inference
 from tests.nats_server import NatsServer
 from tests.redis_server import RedisServer
 
+from areal.cli_versions import list_versions
 from areal.engines.publishing import host_tensors
 from areal.models.tiny import make_tiny_model
 from areal.servers import ServerState
 from areal.transports.base import NewVersion
+from areal.transports.chain import DeltaChain
 from areal.transports.stream import StreamPublisher
 from areal.weights import PolicyVersion
 
 
 @pytest.mark.slow
 async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in_place(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_num_threads(1)
     model = tmp_path / "model"
@@ -47,11 +50,13 @@ async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in
 
         published: list[PolicyVersion] = []
         tensors = load_file(model / "model.safetensors")
+        publisher = StreamPublisher(rig.store, {}, 10.0, chain=DeltaChain())
 
         def publish(version: int) -> None:
-            changed = [(name, tensor + 0.01 * version) for name, tensor in tensors.items()]
-            new = NewVersion(version, 1, host_tensors(changed), model)
-            StreamPublisher(rig.store, {}, 10.0).publish(new, published.append)
+            for tensor in tensors.values():  # few elements, so that later versions are deltas
+                tensor.view(-1)[version::50] += 0.01
+            copies = [(name, tensor.clone()) for name, tensor in tensors.items()]
+            publisher.publish(NewVersion(version, 1, host_tensors(copies), model), published.append)
 
         async with aiohttp.ClientSession() as session:
             running = asyncio.create_task(generate(session, url, 400, 0))
@@ -67,5 +72,18 @@ async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in
             ) as answer:
                 sums = (await answer.json())["ranks"][0]["checksums"]
         assert sums == {tensor.name: tensor.digest for tensor in published[-1].tensors}
-        assert "/versions/v00000003-inc1" in engine.log or published[-1].path not in engine.log
         assert "transport_fell_back" not in rig.process.log
+        # The server that held version 1 read of the others only what changed.
+        assert [version.delta is not None for version in published] == [False, True, True]
+        assert engine.log.count("delta_applied") == 2
+        assert "delta_unusable" not in engine.log
+
+        kept = await rig.client.list_versions()
+        assert [version.version for version in kept] == [0, 1, 2, 3]
+        assert kept[-1].tensors == published[-1].tensors
+        capsys.readouterr()  # what was logged
+        # From a machine that has neither the run folder nor the weights.
+        assert await asyncio.to_thread(list_versions, None, endpoint=rig.address, as_json=True) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [(row["name"], row["encoding"]) for row in rows][-1] == ("v00000003-inc1", "delta")
+        assert rows[-1]["served_by"] == [url.removeprefix("http://")]

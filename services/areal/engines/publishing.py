@@ -11,6 +11,7 @@ from areal.config_services import transport_order
 from areal.security import Security
 from areal.tensor_file import HostTensor
 from areal.transports.base import Publisher
+from areal.transports.chain import DeltaChain
 from areal.transports.disk import DiskPublisher
 from areal.transports.fallback import FallbackPublisher
 from areal.transports.stream import StreamPublisher
@@ -29,13 +30,11 @@ def make_publisher(
     """The transports in the order that `meta`, or the experiment, asks for."""
     own = config.weight_sync
     root = Path(meta.path or own.path or config.run_dir / "weights").resolve()
+    chain = DeltaChain() if own.encoding == "delta" else None
     ways: dict[str, Publisher] = {
-        "disk": DiskPublisher(root),
+        "disk": DiskPublisher(root, chain=chain),
         "stream": StreamPublisher(
-            config.endpoints.weight_store,
-            security.headers(),
-            UPLOAD_TIMEOUT_S,
-            encoding=own.encoding,
+            config.endpoints.weight_store, security.headers(), UPLOAD_TIMEOUT_S, chain=chain
         ),
     }
     return FallbackPublisher([ways[name] for name in transport_order(meta.type or own.transport)])

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from areal.errors import ArealError
-from areal.tensor_file import HostTensor
-from areal.weights import PolicyVersion, version_name
+from areal.tensor_file import HostTensor, Layout, digest_of, plan_layout
+from areal.weights import (
+    SINGLE_FILE,
+    PolicyVersion,
+    WeightFile,
+    WeightTensor,
+    assemble_manifest,
+    version_name,
+)
 
 # What a server may read beside the weights.
 _COMPANIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -67,6 +74,28 @@ def companions(model: Path) -> Iterator[Path]:
                 yield file
 
 
+def describe(new: NewVersion, folder: Path) -> tuple[PolicyVersion, Layout]:
+    """The manifest of a version in memory, and its file's layout; `folder` has its config.json."""
+    layout = plan_layout(new.tensors)
+    by_name = {tensor.name: tensor for tensor in new.tensors}
+    names = [place.name for place in layout.places]
+    digests = in_threads(lambda name: digest_of(by_name[name].data), names)
+    return manifest_of(new, folder, layout, dict(zip(names, digests, strict=True))), layout
+
+
+def manifest_of(
+    new: NewVersion, folder: Path, layout: Layout, digests: Mapping[str, str]
+) -> PolicyVersion:
+    """The manifest, from the tensors' digests by name."""
+    return assemble_manifest(
+        folder,
+        new.version,
+        new.incarnation,
+        [WeightFile(SINGLE_FILE, layout.size_bytes, layout.file_digest(digests))],
+        [WeightTensor(p.name, p.shape, p.dtype, digests[p.name]) for p in layout.places],
+    )
+
+
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """`[work(item) for item in items]`, a few at a time: hashing and copying free the interpreter.
 
@@ -75,3 +104,10 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "weights") as pool:
         return list(pool.map(work, items))
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of it; one call of the system writes 2 GiB at most."""
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,9 +127,11 @@ class Delta:
         if offset != len(raw):
             raise InvalidInput(f"{FILE}: {len(raw)} bytes, expected {offset}: truncated or torn")
 
-    def names(self) -> list[str]:
-        """Tensors that changed."""
-        return list(self._entries)
+    def check_names(self, known: Set[str], where: str) -> None:
+        """Raises InvalidInput when a tensor is not among those that `where` has."""
+        unknown = self._entries.keys() - known
+        if unknown:
+            raise InvalidInput(f"{FILE}: tensor {min(unknown)} is unknown to {where}")
 
     def changed(self) -> int:
         """Elements that differ, over all tensors."""

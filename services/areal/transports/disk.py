@@ -3,6 +3,9 @@
 Writing into the pages of an old file takes a fifth of the time that new pages take (they are
 allocated and cleared first), so a folder that garbage collection retires is kept as `.spare` and
 becomes the next staging folder. Nobody reads it then: see `areal_weight_sync.published`.
+
+As a delta only what changed is written here; weight-sync makes the whole file of it before it tells
+any server (`rebuild.complete`), and servers that hold the version before read the delta only.
 """
 
 from __future__ import annotations
@@ -10,18 +13,27 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from areal.errors import InvalidInput
+from areal.observability.logging import get_logger
 from areal.tensor_file import HostTensor, TensorPlace, digest_of, plan_layout
-from areal.transports.base import NewVersion, TransportError, companions, in_threads
+from areal.transports.base import (
+    NewVersion,
+    TransportError,
+    companions,
+    describe,
+    in_threads,
+    manifest_of,
+    write_at,
+)
+from areal.transports.chain import DeltaChain
+from areal.transports.delta import FILE
 from areal.weights import (
     SINGLE_FILE,
     SPARE,
     PolicyVersion,
-    WeightFile,
-    WeightTensor,
-    assemble_manifest,
     at_path,
     publish_dir,
     staging_dir,
@@ -35,20 +47,60 @@ class DiskPublisher:
 
     name = "disk"
 
-    def __init__(self, root: Path) -> None:
-        """Publishes below `root`, an absolute path that weight-sync knows by the same name."""
+    def __init__(self, root: Path, *, chain: DeltaChain | None = None) -> None:
+        """Publishes below a folder.
+
+        Args:
+            root: An absolute path that weight-sync knows by the same name.
+            chain: Has only what changed written, where that is less than half; None: all of it.
+        """
         self._root = root
+        self._chain = chain
+        self._log = get_logger("areal.transports.disk")
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
         """Writes the folder, renames it into place, announces it."""
         try:
-            manifest = self._write(new)
+            manifest = self._publish_delta(new, announce)
+            if manifest is None:
+                manifest = self._write(new)
+                announce(manifest)
         except OSError as error:
             raise TransportError(f"{self._root}: {error.strerror or error}") from None
-        try:
-            announce(manifest)
         except InvalidInput as error:  # weight-sync does not see this volume
             raise TransportError(str(error)) from None
+        if self._chain is not None:
+            self._chain.advance(manifest, new)
+        return manifest
+
+    def _publish_delta(
+        self, new: NewVersion, announce: Callable[[PolicyVersion], None]
+    ) -> PolicyVersion | None:
+        """Leaves the whole file to weight-sync; None: it must be written here."""
+        encoded = self._chain.encode(new) if self._chain is not None else None
+        if encoded is None:
+            return None
+        file, raw = encoded
+        staging = staging_dir(self._root, new.version, new.incarnation)
+        final = version_dir(self._root, new.version, new.incarnation)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        for source in companions(new.model):
+            shutil.copyfile(source, staging / source.name)
+        (staging / FILE).write_bytes(raw)
+        manifest = replace(describe(new, staging)[0], delta=file)
+        write_manifest(manifest, staging)
+        publish_dir(staging, final)
+        manifest = at_path(manifest, final)
+        try:
+            announce(manifest)
+        except InvalidInput as error:  # its base is gone: the chain begins anew
+            self._log.warning(
+                "delta_refused", version=new.version, base=file.base, cause=str(error)
+            )
+            shutil.rmtree(final)
+            return None
+        self._log.info("delta_sent", version=new.version, base=file.base, size_bytes=len(raw))
         return manifest
 
     def _write(self, new: NewVersion) -> PolicyVersion:
@@ -81,11 +133,11 @@ def write_version(folder: Path, new: NewVersion) -> PolicyVersion:
     descriptor = os.open(folder / SINGLE_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.ftruncate(descriptor, layout.size_bytes)
-        _write_at(descriptor, memoryview(layout.header), 0)
+        write_at(descriptor, memoryview(layout.header), 0)
 
         def write(place: TensorPlace) -> str:
             tensor: HostTensor = by_name[place.name]
-            _write_at(descriptor, tensor.data, place.begin)
+            write_at(descriptor, tensor.data, place.begin)
             return digest_of(tensor.data)
 
         digests = dict(
@@ -97,18 +149,6 @@ def write_version(folder: Path, new: NewVersion) -> PolicyVersion:
         )
     finally:
         os.close(descriptor)
-    manifest = assemble_manifest(
-        folder,
-        new.version,
-        new.incarnation,
-        [WeightFile(SINGLE_FILE, layout.size_bytes, layout.file_digest(digests))],
-        [WeightTensor(p.name, p.shape, p.dtype, digests[p.name]) for p in layout.places],
-    )
+    manifest = manifest_of(new, folder, layout, digests)
     write_manifest(manifest, folder)
     return manifest
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:  # one call writes 2 GiB at most
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

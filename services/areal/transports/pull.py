@@ -64,14 +64,12 @@ def pull_version(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         _make_room(root, name, keep)
-        by_delta = _pull_delta(url, manifest, headers, root, staging)
+        made = _pull_delta(url, manifest, headers, root, staging)
         for file in manifest.files:
             if Path(file.name).name != file.name:
                 raise InvalidInput(f"{location}: file name {file.name!r}")
-            if by_delta and file.name == SINGLE_FILE:
-                _check(url, name, file, staging / file.name)
-                continue
-            _pull_file(url, name, headers, file, staging / file.name)
+            if not (made and file.name == SINGLE_FILE):
+                pull_file(url, name, headers, file, staging / file.name)
         write_manifest(manifest, staging)
         staging.rename(final)
     except OSError as error:
@@ -83,9 +81,10 @@ def pull_version(
     return at_path(manifest, final)
 
 
-def _pull_file(
+def pull_file(
     url: str, name: str, headers: Mapping[str, str], file: WeightFile, target: Path
 ) -> None:
+    """Brings one file of a version; raises InvalidInput when its digest is another one."""
     with target.open("w+b") as stream:
         if not file.size_bytes:
             return
@@ -111,11 +110,15 @@ def _pull_delta(
     if delta is None or parse_version_dir(delta.base) is None or not (root / delta.base).is_dir():
         return False
     name = version_name(manifest.version, manifest.incarnation)
-    file = WeightFile(FILE, delta.size_bytes, delta.digest)
     try:
-        _pull_file(url, name, headers, file, staging / FILE)
+        pull_file(
+            url, name, headers, WeightFile(FILE, delta.size_bytes, delta.digest), staging / FILE
+        )
         rebuild(staging, root / delta.base, delta)
-    except InvalidInput as error:
+        for file in manifest.files:
+            if file.name == SINGLE_FILE:
+                _check(url, name, file, staging / SINGLE_FILE)
+    except (InvalidInput, TransportError) as error:
         get_logger("areal.transports.pull").warning("delta_unusable", cause=str(error))
         (staging / FILE).unlink(missing_ok=True)
         return False

@@ -12,21 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal.observability.logging import get_logger
-from areal.tensor_file import digest_of, plan_layout
+from areal.tensor_file import Layout
 from areal.transports import delta
-from areal.transports.base import NewVersion, TransportError, companions, in_threads
+from areal.transports.base import NewVersion, TransportError, companions, describe, in_threads
+from areal.transports.chain import DeltaChain
 from areal.transports.wire import CHUNK_BYTES, StoreConnection
-from areal.weights import (
-    SINGLE_FILE,
-    DeltaFile,
-    PolicyVersion,
-    WeightFile,
-    WeightTensor,
-    assemble_manifest,
-    at_path,
-    to_json,
-    version_name,
-)
+from areal.weights import SINGLE_FILE, PolicyVersion, at_path, to_json
 
 _ATTEMPTS = 3
 _LANES = 2
@@ -40,7 +31,12 @@ class StreamPublisher:
     name = "stream"
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], timeout: float, *, encoding: str = "full"
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        timeout: float,
+        *,
+        chain: DeltaChain | None = None,
     ) -> None:
         """Uploads to a store.
 
@@ -48,13 +44,12 @@ class StreamPublisher:
             url: http://host:port.
             headers: The bearer token.
             timeout: Bounds each wait on the socket, in seconds.
-            encoding: full, or delta: what changed, where that is less than half of it.
+            chain: Has only what changed uploaded, where that is less than half; None: all of it.
         """
         self._url = url
         self._headers = headers
         self._timeout = timeout
-        self._encoding = encoding
-        self._base: tuple[PolicyVersion, NewVersion] | None = None
+        self._chain = chain
         self._log = get_logger("areal.transports.stream")
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
@@ -66,48 +61,44 @@ class StreamPublisher:
             for file in companions(new.model):
                 if file.name == "config.json":
                     (folder / file.name).write_bytes(file.read_bytes())
-            manifest, blocks = _describe(new, folder)
-            path = self._send_delta(store, new, manifest, blocks)
-            if not path:
+            manifest, layout = describe(new, folder)
+            blocks = _blocks(new, folder, layout)
+            published = self._send_delta(store, new, manifest, blocks)
+            if published is None:
                 store.begin(new.name, to_json(manifest))
                 self._upload(new.name, blocks, {f.name: f.size_bytes for f in manifest.files})
-                path = store.commit(new.name)
-        manifest = at_path(manifest, Path(path))
-        announce(manifest)
-        if self._encoding == "delta":
-            self._base = manifest, new
-        return manifest
+                published = at_path(manifest, Path(store.commit(new.name)))
+        announce(published)
+        if self._chain is not None:
+            self._chain.advance(published, new)
+        return published
 
     def _send_delta(
         self, store: StoreConnection, new: NewVersion, manifest: PolicyVersion, blocks: list[_Block]
-    ) -> str:
-        """The path at the store; "" when the whole file must be sent."""
-        if self._base is None:
-            return ""
-        base, before = self._base
-        held = {tensor.name: tensor.data for tensor in before.tensors}
-        raw = None
-        if held.keys() == {tensor.name for tensor in new.tensors}:
-            raw = delta.encode(new.tensors, held, base.digest)
-        if raw is None:  # too much has changed
-            return ""
-        name = version_name(base.version, base.incarnation)
-        file = DeltaFile(name, base.digest, len(raw), digest_of(raw))
+    ) -> PolicyVersion | None:
+        """What the store made of it; None when the whole file must be sent."""
+        encoded = self._chain.encode(new) if self._chain is not None else None
+        if encoded is None:
+            return None
+        file, raw = encoded
+        manifest = replace(manifest, delta=file)
         chunks = [
             (delta.FILE, start, memoryview(raw)[start : start + CHUNK_BYTES])
             for start in range(0, len(raw), CHUNK_BYTES)
         ]
         totals = {f.name: f.size_bytes for f in manifest.files} | {delta.FILE: len(raw)}
         try:
-            store.begin(new.name, to_json(replace(manifest, delta=file)))
+            store.begin(new.name, to_json(manifest))
             small = [block for block in blocks if block[0] != SINGLE_FILE]
             self._upload(new.name, small + chunks, totals)
             path = store.commit(new.name)
         except TransportError as error:  # its base is gone: the chain begins anew
-            self._log.warning("delta_refused", version=new.version, base=name, cause=str(error))
-            return ""
-        self._log.info("delta_sent", version=new.version, base=name, size_bytes=len(raw))
-        return path
+            self._log.warning(
+                "delta_refused", version=new.version, base=file.base, cause=str(error)
+            )
+            return None
+        self._log.info("delta_sent", version=new.version, base=file.base, size_bytes=len(raw))
+        return at_path(manifest, Path(path))
 
     def _connect(self) -> StoreConnection:
         return StoreConnection(self._url, self._headers, self._timeout)
@@ -131,19 +122,9 @@ class StreamPublisher:
 _Block = tuple[str, int, memoryview]
 
 
-def _describe(new: NewVersion, folder: Path) -> tuple[PolicyVersion, list[_Block]]:
-    """The manifest, and what to send: (file, offset, bytes)."""
-    layout = plan_layout(new.tensors)
+def _blocks(new: NewVersion, folder: Path, layout: Layout) -> list[_Block]:
+    """What to send: (file, offset, bytes)."""
     by_name = {tensor.name: tensor for tensor in new.tensors}
-    names = [place.name for place in layout.places]
-    digests = dict(zip(names, in_threads(lambda n: digest_of(by_name[n].data), names), strict=True))
-    manifest = assemble_manifest(
-        folder,
-        new.version,
-        new.incarnation,
-        [WeightFile(SINGLE_FILE, layout.size_bytes, layout.file_digest(digests))],
-        [WeightTensor(p.name, p.shape, p.dtype, digests[p.name]) for p in layout.places],
-    )
     config = memoryview((folder / "config.json").read_bytes())
     blocks: list[_Block] = [("config.json", 0, config)]
     blocks.append((SINGLE_FILE, 0, memoryview(layout.header)))
@@ -164,4 +145,4 @@ def _describe(new: NewVersion, folder: Path) -> tuple[PolicyVersion, list[_Block
                 blocks.append((SINGLE_FILE, place.begin + start, part))
     if small:
         blocks.append((SINGLE_FILE, begin, memoryview(b"".join(small))))
-    return manifest, blocks
+    return blocks

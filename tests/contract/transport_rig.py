@@ -1,0 +1,121 @@
+"""A model, the real weight store around it, and a trainer's publishers: for transports' suites."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import load_file
+from tests.inference_server import make_model, save_tokenizer
+
+from areal.engines.publishing import host_tensors
+from areal.security import Security
+from areal.transports.base import NewVersion, Publisher
+from areal.transports.chain import DeltaChain
+from areal.transports.disk import DiskPublisher
+from areal.transports.stream import StreamPublisher
+from areal.weights import PolicyVersion, build_manifest, check_same_tensors, version_name
+from areal_inference.model_config import ModelConfig
+from areal_inference.weights import Weights, load_weights
+from areal_weight_sync.published import DigestCache
+from areal_weight_sync.store_http import StoreApp
+from areal_weight_sync.weight_store import WeightStore
+
+SECURITY = Security(token="0123456789abcdef")
+HEADERS = SECURITY.headers()
+TRANSPORTS = ["disk", "stream"]
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Rig:
+    """A model, a weight store around it, and what weight-sync was told."""
+
+    root: Path
+    model: Path
+    url: str
+    base: PolicyVersion
+    announced: list[PolicyVersion] = field(default_factory=list)
+    digests: DigestCache = field(default_factory=DigestCache)
+
+    def publisher(self, transport: str, chain: DeltaChain | None = None) -> Publisher:
+        if transport == "disk":
+            return DiskPublisher(self.root / "weights", chain=chain)
+        return StreamPublisher(self.url, HEADERS, 10.0, chain=chain)
+
+    def announce(self, version: PolicyVersion) -> None:
+        """What PublishVersion does to a version's files."""
+        self.digests.verify(version)
+        check_same_tensors(version, self.base)
+        self.announced.append(version)
+
+    def new(self, version: int, change: Callable[[str, torch.Tensor], torch.Tensor]) -> NewVersion:
+        tensors = load_file(self.model / "model.safetensors")
+        changed = [(name, change(name, tensor)) for name, tensor in tensors.items()]
+        return NewVersion(version, 1, host_tensors(changed), self.model)
+
+    def noisy(self, version: int) -> NewVersion:
+        generator = torch.Generator().manual_seed(version)
+        return self.new(version, lambda _, t: t + 1e-3 * torch.randn(t.shape, generator=generator))
+
+    def location(self, transport: str, version: PolicyVersion) -> str:
+        """Where an inference server is told to read."""
+        if transport == "disk":
+            return version.path
+        return f"{self.url}/versions/{version_name(version.version, version.incarnation)}"
+
+    def load(
+        self, location: str, spare: Weights | None = None, held: Weights | None = None
+    ) -> Weights:
+        """What areal-inference does with it."""
+        config = ModelConfig.from_folder(self.model)
+        return load_weights(
+            location, config, torch.float32, headers=HEADERS, spare=spare, held=held
+        )
+
+
+@asynccontextmanager
+async def open_rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """With its store listening."""
+    model = tmp_path / "model"
+    make_model(model)
+    save_tokenizer(model)
+    base = build_manifest(model, 0, 0)
+    port = free_port()
+    rig = Rig(tmp_path, model, f"http://127.0.0.1:{port}", base)
+    app = StoreApp(
+        WeightStore(tmp_path / "weights", model),
+        lambda: [*rig.announced[-1:], base],
+        lambda: base,
+        SECURITY,
+    )
+    await app.start("127.0.0.1", port)
+    try:
+        yield rig
+    finally:
+        await app.close()
+
+
+async def run(work: Callable[[], T]) -> T:
+    """Blocking work beside the store's event loop."""
+    return await asyncio.to_thread(work)
+
+
+def same(weights: Weights, new: NewVersion) -> None:
+    """Bit for bit what the trainer has in memory."""
+    expected = {t.name: bytes(t.data) for t in new.tensors}
+    for name, view in weights.views.items():
+        held = view.target.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        assert held == expected[name], name
