@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
+from areal.errors import ArealError, InvalidInput, NotFound
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
@@ -219,18 +219,17 @@ class BufferServicer(BufferServiceServicer):
     async def GetTasks(
         self, request: pb.BufferServiceGetTasksRequest, context: Context
     ) -> pb.BufferServiceGetTasksResponse:
-        """Reads records."""
+        """Reads records, as many as a message holds."""
         ids = check.check_task_ids(request.task_ids)
-        response = pb.BufferServiceGetTasksResponse()
-        size = 0
+        response = pb.BufferServiceGetTasksResponse(looked_up=len(ids))
+        size = at = 0
         async for task in self._store.read(ids, groups=request.include_groups):
             size += len(task.body) + len(task.payload or b"")
-            if size > _MAX_RESPONSE_BYTES:
-                raise CapacityExceeded(
-                    f"task_ids: the first {len(response.records)} of {len(ids)} fill a message; "
-                    f"ask for fewer at once"
-                )
+            if response.records and size > _MAX_RESPONSE_BYTES:
+                response.looked_up = at
+                break
             response.records.append(_record(task))
+            at = ids.index(task.task_id, at) + 1
         return response
 
     async def WaitTasks(

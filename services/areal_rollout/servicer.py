@@ -20,8 +20,6 @@ from areal_rollout.workflows import default_workflow
 
 _MAX_TASKS = 10_000
 _WAIT_S = 20.0
-# Records with groups are read so many at a time: a reply must stay below the message limit.
-_GROUPS_AT_ONCE = 16
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -80,19 +78,17 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         """Each task once, when it has ended."""
         _limit(request.task_ids, "task_ids")
         waiting = dict.fromkeys(request.task_ids)
-        known = await self._ledger.get_tasks(list(waiting))
-        missing = waiting.keys() - {record.task.task_id for record in known}
+        known = {record.task.task_id async for record in self._ledger.read_tasks(list(waiting))}
+        missing = waiting.keys() - known
         if missing:
             raise NotFound(f"task {min(missing)!r}: no such task")
         while waiting:
             ended = await self._ledger.wait_tasks(list(waiting), _WAIT_S)
-            for start in range(0, len(ended), _GROUPS_AT_ONCE):
-                chunk = ended[start : start + _GROUPS_AT_ONCE]
-                for record in await self._ledger.get_tasks(
-                    chunk, include_groups=request.include_trajectories
-                ):
-                    waiting.pop(record.task.task_id, None)
-                    yield pb.WatchTasksResponse(record=record_to_pb(record))
+            async for record in self._ledger.read_tasks(
+                ended, include_groups=request.include_trajectories
+            ):
+                waiting.pop(record.task.task_id, None)
+                yield pb.WatchTasksResponse(record=record_to_pb(record))
 
     async def CancelTasks(  # noqa: N802
         self, request: pb.CancelTasksRequest, context: Context

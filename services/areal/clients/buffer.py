@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal.clients.base import LONG_POLL_MARGIN_S, to_duration
+from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
 from areal.clients.buffer_trainer import TrainerBufferClient
 from areal.clients.buffer_types import (
     DeadLetter,
@@ -41,9 +42,6 @@ __all__ = [
     "TaskRecord",
 ]
 
-# Tasks of one SubmitTasks call: the service refuses more.
-_MAX_TASKS_PER_CALL = 10_000
-
 
 class BufferClient(TrainerBufferClient):
     """All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
@@ -61,7 +59,7 @@ class BufferClient(TrainerBufferClient):
         await self._hand_ins.close()
         await super().close()
 
-    # -- submitting and reading ---------------------------------------------------------------
+    # -- submitting ---------------------------------------------------------------------------
 
     async def submit_tasks(
         self,
@@ -90,9 +88,9 @@ class BufferClient(TrainerBufferClient):
             CapacityExceeded: The ledger is near its memory limit and has enough to do.
         """
         accepted: list[bool] = []
-        starts = range(0, max(1, len(tasks)), _MAX_TASKS_PER_CALL)
+        starts = range(0, max(1, len(tasks)), MAX_TASKS_PER_CALL)
         for start in starts:
-            chunk = tasks[start : start + _MAX_TASKS_PER_CALL]
+            chunk = tasks[start : start + MAX_TASKS_PER_CALL]
             request = pb.BufferServiceSubmitTasksRequest(
                 tasks=[task_to_pb(task) for task in chunk],
                 incarnation=incarnation,
@@ -130,43 +128,6 @@ class BufferClient(TrainerBufferClient):
             self._stub.CancelTasks, request, timeout=timeout, retry_for=retry_for
         )
         return response.cancelled
-
-    async def get_tasks(
-        self,
-        task_ids: Sequence[str],
-        *,
-        include_groups: bool = False,
-        timeout: float = 30.0,
-        retry_for: float = 30.0,
-    ) -> list[TaskRecord]:
-        """Reads records in the order asked; unknown ids are left out."""
-        request = pb.BufferServiceGetTasksRequest(task_ids=task_ids, include_groups=include_groups)
-        response = await self._call(
-            self._stub.GetTasks, request, timeout=timeout, retry_for=retry_for
-        )
-        return [record_from_pb(record) for record in response.records]
-
-    async def wait_tasks(
-        self, task_ids: Sequence[str], max_wait_s: float, *, retry_for: float = 30.0
-    ) -> list[str]:
-        """Waits until one of the tasks has ended (train: completed counts).
-
-        Args:
-            task_ids: Known ids; NotFound otherwise.
-            max_wait_s: The service waits at most 30 s a call.
-            retry_for: Seconds to retry while the ledger is away or silent.
-
-        Returns:
-            Those that have ended; empty when the wait passed first.
-        """
-        request = pb.WaitTasksRequest(task_ids=task_ids, max_wait=to_duration(max_wait_s))
-        response = await self._call(
-            self._stub.WaitTasks,
-            request,
-            timeout=max_wait_s + LONG_POLL_MARGIN_S,
-            retry_for=retry_for,
-        )
-        return list(response.task_ids)
 
     # -- working ------------------------------------------------------------------------------
 

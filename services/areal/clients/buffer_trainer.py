@@ -7,26 +7,20 @@ from collections.abc import Sequence
 
 import grpc
 
-from areal.clients.base import LONG_POLL_MARGIN_S, Client, from_rpc_error, retrying, to_duration
+from areal.clients.base import LONG_POLL_MARGIN_S, from_rpc_error, retrying, to_duration
+from areal.clients.buffer_reader import TaskReader
 from areal.clients.buffer_types import GroupManifest, Registration, TakeResult, TakeState
 from areal.errors import NotFound
-from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
-from areal.v1 import buffer_service_pb2_grpc
 from areal.wire import unpack_group
 
 
-class TrainerBufferClient(Client):
-    """What only a trainer calls; `BufferClient` adds the rest.
+class TrainerBufferClient(TaskReader):
+    """Adds what only a trainer calls; `BufferClient` adds the rest.
 
     All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
     """
-
-    def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel to host:port."""
-        super().__init__(address, security)
-        self._stub = buffer_service_pb2_grpc.BufferServiceStub(self._channel)
 
     async def register_trainer(
         self,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal import errors
-from areal.engines.session import RETRY_S, TrainerSession
+from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
+from areal.engines.session import TrainerSession
 from areal.types import Purpose, Task, WorkflowSpec
 
 # One long poll; the ranks meet after each, so none idles in a collective for longer.
@@ -70,7 +71,8 @@ def mean_reward(
         if waiting:
             waiting.difference_update(
                 session.ask_buffer(
-                    session.buffer.wait_tasks(sorted(waiting), POLL_S), f"evaluation {name!r}"
+                    session.buffer.wait_tasks(sorted(waiting)[:MAX_TASKS_PER_CALL], POLL_S),
+                    f"evaluation {name!r}",
                 )
             )
         if waiting and time.monotonic() - since > timeout_s:
@@ -83,21 +85,23 @@ def mean_reward(
 
     while not session.on_rank0(all_ended):
         session.raise_if_stopped()
-    return session.on_rank0(lambda: _mean(session, tasks, name))
+    return session.on_rank0(lambda: _mean(session, tasks, name, timeout_s))
 
 
-def _mean(session: TrainerSession, tasks: Sequence[Task], name: str) -> float:
-    records = session.ask_buffer(
-        session.buffer.get_tasks([t.task_id for t in tasks], include_groups=True),
-        f"results of evaluation {name!r}",
-        timeout=RETRY_S,
-    )
-    rewards: list[float] = [
-        t.reward for record in records for t in (record.group.trajectories if record.group else ())
-    ]
+def _mean(session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float) -> float:
+    rewards: list[float] = []
+    reasons: list[str] = []
+
+    async def read() -> None:
+        ids = [task.task_id for task in tasks]
+        async for record in session.buffer.read_tasks(ids, include_groups=True):
+            reasons.append(record.reason)
+            rewards.extend(t.reward for t in (record.group.trajectories if record.group else ()))
+
+    session.ask_buffer(read(), f"results of evaluation {name!r}", timeout_s)
     if not rewards:
         raise errors.WorkflowError(
             f"evaluation {name!r}: none of {len(tasks)} rows was delivered; "
-            f"first cause: {records[0].reason if records else 'unknown'}"
+            f"first cause: {reasons[0] if reasons else 'unknown'}"
         )
     return sum(rewards) / len(rewards)

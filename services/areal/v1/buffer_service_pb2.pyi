@@ -560,16 +560,20 @@ class BufferServiceGetTasksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDS_FIELD_NUMBER: _builtins.int
+    LOOKED_UP_FIELD_NUMBER: _builtins.int
+    looked_up: _builtins.int
+    """How many ids, from the first, were looked up; ask again for the rest."""
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.TaskRecord]: ...
     def __init__(
         self,
         *,
         records: _abc.Iterable[_trajectory_pb2.TaskRecord] | None = ...,
+        looked_up: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["looked_up", b"looked_up", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -191,7 +191,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTasks(self, request, context):
-        """Reads records in the order asked; unknown ids are left out.
+        """Reads records in the order asked, as many as a message holds; unknown ids are left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

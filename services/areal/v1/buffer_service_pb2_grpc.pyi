@@ -53,7 +53,7 @@ class BufferServiceStub:
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]
     """Cancels named tasks, or every live task of a purpose."""
     GetTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceGetTasksRequest, _buffer_service_pb2.BufferServiceGetTasksResponse]
-    """Reads records in the order asked; unknown ids are left out."""
+    """Reads records in the order asked, as many as a message holds; unknown ids are left out."""
     WaitTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.WaitTasksRequest, _buffer_service_pb2.WaitTasksResponse]
     """Waits until one of the tasks has ended (for train tasks: completed counts), at most max_wait."""
     RegisterTrainer: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RegisterTrainerRequest, _buffer_service_pb2.RegisterTrainerResponse]
@@ -102,7 +102,7 @@ class BufferServiceAsyncStub(BufferServiceStub):
     CancelTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]  # type: ignore[assignment]
     """Cancels named tasks, or every live task of a purpose."""
     GetTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceGetTasksRequest, _buffer_service_pb2.BufferServiceGetTasksResponse]  # type: ignore[assignment]
-    """Reads records in the order asked; unknown ids are left out."""
+    """Reads records in the order asked, as many as a message holds; unknown ids are left out."""
     WaitTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.WaitTasksRequest, _buffer_service_pb2.WaitTasksResponse]  # type: ignore[assignment]
     """Waits until one of the tasks has ended (for train tasks: completed counts), at most max_wait."""
     RegisterTrainer: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RegisterTrainerRequest, _buffer_service_pb2.RegisterTrainerResponse]  # type: ignore[assignment]
@@ -196,7 +196,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.BufferServiceGetTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.BufferServiceGetTasksResponse, _abc.Awaitable[_buffer_service_pb2.BufferServiceGetTasksResponse]]:
-        """Reads records in the order asked; unknown ids are left out."""
+        """Reads records in the order asked, as many as a message holds; unknown ids are left out."""
 
     @_abc_1.abstractmethod
     def WaitTasks(
