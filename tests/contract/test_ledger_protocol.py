@@ -130,6 +130,42 @@ async def test_lease_when_a_newer_life_of_the_worker_has_begun_then_the_older_is
     assert await book.counts() == {"completed": 1, "queued": 1}
 
 
+async def test_lease_when_named_workers_come_and_go_then_what_is_known_of_them_goes_too(
+    book: Book,
+) -> None:
+    async def named() -> dict[str, int]:
+        keys = [key async for key in book.redis.scan_iter(f"{book.prefix}*")]
+        return {
+            key.decode().rpartition(":")[2]: await book.redis.ttl(key)
+            for key in keys
+            if b"pod-" in key or b"boots" in key
+        }
+
+    for number in range(3):
+        await book.lease(1, worker=f"pod-{number}", boot=7)
+    assert set(await named()) == {"pod-0", "pod-1", "pod-2"}
+    assert all(0 < seconds <= 86400 for seconds in (await named()).values())
+    # One that goes on working stays known, also through the day's end.
+    await book.redis.expire(f"{book.prefix}life:pod-1", 60)
+    await book.lease(1, worker="pod-1", boot=7)
+    assert (await named())["pod-1"] > 80000
+    with pytest.raises(LeaseLost, match="a newer process of this name"):
+        await book.lease(1, worker="pod-1", boot=6)
+
+
+async def test_lease_when_journals_pass_a_message_then_the_rest_comes_with_the_next_call(
+    book: Book,
+) -> None:
+    ids = ["a", "b", "c", "d"]
+    await book.submit(*ids)
+    journal = bytes(20 * 1024 * 1024)
+    for task_id, token in (await book.lease(4)).items():
+        nothing = {"detail": "", "traceback": "", "failed_server": ""}
+        await book.store.return_task(task_id, token, "", partial=journal, **nothing)
+    assert sorted(await book.lease(4)) == ["a", "b"]
+    assert sorted(await book.lease(4)) == ["c", "d"]
+
+
 async def test_lease_when_workers_have_no_lasting_name_then_none_gives_back(book: Book) -> None:
     await book.submit("a", "b")
     await book.lease(1)

@@ -5,6 +5,7 @@ if boot > 0 then begin_life(worker, boot) end
 local limit = limits()
 local slots = limit.max_concurrent - count('all:running')
 local headroom, why = admission(limit)
+local bytes = 0
 local function first(which) return call('ZRANGE', P .. 'queue:' .. which, 0, 0)[1] end
 
 local function lease(id)
@@ -17,6 +18,7 @@ local function lease(id)
     call('HDEL', task.key, 'partial')
   end
   if partial == '' then task.floor = limit.version end
+  bytes = bytes + #(stored[1] or '') + #partial
   local token = call('HINCRBY', META, 'token', 1)
   call('HSET', task.key, 'token', token, 'worker', worker, 'floor', int(task.floor))
   call('HDEL', task.key, 'revoked')
@@ -27,7 +29,8 @@ end
 local leases = {}
 local serve_turn = call('HGET', META, 'turn') ~= 'serve'
 local blocked = false
-while #leases < wanted and slots > 0 do
+-- An answer that no message can carry would lose its leases: the rest comes with the next call.
+while #leases < wanted and slots > 0 and bytes < 32 * 1024 * 1024 do
   -- What rollout_batch waits for goes first and past the admission bound, for without exactly
   -- these the trainer cannot go on, however many other groups fill the bound.
   local train = first('wanted')

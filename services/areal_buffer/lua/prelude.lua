@@ -14,7 +14,7 @@
 --   batch:<step>       list    "id \n head version \n lengths" of each group
 --   batch_incarnations hash    step -> incarnation that took it first
 --   seen:<epoch>       bitmap  dataset positions submitted
---   boots              hash    worker -> its newest life (of workers whose name outlives them)
+--   life:<worker>      string  its newest life (of workers whose name outlives them); goes after a day
 
 local P = KEYS[1]
 local META, COUNTS = P .. 'meta', P .. 'counts'
@@ -217,12 +217,16 @@ end
 -- The first call of a worker's newer life ends all leases of the lives before: nobody works on them.
 -- Each holds few leases, so one script can; an older life that still speaks is refused.
 local function begin_life(worker, boot)
-  local known = tonumber(call('HGET', P .. 'boots', worker) or 0)
+  local key = P .. 'life:' .. worker
+  local known = tonumber(call('GET', key) or 0)
+  -- Pods get new names for ever, so what is known of one goes a day after it was last heard of.
+  if boot > known or call('TTL', key) < 43200 then
+    call('SET', key, int(math.max(boot, known)), 'EX', 86400)
+  end
   if boot == known then return end
   if boot < known then
     fail('LeaseLost', 'worker ' .. worker .. ': a newer process of this name has begun; this one must stop')
   end
-  call('HSET', P .. 'boots', worker, int(boot))
   if known == 0 then return end
   for _, purpose in ipairs({'train', 'serve'}) do
     for _, id in ipairs(call('ZRANGE', P .. 'running:' .. purpose, 0, -1)) do
