@@ -14,8 +14,9 @@ from tests.redis_server import start_redis
 
 from areal.clients.buffer import BufferClient, TakeState
 from areal.config import GRPOConfig
+from areal.engines import checkpoint_writer, evaluation
 from areal.engines.session import TrainerSession
-from areal.errors import InvalidInput, WaitTimeout
+from areal.errors import CapacityExceeded, InvalidInput, WaitTimeout
 from areal.servers import SyncStatus
 from areal.types import Purpose
 
@@ -65,6 +66,16 @@ class Actor:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class SlowDisk(Actor):
+    """Done when the test says so."""
+
+    def __init__(self) -> None:
+        self.written: Future[None] = Future()
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        return self.written
 
 
 @pytest.fixture
@@ -132,6 +143,27 @@ def test_call_when_nobody_answers_then_the_error_names_the_service_and_its_addre
     assert held[1].startswith("call (the version) on weight-sync weight-sync.test:1 for ")
 
 
+def test_evaluation_when_its_groups_pass_a_message_then_read_in_several(begin) -> None:
+    session = begin()
+    ids = [f"held-out-v0-{number}" for number in range(3)]
+    tasks = [make_task(i, Purpose.SERVE) for i in ids]
+
+    async def deliver() -> None:
+        client = session.buffer
+        await client.submit_tasks(tasks)
+        leases, _ = await client.lease_tasks("w", len(ids), 5.0)
+        for number, lease in enumerate(leases):
+            # Some 40 MB each, before compression: a message holds two.
+            group = make_group(lease.task.task_id, samples=1, length=2_500_000)
+            group.trajectories[0].rewards[-1] = number
+            await client.complete_task(lease.task.task_id, lease.token, group, "w")
+
+    session.call(deliver(), "groups")
+    assert evaluation.mean_reward(session, tasks, "held-out", 60.0) == 1.0
+    with pytest.raises(CapacityExceeded, match=r"the first \d of 3 fill a message"):
+        session.call(session.buffer.get_tasks(ids, include_groups=True), "all at once")
+
+
 def test_resume_when_killed_between_checkpoint_and_commit_then_commits_first(begin) -> None:
     first = begin()
     steps(first, 2)
@@ -195,6 +227,35 @@ def test_checkpoint_when_written_then_its_row_was_there_before(begin, tmp_path: 
         assert rows[:step] == list(range(1, step + 1))
     assert [step for step, _ in rows_at_finish] == [1, 2, 3]
     assert all("checkpoint_seconds" in row for row in session.status.snapshot(0).rows)
+
+
+def test_checkpoint_when_the_disk_is_slow_then_steps_go_on_and_the_next_one_waits_by_name(
+    begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin()
+    session.config.checkpoint.freq_steps = 2
+    session.attach(disk := SlowDisk())
+    steps(session, 3)  # the checkpoint of step 2 is being written
+    assert any(
+        str(w).startswith("checkpoint (step 2) on this disk") for w in session.waits.oldest()
+    )
+    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_TIMEOUT_S", 0.2)
+    with pytest.raises(WaitTimeout, match=r"checkpoint of step 2 on .*is the disk full"):
+        steps(session, 1)
+    disk.written.set_result(None)  # its thread would wait for ten minutes
+
+
+def test_checkpoint_when_it_takes_too_long_between_two_then_the_error_names_it(
+    begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_TIMEOUT_S", 0.2)
+    session = begin()
+    session.attach(SlowDisk())
+    steps(session, 1)
+    session.config.checkpoint.freq_steps = 0
+    session._checkpoints._pending.future.exception(30)
+    with pytest.raises(WaitTimeout, match=r"checkpoint of step 1 on .*is the disk full"):
+        steps(session, 1)
 
 
 def test_begin_when_the_last_trainer_left_a_half_written_checkpoint_then_it_is_removed(

@@ -49,6 +49,18 @@ class _Pending:
         """What this rank has to wait for."""
         return self.sealed or self.written
 
+    def result(self, timeout: float) -> None:
+        """Raises what went wrong; WaitTimeout when this wait, or that of its thread, passed."""
+        try:
+            self.future.result(timeout)
+        except TimeoutError:
+            raise errors.WaitTimeout(
+                f"checkpoint of step {self.step}",
+                on=str(self.directory),
+                since=self.since,
+                hint="is the disk full or away?",
+            ) from None
+
 
 class CheckpointWriter:
     """At most one checkpoint in the making; all methods but `waits` and `close` are collective."""
@@ -104,18 +116,10 @@ class CheckpointWriter:
         if pending is None:
             return
         if wait:
-            try:
-                pending.future.result(CHECKPOINT_TIMEOUT_S)
-            except TimeoutError:
-                raise errors.WaitTimeout(
-                    f"checkpoint of step {pending.step}",
-                    on=str(pending.directory),
-                    since=pending.since,
-                    hint="is the disk full or away?",
-                ) from None
+            pending.result(CHECKPOINT_TIMEOUT_S)
         if not self._ranks.all_ranks(pending.future.done()):
             return
-        pending.future.result()
+        pending.result(0.0)
         self._pending = None
         self._ranks.on_rank0(lambda: self._finish(pending))
 
