@@ -45,7 +45,7 @@ class Fingerprint:
 class Engine(Protocol):
     """One inference server. Every call has a deadline and raises EngineError."""
 
-    async def weight_version(self) -> str:
+    async def weight_version(self, timeout: float = 2.0) -> str:
         """What the server says it serves."""
 
     async def boot_id(self) -> str:

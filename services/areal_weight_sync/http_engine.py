@@ -72,7 +72,6 @@ class HttpEngine:
         url: str,
         session: aiohttp.ClientSession,
         *,
-        probe_timeout: float = 2.0,
         control_timeout: float = 10.0,
         routes: Routes | None = None,
     ) -> None:
@@ -82,12 +81,11 @@ class HttpEngine:
         self._first = self._routes.order[0]  # the transport that worked last
         self._staged: tuple[PolicyVersion, str] | None = None
         self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
-        self._probe_timeout = probe_timeout
         self._control_timeout = control_timeout
 
-    async def weight_version(self) -> str:
+    async def weight_version(self, timeout: float = 2.0) -> str:
         """GET /model_info."""
-        body = await self._json("GET", "/model_info", timeout=self._probe_timeout)
+        body = await self._json("GET", "/model_info", timeout=timeout)
         version = body.get("weight_version")
         if not isinstance(version, str):
             raise EngineError(Fault.GARBAGE, f"/model_info: weight_version is {version!r:.100}")

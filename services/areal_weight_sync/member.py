@@ -31,6 +31,7 @@ from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation, probe_prompt
 from areal_weight_sync.draining import empty
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
+from areal_weight_sync.probing import ask_version
 from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import (
     DRAINING,
@@ -177,7 +178,7 @@ class Member:
 
     async def _reconfirm(self, target: PolicyVersion) -> bool:
         """Same boot, confirmed before: a checksum is enough. False: load to be sure."""
-        if await self._engine.weight_version() != target.name:
+        if await self._version() != target.name:
             return False
         fingerprint = await self._engine.fingerprint(self._hub.config.update_timeout_s)
         if fingerprint is None:
@@ -292,26 +293,14 @@ class Member:
                 await self._try_generation(target)
 
     async def _version(self) -> str:
-        """What it says it serves. A busy server may be late once: silence counts the second time.
-
-        After a failed request of a client the first time is enough.
-        """
-        if not self._reported:
-            try:
-                return await self._engine.weight_version()
-            except EngineError as error:
-                if error.fault is not Fault.TIMEOUT:
-                    raise
-                self._log.info("probe_missed", cause=str(error))
-        try:
-            return await self._engine.weight_version()
-        except EngineError as error:
-            if error.fault is not Fault.TIMEOUT:
-                raise
-            why = "and a request failed" if self._reported else "twice in a row"
-            raise EngineError(Fault.TIMEOUT, f"{error}, {why}") from None
-        finally:
-            self._reported = False
+        """What it says it serves; after a failed request of a client with less patience."""
+        reported, self._reported = self._reported, False
+        return await ask_version(
+            self._engine,
+            self._hub.config.probe_timeout_s,
+            lambda: reported or self._reported,
+            self.record.server_id,
+        )
 
     async def _try_generation(self, target: PolicyVersion) -> None:
         """It answers everything but perhaps the one thing it is for: a client said so."""
@@ -372,6 +361,7 @@ class Member:
     def _quarantine(self, error: EngineError) -> float:
         """Out of traffic; returns the time to the next try."""
         record, config = self.record, self._hub.config
+        self._reported = False
         never_reached = record.state is JOINING and not record.boot_id
         if never_reached and error.fault is Fault.UNREACHABLE:
             self._move(JOINING, f"not up yet: {error}")

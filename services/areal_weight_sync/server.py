@@ -118,7 +118,6 @@ class WeightSync(Service):
         return HttpEngine(
             url,
             self._session,
-            probe_timeout=config.probe_timeout_s,
             control_timeout=config.control_timeout_s,
             routes=self._settings.routes,
         )

@@ -440,7 +440,7 @@ async def test_report_when_server_is_dead_then_is_quarantined_before_the_next_pr
 
 async def test_probe_when_answered_late_once_then_the_server_serves_on(tmp_path):
     """Real SGLang on a busy processor takes seconds at times, and generates all the while."""
-    async with rig_of(tmp_path) as rig:
+    async with rig_of(tmp_path, probe_timeout_s=0.2) as rig:
         rig.register("a")
         await rig.publish_model()
         await rig.at("a", SERVING, 0)
@@ -454,8 +454,36 @@ async def test_probe_when_answered_late_once_then_the_server_serves_on(tmp_path)
         await rig.at("a", SERVING, 1)
 
 
+async def test_probe_when_every_answer_is_late_but_comes_then_the_server_serves_on(tmp_path):
+    async with rig_of(tmp_path, probe_timeout_s=1.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine, since = rig.engine("a"), rig.server("a").since
+        engine.late = 2
+        await rig.until(lambda: not engine.late, "both questions")
+        engine.calls.clear()
+        engine.late_answers.set()
+        await rig.until(lambda: "weight_version" in engine.calls, "the next probe")
+        assert (rig.server("a").state, rig.server("a").since) == (SERVING, since)
+
+
+async def test_report_when_a_probe_waits_then_its_first_silence_is_enough(tmp_path):
+    async with rig_of(tmp_path, probe_timeout_s=1.0, backoff_s=60.0, backoff_max_s=60.0) as rig:
+        rig.register("a")
+        await rig.publish_model()
+        await rig.at("a", SERVING, 0)
+        engine = rig.engine("a")
+        engine.late = 100
+        await rig.until(lambda: engine.late == 99, "a probe without an answer")
+        rig.coordinator.report("a", "connection reset")
+        await rig.at("a", QUARANTINED)
+        assert engine.late == 99
+        assert rig.server("a").cause == "/model_info: no answer within 1.0 s, and a request failed"
+
+
 async def test_update_when_one_answer_in_it_is_late_then_it_is_confirmed(tmp_path):
-    async with rig_of(tmp_path, probe_interval_s=60.0) as rig:
+    async with rig_of(tmp_path, probe_interval_s=60.0, probe_timeout_s=0.2) as rig:
         rig.register("a")
         await rig.publish_model()
         await rig.at("a", SERVING, 0)
@@ -466,17 +494,18 @@ async def test_update_when_one_answer_in_it_is_late_then_it_is_confirmed(tmp_pat
 
 
 async def test_probe_when_two_in_a_row_are_missed_then_quarantined(tmp_path):
-    async with rig_of(tmp_path, backoff_s=60.0, backoff_max_s=60.0) as rig:
+    async with rig_of(tmp_path, probe_timeout_s=0.2, backoff_s=60.0, backoff_max_s=60.0) as rig:
         rig.register("a")
         await rig.publish_model()
         await rig.at("a", SERVING, 0)
         rig.engine("a").late = 2
         await rig.at("a", QUARANTINED)
-        assert rig.server("a").cause == "/model_info: no answer within 2.0 s, twice in a row"
+        assert rig.server("a").cause == "/model_info: no answer within 0.2 s, twice in a row"
 
 
 async def test_report_when_one_probe_is_missed_then_quarantined(tmp_path):
-    async with rig_of(tmp_path, probe_interval_s=60.0, backoff_s=60.0, backoff_max_s=60.0) as rig:
+    quiet = {"probe_interval_s": 60.0, "backoff_s": 60.0, "backoff_max_s": 60.0}
+    async with rig_of(tmp_path, probe_timeout_s=0.2, **quiet) as rig:
         rig.register("a")
         await rig.publish_model()
         await rig.at("a", SERVING, 0)

@@ -73,7 +73,8 @@ class FakeEngine:
         self.requests = 0
         self.has_checksums = True
         self.down: EngineError | None = None
-        self.late = 0  # so many next questions for the version are not answered in time
+        self.late = 0  # so many next questions for the version are answered when `late_answers`
+        self.late_answers = asyncio.Event()
         self.mute: EngineError | None = None  # of /generate only
         self.reports: str | None = None  # lies about its version
         self.holds: str | None = None  # lies about its weights
@@ -94,11 +95,11 @@ class FakeEngine:
         if self.down is not None:
             raise self.down
 
-    async def weight_version(self) -> str:
+    async def weight_version(self, timeout: float = 2.0) -> str:
         await self._call("weight_version")
         if self.late:
             self.late -= 1
-            raise EngineError(Fault.TIMEOUT, "/model_info: no answer within 2.0 s")
+            await self.late_answers.wait()
         return self.version if self.reports is None else self.reports
 
     async def boot_id(self) -> str:

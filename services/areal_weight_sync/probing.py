@@ -1,0 +1,60 @@
+"""What a server says it serves, asked so that a busy one is not taken for a dead one.
+
+    ask ──> answer within the deadline ──────────────────────────────┐
+     │ silence: a client's request failed there too ──> EngineError  ├──> the version
+     └ silence alone ──> ask again; either answer counts ────────────┘
+                            └ silence again ──> EngineError
+
+The first question stays open while the second is asked. So a server that takes longer than the
+deadline for every answer, as one on a starved processor does, is alive as long as one of them comes
+before the second deadline; one that answers nothing is found out then, and after a failed request
+at the first.
+
+| state        | consumes   | waits for         | unblocked by          |
+|--------------|------------|-------------------|-----------------------|
+| asked once   | a request  | the answer        | it, deadline_s        |
+| asked twice  | 2 requests | one of the two    | it, deadline_s        |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from areal.observability.logging import get_logger
+from areal_weight_sync.engine import Engine, EngineError, Fault
+
+
+async def ask_version(
+    engine: Engine, deadline_s: float, suspected: Callable[[], bool], server: str
+) -> str:
+    """The server's weight_version.
+
+    Args:
+        engine: The server.
+        deadline_s: For each of the two questions.
+        suspected: Whether a client has said that a request failed there.
+        server: Its id, for the log.
+
+    Raises:
+        EngineError: TIMEOUT when it was silent; else what the first answer was.
+    """
+    asked: set[asyncio.Task[str]] = set()
+    silent = f"/model_info: no answer within {deadline_s:.1f} s"
+    try:
+        for _ in range(2):
+            # Its own deadline lies beyond ours, which ends it.
+            asked.add(asyncio.create_task(engine.weight_version(4 * deadline_s), name="probe"))
+            answered, _ = await asyncio.wait(
+                asked, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answered:
+                return answered.pop().result()
+            if suspected():
+                raise EngineError(Fault.TIMEOUT, f"{silent}, and a request failed")
+            get_logger("areal.weight_sync.probing").info("probe_missed", server=server)
+        raise EngineError(Fault.TIMEOUT, f"{silent}, twice in a row")
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
