@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 import uuid
 from typing import Any
@@ -24,6 +25,7 @@ from areal.cli_stack import PLOT_TIMEOUT_S
 from areal.config import BaseExperimentConfig
 from areal.errors import ArealError, WaitTimeout
 from areal.launchers.followed import FollowedStack
+from areal.launchers.guarding import Guard
 from areal.launchers.kubernetes import Outcome, Release, problems_of, processes_of
 from areal.launchers.ports import PortPicker
 from areal.launchers.processes import ProcessSpec, python_environment
@@ -60,9 +62,13 @@ class ReleaseFollower:
         self._keep = keep
         self._began = time.monotonic()
         self._told: dict[str, str] = {}
+        self._stack_id = f"forward:{uuid.uuid4().hex}"
+        # The guard ends the port-forwards of a follower that was killed with -9; it reads the note.
+        self._note = follower.stack.folder.path / "kubernetes" / f"follower-{os.getpid()}.json"
+        self._guard = Guard(self._stack_id, self._note, None, self._on_forward)
         # A pod that is replaced ends its port-forward, any number of times in a long run.
         self._forwards = Supervisor(
-            f"forward:{uuid.uuid4().hex}",
+            self._stack_id,
             RestartPolicy(max_restarts=1_000_000, ready_timeout_s=60.0),
             self._on_forward,
         )
@@ -76,10 +82,14 @@ class ReleaseFollower:
         try:
             outcome = await self._follow()
         finally:
-            if follower.poller is not None:
-                snapshot = await follower.poller.refresh(timeout=3.0)
-            await follower.stop_showing("no longer following")
-            await self._forwards.stop([list(self._forwards.processes)], grace_s=3.0)
+            try:
+                if follower.poller is not None:
+                    snapshot = await follower.poller.refresh(timeout=3.0)
+                await follower.stop_showing("no longer following")
+            finally:
+                await self._forwards.stop([list(self._forwards.processes)], grace_s=3.0)
+                await self._guard.stop()
+                self._note.unlink(missing_ok=True)
         if not outcome.word:
             self._say_how_to_go_on()
             return 130
@@ -132,6 +142,8 @@ class ReleaseFollower:
         services = await asyncio.to_thread(release.services)
         ports = {component: picker.pick(component) for component in services}
         logs = self._follower.stack.folder
+        write_json(self._note, {"stack_id": self._stack_id})
+        await self._guard.start()
         self._forwards.start(
             *(
                 ProcessSpec(

@@ -14,8 +14,8 @@ from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE
 class Guard:
     """A guard process whose stdin is held open for as long as this process lives."""
 
-    def __init__(self, stack_id: str, stack_file: Path, lock: int, report: Report) -> None:
-        """`lock`: the run's lock, which the guard keeps until it has cleaned up."""
+    def __init__(self, stack_id: str, stack_file: Path, lock: int | None, report: Report) -> None:
+        """`lock`: the run's lock, if it is held: the guard keeps it until it has cleaned up."""
         self._stack_id = stack_id
         self._stack_file = stack_file
         self._lock = lock
@@ -48,7 +48,7 @@ class Guard:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
             env=environment,
-            pass_fds=(self._lock,),
+            pass_fds=() if self._lock is None else (self._lock,),
             start_new_session=True,
         )
         self.pid = self._process.pid
