@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -130,6 +131,17 @@ class Stack:
                 if line.startswith(f"{name} "):
                     return float(line.split()[1])
         raise AssertionError(f"{process} has no metric {name}")
+
+    def generating(self, tokens: int, *servers: int, timeout: float = 60.0) -> None:
+        """Returns once the requests that run on each of these servers have so many tokens."""
+        deadline = time.monotonic() + timeout
+        for url in (f"{self.config.endpoints.inference[index]}/v1/loads" for index in servers):
+            used = 0
+            while used < tokens:
+                assert time.monotonic() < deadline, f"{url}: {used} tokens, not {tokens}"
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    used = sum(load["num_used_tokens"] for load in json.load(answer)["loads"])
+                time.sleep(0.01)
 
     def wait(self, process: str, address: str) -> None:
         self.processes[process].wait_serving(address)

@@ -260,7 +260,7 @@ async def test_weights_when_updated_in_flight_then_tokens_carry_their_own_versio
     await weight_sync.wait_for("two servers", lambda s: s.confirmed_servers == 2, timeout=60)
     ids = [f"update-{i}" for i in range(4)]
     await client.submit_tasks([task(i, rlvr(2, 700, min_new_tokens=700)) for i in ids])
-    await asyncio.sleep(0.5)
+    await asyncio.to_thread(stack.generating, 100, 0, 1)
     for version in (1, 2):
         await weight_sync.publish_version(_new_weights(stack.config, version))
         await weight_sync.wait_confirmed(version, timeout=30)
@@ -290,7 +290,7 @@ async def test_worker_when_told_to_leave_then_the_next_continues_its_tokens(stac
     ids = [f"drain-{i}" for i in range(4)]
     spec = rlvr(2, 900, min_new_tokens=900)
     await client.submit_tasks([task(i, spec) for i in ids])
-    await asyncio.sleep(0.5)
+    await asyncio.to_thread(stack.generating, 300, 0, 1)
     first = stack.processes.pop("rollout")
     start = time.monotonic()
     first.terminate()
@@ -319,10 +319,12 @@ async def test_server_when_killed_then_its_requests_end_elsewhere(stack):
     weight_sync = WeightSyncClient(stack.config.endpoints.weight_sync)
     ids = [f"kill-{i}" for i in range(8)]
     await client.submit_tasks([task(i, rlvr(2, 600, min_new_tokens=600)) for i in ids])
-    await asyncio.sleep(0.5)
+    await asyncio.to_thread(stack.generating, 200, 1)
     stack.processes["inference-1"].kill()
     records = await finished(client, ids, timeout=90)
     assert {r.state for r in records.values()} == {TaskState.DELIVERED}
+    # The first failed request told weight-sync, which need not have looked by now.
+    await weight_sync.wait_for("one server less", lambda s: s.confirmed_servers == 1, timeout=60)
     servers, _ = await weight_sync.list_servers()
     states = {s.url: s.state for s in servers}
     assert states[stack.config.endpoints.inference[1]] == "quarantined"

@@ -25,6 +25,8 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import InvalidInput, NotFound, StaleIncarnation, WaitTimeout, WrongStep
 from areal.servers import ServerState
 
+pytestmark = pytest.mark.timeout(300)
+
 SERVING, QUARANTINED = ServerState.SERVING, ServerState.QUARANTINED
 
 

@@ -160,9 +160,9 @@ class WeightSyncRig:
         return next((s for s in servers if s.url == url), None)
 
     async def until(
-        self, url: str, state: ServerState | None, version: int | None = None, timeout: float = 30.0
+        self, url: str, state: ServerState | None, version: int | None = None, timeout: float = 90.0
     ) -> InferenceServer | None:
-        """Waits until a server is in a state (None: gone)."""
+        """Waits until a server is in a state (None: gone); importing torch may take a minute."""
         last = None
         end = time.monotonic() + timeout
         while time.monotonic() < end:
