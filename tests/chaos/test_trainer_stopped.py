@@ -1,0 +1,125 @@
+"""A trainer of one rank is stopped (SIGSTOP) while it holds a batch, for a minute and longer.
+
+It goes on, or it has been replaced and ends by name; either way each batch is trained on once.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.chaos.replays import check_batches, check_replays, prefilled, until_steps
+from tests.chaos.trainer_rig import BATCH, RECIPE, TrainerRig, trainer_rig
+from tests.integration.stack_tools import areal_background, eventually
+from tests.service_process import free_port
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+STEPS = 12
+STOPPED_S = 65.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from areal.models.tiny import make_tiny_model
+
+    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
+
+
+def assert_trained_once(rig: TrainerRig) -> None:
+    assert [row["step"] for row in rig.rows()] == list(range(1, STEPS + 1))
+    counts = rig.counts()
+    assert counts["trained"] == STEPS * BATCH
+    assert not any(counts.get(live) for live in ("queued", "running", "completed", "batched"))
+
+
+def test_trainer_when_stopped_for_a_minute_with_a_batch_then_it_goes_on_with_it(
+    model: Path, tmp_path: Path
+) -> None:
+    common = (*prefilled(model, STEPS), "pace_s=0.5")
+    with trainer_rig(tmp_path, "stopped", *common, generation=False) as rig:
+        expected = rig.prefill(STEPS * BATCH)
+        trainer = rig.trainer()
+        until_steps(rig, trainer, 5)
+        trainer.popen.send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        trainer.popen.send_signal(signal.SIGCONT)
+        assert trainer.popen.wait(120.0) == 0, rig.trainer_log[-4000:]
+        assert check_batches(rig, expected, STEPS) == 0, "no step was taken twice"
+        assert {line["incarnation"] for line in rig.seen()} == {1}
+        assert_trained_once(rig)
+
+
+def test_trainer_when_replaced_while_it_is_stopped_then_it_ends_by_name_and_changes_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    common = (*prefilled(model, STEPS), "pace_s=0.5")
+    with trainer_rig(tmp_path, "replaced", *common, generation=False) as rig:
+        expected = rig.prefill(STEPS * BATCH)
+        first = rig.trainer()
+        until_steps(rig, first, 5)
+        first.popen.send_signal(signal.SIGSTOP)
+        rig.trainer_address = f"127.0.0.1:{free_port()}"  # the first still holds its own
+        second = rig.trainer()
+        eventually(
+            lambda: (
+                second.popen.poll() is not None
+                or any(x["incarnation"] == 2 and x["step"] >= 6 for x in rig.seen())
+            ),
+            f"the second one's step 6; {rig.trainer_log[-3000:]}",
+            120.0,
+        )
+        first.popen.send_signal(signal.SIGCONT)
+        assert first.popen.wait(60.0) == 1, rig.trainer_log[-4000:]
+        assert "a newer trainer has registered" in rig.trainer_log
+        assert second.popen.wait(120.0) == 0, rig.trainer_log[-4000:]
+        assert check_batches(rig, expected, STEPS) > 0
+        assert max(x["step"] for x in rig.seen() if x["incarnation"] == 1) == 5
+        assert_trained_once(rig)
+
+
+def test_run_when_its_only_rank_is_stopped_for_good_then_it_is_replaced_by_name(
+    model: Path, tmp_path: Path
+) -> None:
+    """A whole `areal run`: the launcher waits for a sign of life, 50 s, then starts another."""
+    rig = TrainerRig(tmp_path, "single", ())
+    stack = rig.stack
+    launcher = areal_background(
+        *("run", str(RECIPE), *rig.overrides, f"model.path={model}", "pace_s=0.3"),
+        *(f"total_train_steps={STEPS}", "checkpoint.freq_steps=4"),
+        cwd=tmp_path,
+        log=tmp_path / "run.log",
+    )
+    try:
+        eventually(
+            lambda: launcher.poll() is not None or any(x["step"] >= 6 for x in rig.seen()),
+            f"step 6; {stack.log('trainer')[-3000:]}",
+            180.0,
+        )
+        assert launcher.poll() is None, (tmp_path / "run.log").read_text()
+        victim, began = psutil.Process(stack.process("trainer")["pid"]), time.monotonic()
+        victim.suspend()
+        eventually(
+            lambda: stack.process("trainer")["restarts"] == 1,
+            f"another trainer; {stack.log('trainer')[-3000:]}",
+            120.0,
+        )
+        said = next(x for x in stack.log("launcher").splitlines() if "; restart " in x)
+        print(f"replaced after {time.monotonic() - began:.1f} s: {said}")
+        assert "trainer gave no sign of life for 5" in said
+        assert f"process {victim.pid} is stopped (SIGSTOP)" in said
+        assert not victim.is_running()
+        assert launcher.wait(180.0) == 0, (tmp_path / "run.log").read_text()
+        stack.assert_gone()
+    finally:
+        launcher.kill()
+        stack.clean_up()
+    assert check_replays(rig, STEPS) > 0
+    assert [row["step"] for row in rig.rows()] == list(range(1, STEPS + 1))
+    summary = json.loads((rig.run_dir / "summary.json").read_text())
+    assert summary["restarts"] == {"trainer": 1}
+    assert summary["accounting"]["trained"] == STEPS * BATCH
