@@ -31,5 +31,11 @@ def scale_stack(run: Path | None, targets: list[str]) -> int:
         raise NotFound(f"{folder.path}: not running")
     timeout = load_service_config(folder.config_file).stack.ready_timeout_s + _MARGIN_S
     request = {"scale": {"inference": int(count)}}
-    print(asyncio.run(ask(folder.control_file, request, print, timeout)))  # noqa: T201
+    try:
+        said = asyncio.run(ask(folder.control_file, request, print, timeout))
+    except NotFound as error:
+        if not (job := folder.read_stack().get("launcher", {}).get("slurm_job")):
+            raise
+        raise NotFound(f"{error}; run it on the first node of Slurm job {job}") from None
+    print(said)  # noqa: T201
     return 0

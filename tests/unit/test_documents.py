@@ -64,6 +64,20 @@ def test_document_when_it_names_a_symbol_or_file_then_it_exists(document: Path) 
     assert gone == []
 
 
+def test_failure_modes_when_read_then_every_row_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "failure-modes.md").read_text()
+    tables = re.findall(r"^\|[^\n]*\| shown by \|\n\|[-|]+\n((?:\|[^\n]*\n)+)", text, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 40
+    for row in rows:
+        shown = row.split("|")[-2]
+        assert re.search(r"`(\w+::\w+|make chaos)`", shown), f"no test is named: {row}"
+        for file, name in re.findall(r"`(\w+)::(\w+)`", shown):
+            [path] = (ROOT / "tests").rglob(f"test_{file}.py")
+            found = re.search(rf"^(async )?def test_{name}", path.read_text(), re.MULTILINE)
+            assert found, f"{path.name} has no test_{name}…: {row}"
+
+
 def test_symbol_when_missing_then_noticed(tmp_path: Path) -> None:
     file = tmp_path / "m.py"
     file.write_text("X: int = 1\nclass A:\n    async def run(self): ...\n")
