@@ -3,6 +3,10 @@
 A server answers what weight-sync and rollout workers ask. It generates random tokens at its own
 speed (log-normal over the servers; one in fifty is ten times slower); lengths are log-normal. An
 update takes a while; each token is labelled with the version that sampled it.
+
+The first `--first` requests of each server only have the rest of a length to go, as if they had
+been found running: else all that began together would end together, and what is measured before
+half of them have ended would be no steady state.
 """
 
 from __future__ import annotations
@@ -21,19 +25,24 @@ import uvloop
 
 VOCABULARY = 250
 UPDATE_S = 0.05
+SPREAD = 0.6
+"""Of the logarithm of a length."""
 _LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
 class Server:
     """One server's state."""
 
-    def __init__(self, number: int, tokens_per_s: float, lengths: Callable[[], int]) -> None:
+    def __init__(self, number: int, tokens_per_s: float, median: float, first: int) -> None:
         slow = 0.1 if number % 50 == 49 else 1.0
         self.speed = tokens_per_s * slow * random.lognormvariate(0.0, 0.3)
         self.boot = f"boot-{number}-{random.random()}"
         self.version = "default"
         self.running = 0
-        self.lengths = lengths
+        self.requests: dict[str, Callable[[str], None]] = {}
+        """By id: ends one now, with the tokens it has."""
+        self._median = median
+        self._first = first
         self._changes: list[tuple[float, str]] = []
         """(time, version before it): of the recent updates."""
 
@@ -52,34 +61,56 @@ class Server:
             self._changes = [*self._changes[-20:], (now, self.version)]
             self.version = body["weight_version"]
             return UPDATE_S, {"success": True, "message": ""}
-        if path in ("/pause_generation", "/continue_generation", "/abort_request"):
+        if path == "/abort_request":
+            if (end := self.requests.get(body.get("rid", ""))) is not None:
+                end("abort")
+            return 0.0, {}
+        if path in ("/pause_generation", "/continue_generation"):
             return 0.0, {"status": "ok"}
         return 0.0, None
 
-    def begin(self, body: dict[str, Any]) -> tuple[float, Callable[[], Any]]:
-        """(seconds, then the answer) of /generate."""
-        params = body["sampling_params"]
-        count = max(1, min(self.lengths(), params["max_new_tokens"]))
-        if params["max_new_tokens"] == 1:  # weight-sync's probe
-            count = 1
-        began, seconds = asyncio.get_running_loop().time(), count / self.speed
+    def generate(self, body: dict[str, Any], answer: Callable[[Any], None]) -> None:
+        """Answers when the request has had its time, or is aborted."""
+        most = body["sampling_params"]["max_new_tokens"]
+        count = 1 if most == 1 else max(1, min(self._length(), most))  # 1: weight-sync's probe
+        loop = asyncio.get_running_loop()
+        began, seconds, rid = loop.time(), count / self.speed, body.get("rid", "")
         self.running += 1
-        return seconds, lambda: self._answer(body, began, seconds, count)
 
-    def _answer(self, body: dict[str, Any], began: float, seconds: float, count: int) -> Any:
-        self.running -= 1
+        def end(reason: str) -> None:
+            timer.cancel()
+            self.running -= 1
+            self.requests.pop(rid, None)
+            done = count
+            if reason == "abort":
+                done = min(count, int((loop.time() - began) * self.speed))
+            answer(self._answer(began, seconds, count, done, reason))
+
+        timer = loop.call_later(seconds, end, "stop")
+        if rid:
+            self.requests[rid] = end
+
+    def _length(self) -> int:
+        if self._first <= 0:
+            return int(random.lognormvariate(0.0, SPREAD) * self._median)
+        self._first -= 1
+        # What is found running is long (its length weighs in), and somewhere in its middle.
+        whole = random.lognormvariate(SPREAD**2, SPREAD) * self._median
+        return int(random.random() * whole)
+
+    def _answer(self, began: float, seconds: float, count: int, done: int, reason: str) -> Any:
         spans, start = [], 0
         for at, before in self._changes:
             end = int(count * (at - began) / seconds) if at > began else 0
-            if start < end < count:
+            if start < end < done:
                 spans.append({"version": before, "start": start, "end": end})
                 start = end
-        spans.append({"version": self.version, "start": start, "end": count})
-        tokens = random.choices(range(VOCABULARY), k=count)
+        spans.append({"version": self.version, "start": start, "end": done})
+        tokens = random.choices(range(VOCABULARY), k=done)
         return {
             "output_ids": tokens,
             "meta_info": {
-                "finish_reason": {"type": "stop", "matched": tokens[-1]},
+                "finish_reason": {"type": reason},
                 "weight_version": self.version,
                 "weight_versions": spans,
                 "input_token_logprobs": [[None, 1, None], *([[-1.0, 1, None]] * 15)],
@@ -112,13 +143,11 @@ class Connection(asyncio.Protocol):
         self._buffer = rest[length:]
         path = head.split(b" ", 2)[1].decode()
         body = orjson.loads(rest[:length]) if length else {}
-        loop = asyncio.get_running_loop()
         if path == "/generate":
-            seconds, answer = self._server.begin(body)
-            loop.call_later(seconds, lambda: self._send(answer()))
+            self._server.generate(body, self._send)
             return
         seconds, value = self._server.control(path, body)
-        loop.call_later(seconds, self._send, value)
+        asyncio.get_running_loop().call_later(seconds, self._send, value)
 
     def _send(self, value: Any) -> None:
         status = b"404 Not Found" if value is None else b"200 OK"
@@ -130,13 +159,9 @@ class Connection(asyncio.Protocol):
 
 async def serve(options: argparse.Namespace) -> None:
     """Listens; prints the ports as JSON."""
-
-    def length() -> int:
-        return int(random.lognormvariate(0.0, 0.6) * options.tokens)
-
     loop, ports = asyncio.get_running_loop(), []
     for number in range(options.count):
-        server = Server(number, options.speed, length)
+        server = Server(number, options.speed, options.tokens, options.first)
         listener = await loop.create_server(
             lambda server=server: Connection(server), "127.0.0.1", 0, backlog=1024
         )
@@ -151,6 +176,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--tokens", type=float, default=64, help="median length of an answer")
     parser.add_argument("--speed", type=float, default=30, help="tokens per second of a request")
+    parser.add_argument("--first", type=int, default=0, help="requests found running, of each")
     options = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -46,6 +46,20 @@ class InferenceServer:
 
 
 @dataclass(frozen=True)
+class ServerChanges:
+    """An answer to "which servers have changed since?"."""
+
+    servers: tuple[InferenceServer, ...]
+    """Those that have; with `whole` all."""
+    gone: tuple[str, ...] = ()
+    """Ids of servers that are known no longer."""
+    whole: bool = True
+    """Servers that are not in `servers` are known no longer."""
+    as_of: str = ""
+    """To ask with the next time."""
+
+
+@dataclass(frozen=True)
 class SyncStatus:
     """Where the current version is, over all servers."""
 

@@ -82,18 +82,46 @@ class Ledger:
         self._wakes = wakes
         self._memory = memory
         self._waits = waits
+        self._turn = asyncio.Lock()
+        # The wake-up awaited when a worker last found nothing, how long that holds, and the reason.
+        self._nothing: tuple[asyncio.Event, float, str] | None = None
 
     async def lease_tasks(
         self, worker_id: str, max_tasks: int, max_wait_s: float, boot: int = 0
     ) -> tuple[list[StoredLease], str]:
         """Up to max_tasks leases; waits for the first. Empty: with the reason."""
+
+        async def look() -> tuple[list[StoredLease], str]:
+            return await self._store.lease(worker_id, max_tasks, boot)
+
         return await self._until(
             Kind.LEASE,
-            lambda: self._store.lease(worker_id, max_tasks, boot),
+            look,
             lambda found: bool(found[0]),
             max_wait_s,
             f"worker {worker_id}",
+            again=lambda: self._in_turn(look),
         )
+
+    async def _in_turn(
+        self, look: Callable[[], Awaitable[tuple[list[StoredLease], str]]]
+    ) -> tuple[list[StoredLease], str]:
+        """A look of a woken worker.
+
+        All are woken, and mostly there is one task for them: once one has found nothing, the others
+        need not ask before the next wake-up. A task costs two scripts, however many workers wait.
+        """
+        now = asyncio.get_running_loop().time
+        async with self._turn:
+            changed, began = self._wakes.next(Kind.LEASE), now()
+            if self._nothing is not None:
+                since, fresh_until, reason = self._nothing
+                if since is changed and began < fresh_until:
+                    return [], reason
+            leases, reason = await look()
+            if not leases:
+                self._nothing = changed, began + _FALLBACK_S, reason
+            return leases, reason
 
     async def take_batch(
         self, incarnation: int, step: int, task_ids: Sequence[str], max_wait_s: float
@@ -138,6 +166,7 @@ class Ledger:
         found: Callable[[T], bool],
         max_wait_s: float,
         detail: str,
+        again: Callable[[], Awaitable[T]] | None = None,
     ) -> T:
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -146,6 +175,7 @@ class Ledger:
             while True:
                 changed = self._wakes.next(kind)
                 result = await look()
+                look = again or look
                 left = deadline - loop.time()
                 if found(result) or left <= 0:
                     return result

@@ -76,12 +76,12 @@ class RolloutSettings:
             lease_ttl_s=rollout.lease_ttl_s,
         )
 
-    def executor(self, worker_id: str, boot: int) -> ExecutorConfig:
-        """The part for the executor."""
+    def executor(self, worker_id: str, boot: int, connections: int) -> ExecutorConfig:
+        """The part for the executor; no more episodes than the process may have connections."""
         return ExecutorConfig(
             worker_id=worker_id,
             boot=boot,
-            capacity=self.capacity,
+            capacity=min(self.capacity, connections),
             lease_ttl_s=self.lease_ttl_s,
             episode_timeout_s=4 * self.request_timeout_s,
         )

@@ -1,7 +1,7 @@
 """Keeps the server table up to date.
 
     NATS `areal.<experiment>.<trial>.servers` ──> announced ─┐
-                                                             ├─> ListServers ──> table.update
+                                                             ├─> ListServers ──> table
     every 2 s, in case an announcement was lost ─────────────┘
 
 | who       | consumes       | waits for              | unblocked by                 |
@@ -9,35 +9,36 @@
 | follow    | ListServers    | an announcement        | announce, 2 s                |
 | the table |                | nothing                |                              |
 
-An announcement says only "look again": weight-sync's answer is the truth. While weight-sync is
-away the last answer stands.
+An announcement says only "look again": weight-sync's answer is the truth, of which only what has
+changed since the answer before is asked for. While weight-sync is away the last answer stands.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from areal.engines.server_table import ServerTable
 from areal.errors import ArealError
 from areal.observability.logging import get_logger
-from areal.servers import InferenceServer
+from areal.servers import ServerChanges
 
 _REFRESH_S = 2.0
 # After a refresh of d seconds none for 4 d: a thousand servers that change one after the other must
 # not keep the process busy with listings.
 _REST, _MAX_REST_S = 4.0, 0.25
 
-ListServers = Callable[[], Awaitable[tuple[Sequence[InferenceServer], int]]]
+ListChanges = Callable[[str], Awaitable[ServerChanges]]
 
 
 class Membership:
     """Feeds one table; `follow` for ever, `announce` whenever something may have changed."""
 
-    def __init__(self, table: ServerTable, list_servers: ListServers) -> None:
+    def __init__(self, table: ServerTable, list_changes: ListChanges) -> None:
         self._table = table
-        self._list_servers = list_servers
+        self._list_changes = list_changes
+        self._as_of = ""
         self._announced = asyncio.Event()
         self._log = get_logger("areal.rollout.membership")
         self._away = False
@@ -49,7 +50,7 @@ class Membership:
     async def refresh(self) -> None:
         """Asks once; a failure is logged and leaves the table as it was."""
         try:
-            servers, _ = await self._list_servers()
+            changes = await self._list_changes(self._as_of)
         except ArealError as error:
             if not self._away:
                 self._log.warning("servers_unknown", error=str(error))
@@ -58,7 +59,11 @@ class Membership:
         if self._away:
             self._log.info("servers_known_again")
         self._away = False
-        self._table.update(servers)
+        self._as_of = changes.as_of
+        if changes.whole:
+            self._table.update(changes.servers)
+        else:
+            self._table.change(changes.servers, changes.gone)
 
     async def follow(self) -> None:
         """Refreshes at every announcement, and at the latest every two seconds."""

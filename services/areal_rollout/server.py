@@ -21,12 +21,14 @@ from areal.clients.stores import connect_nats
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
+from areal.engines.connections import RESERVED_FILES
 from areal.engines.server_table import ServerTable
 from areal.engines.sglang import SGLangClient
 from areal.engines.sglang_protocol import ModelLimits
 from areal.errors import ConfigError, Unavailable
 from areal.launchers.tags import PROCESS_VARIABLE
 from areal.observability.logging import get_logger
+from areal.open_files import open_files
 from areal.tokenizer import Tokenizer
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
@@ -75,8 +77,9 @@ class Rollout(Service):
         tokenizer = await asyncio.to_thread(
             Tokenizer.load, settings.tokenizer_dir, settings.model_dir
         )
+        connections = max(1, open_files() - RESERVED_FILES)
         table = ServerTable()
-        membership = Membership(table, self._weight_sync.list_servers)
+        membership = Membership(table, self._weight_sync.list_changes)
         generation = SGLangClient(
             table,
             ModelLimits(
@@ -87,12 +90,13 @@ class Rollout(Service):
             request_timeout_s=settings.request_timeout_s,
             setup_timeout_s=settings.setup_timeout_s,
             headers=self._context.security.headers(),
+            connections=connections,
         )
         await generation.start()
         self._generation = generation
         worker_id, boot = _identity()
         executor = Executor(
-            settings.executor(worker_id, boot),
+            settings.executor(worker_id, boot, connections),
             ledger=self._ledger,
             generation=generation,
             scorer=self._reward,
@@ -108,7 +112,8 @@ class Rollout(Service):
         spawn(executor.keep_leases(), "leases")
         spawn(self._load_watch(executor, table).run(), "load")
         spawn(executor.run(), "episodes")
-        self._log.info("worker", worker_id=worker_id, boot=boot)
+        capacity = min(settings.capacity, connections)
+        self._log.info("worker", worker_id=worker_id, boot=boot, capacity=capacity)
 
     def _load_watch(self, executor: Executor, table: ServerTable) -> LoadWatch:
         """What an autoscaler of inference servers goes by."""

@@ -36,6 +36,7 @@ from areal.weights import (
     check_same_tensors,
     stored_versions,
 )
+from areal_weight_sync.changes import Changes
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine import Engine, Fault
@@ -88,6 +89,7 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._feeds: set[Feed] = set()
+        self.changes = Changes()
         # Summaries kept up to date, so that a watcher costs the same for 1,000 servers as for one.
         self._shown: dict[str, tuple[ServerState, int]] = {}
         self._census: Counter[tuple[ServerState, int]] = Counter()
@@ -324,6 +326,8 @@ class Coordinator:
         return counts
 
     def _announce(self, server_id: str) -> None:
+        if server_id:
+            self.changes.mark(server_id)
         for feed in self._feeds:
             feed.put(server_id)
 

@@ -90,9 +90,13 @@ class Discovery:
         self._listed: dict[str, Listing] = {}
         self._log = get_logger("areal.weight_sync.discovery")
         names = {source.name for source in sources}
+        self._inherited: dict[str, list[str]] = {}
+        """By source: what an earlier life knew, until the source's first listing."""
         for server_id, origin in coordinator.origins().items():
             if origin and origin not in names:
                 self._leave(server_id, "its source is not configured any more")
+            elif origin:
+                self._inherited.setdefault(origin, []).append(server_id)
 
     async def follow(self, source: Source) -> None:
         """Follows one source for ever."""
@@ -105,8 +109,7 @@ class Discovery:
         before = self._listed.get(name)
         self._listed[name] = dict(listing)
         if before is None:  # the first one: servers that vanished while nobody looked
-            origins = self._coordinator.origins()
-            gone = [server_id for server_id, origin in origins.items() if origin == name]
+            gone = self._inherited.pop(name, [])
             before = {}
         else:
             gone = list(before)

@@ -111,7 +111,7 @@ class Member:
         """Steps for ever."""
         while True:
             self._poked.clear()
-            pause = await self._step()
+            pause = await self._step() * random.uniform(0.7, 1.0)  # noqa: S311 - not all at once
             try:
                 async with asyncio.timeout(pause):
                     await self._poked.wait()

@@ -65,12 +65,24 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     async def ListServers(
         self, request: pb.ListServersRequest, context: _Context
     ) -> pb.ListServersResponse:
-        """Every known server."""
+        """Every known server, or what has changed."""
         coordinator = self._active()
-        return pb.ListServersResponse(
-            servers=[server_to_pb(server) for server in coordinator.servers()],
+        response = pb.ListServersResponse(
             current_version=coordinator.status().current_version,
+            as_of=coordinator.changes.as_of,
         )
+        changed = coordinator.changes.since(request.as_of)
+        if changed is None:
+            response.servers.extend(server_to_pb(server) for server in coordinator.servers())
+            return response
+        response.changes_only = True
+        for server_id in changed:
+            record = coordinator.record(server_id)
+            if record is None:
+                response.gone_server_ids.append(server_id)
+            else:
+                response.servers.append(server_to_pb(record.public()))
+        return response
 
     async def RegisterServer(
         self, request: pb.RegisterServerRequest, context: _Context

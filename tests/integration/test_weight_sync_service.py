@@ -96,6 +96,8 @@ async def test_updates_when_requests_run_then_none_is_aborted_and_tokens_carry_v
         connection = await nats.connect(nats_server.url)
         await rig.until(url, SERVING, 0)
         await rig.until(second_url, SERVING, 0)
+        told = await rig.client.list_changes("")
+        known = {server.server_id: server for server in told.servers}
         async with aiohttp.ClientSession() as session:
             running = [
                 asyncio.create_task(generate(session, where, 600, 0))
@@ -130,6 +132,12 @@ async def test_updates_when_requests_run_then_none_is_aborted_and_tokens_carry_v
         assert {s["version"] for a in answers for s in a["meta_info"]["weight_versions"]} >= {"3"}
         status = await rig.client.status()
         assert (status.updates, status.aborted_requests) == (3, 0)
+
+        later = await rig.client.list_changes(told.as_of)
+        assert (told.whole, later.whole, later.gone) == (True, False, ())
+        known |= {server.server_id: server for server in later.servers}
+        assert list(known.values()) == (await rig.client.list_servers())[0]
+        assert (await rig.client.list_changes(later.as_of)).servers == ()
         assert status.update_seconds_mean == 0.0  # staged, then swapped in between two steps
         with capsys.disabled():
             print(f"\nupdate_seconds_mean, 16 requests each: {status.update_seconds_mean:.4f}")
@@ -157,6 +165,11 @@ async def test_updates_when_requests_run_then_none_is_aborted_and_tokens_carry_v
             text = await response.text()
         assert 'areal_weight_sync_servers{state="serving"} 2.0' in text
         assert "areal_weight_sync_current_version 3.0" in text
+        await rig.client.drain_server(second_url, deadline=5)
+        await rig.until(second_url, None)
+        last = await rig.client.list_changes(later.as_of)
+        assert (last.servers, len(last.gone), last.whole) == ((), 1, False)
+        assert known[last.gone[0]].url == second_url
     finally:
         second.kill()
 

@@ -43,6 +43,7 @@ from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
 from areal.observability.logging import configure_logging, get_logger
 from areal.observability.waits import Waits, WaitsCollector
+from areal.open_files import open_files
 from areal.security import Security
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
@@ -294,6 +295,7 @@ def run_service(
         grace: Annotated[float, typer.Option(help="Seconds to drain in.")] = 20.0,
         log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
     ) -> None:
+        open_files()
         try:
             loaded = load_service_config(config, overrides)
             configure_logging(name, loaded.namespace, text=log_text)

@@ -13,7 +13,7 @@ from areal.clients.backoff import Backoff
 from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
 from areal.security import Security
-from areal.servers import InferenceServer, SyncStatus
+from areal.servers import InferenceServer, ServerChanges, SyncStatus
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from areal.weights import PolicyVersion
@@ -126,6 +126,18 @@ class WeightSyncClient(Client):
             self._stub.ListServers, pb.ListServersRequest(), timeout=timeout, retry_for=retry_for
         )
         return [server_from_pb(s) for s in response.servers], response.current_version
+
+    async def list_changes(self, as_of: str, *, timeout: float = 10.0) -> ServerChanges:
+        """Servers that have changed since an earlier answer; every server for `""`."""
+        response = await self._call(
+            self._stub.ListServers, pb.ListServersRequest(as_of=as_of), timeout=timeout
+        )
+        return ServerChanges(
+            tuple(map(server_from_pb, response.servers)),
+            tuple(response.gone_server_ids),
+            not response.changes_only,
+            response.as_of,
+        )
 
     async def register_server(
         self, url: str, *, timeout: float = 10.0, retry_for: float = 60.0

@@ -1,6 +1,6 @@
 """Which inference servers may take a request (which of them should: `routing`).
 
-    announcement or timer ──> update(listing) ──> Server records ──> choose(…) ──> Server
+    announcement or timer ──> update, change ──> Server records ──> choose(…) ──> Server
                                    │                   ^                │ none admissible
                                    │ left SERVING      │ blocked a      v
                                    v                   │ moment     changed(…) waits
@@ -10,6 +10,7 @@
 | who     | consumes      | waits for                       | unblocked by               |
 |---------|---------------|---------------------------------|----------------------------|
 | update  | whole listing | nothing                         |                            |
+| change  | what changed  | nothing                         |                            |
 | failed  | one failure   | nothing                         |                            |
 | choose  | the records   | nothing                         |                            |
 | changed |               | a change, or the end of a block | update, wake, its deadline |
@@ -36,23 +37,34 @@ class ServerTable:
         self._servers: dict[str, Server] = {}
         self._admissible: dict[int, list[Server]] = {}
         self._router = Router()
+        self._serving = 0
         self._blocked: set[Server] = set()
+        # Both spare whoever waits a look at all servers: thousands may wait.
+        self._unblocks_at = 0.0
+        self._none_before: dict[int, float] = {}
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         """Servers that take traffic."""
-        return sum(server.serving for server in self._servers.values())
+        return self._serving
 
     def update(self, listing: Sequence[InferenceServer]) -> None:
         """Takes over the whole list of servers; wakes whoever waits for a change."""
+        self.change(listing, self._servers.keys() - {item.server_id for item in listing})
+
+    def change(self, listing: Sequence[InferenceServer], gone: Collection[str]) -> None:
+        """Takes over some servers and forgets those with the ids in `gone`; wakes as `update`."""
         loop_time = asyncio.get_running_loop().time()
         changed = False
         for item in listing:
-            server = self._servers.get(item.url)
+            server = self._servers.get(item.server_id)
+            if server is not None and server.url != item.url:
+                changed |= self._forget(item.server_id)
+                server = None
             if server is None:
                 base = URL(item.url.rstrip("/"))
                 server = Server(item.url, base / "generate", base / "abort_request")
-                self._servers[item.url] = server
+                self._servers[item.server_id] = server
             serving = item.state is ServerState.SERVING and item.version >= 0
             changed |= (server.serving, server.version) != (serving, item.version)
             if serving and not server.serving:
@@ -63,12 +75,12 @@ class ServerTable:
                 server.note += f": {item.cause}"
             if item.state is ServerState.QUARANTINED:
                 self._abandon(server)
-        for url in self._servers.keys() - {item.url for item in listing}:
-            server = self._servers.pop(url)
-            server.serving, server.note, changed = False, "left", True
-            self._abandon(server)
+        for server_id in gone:
+            changed |= self._forget(server_id)
         if changed:
+            self._serving = sum(server.serving for server in self._servers.values())
             self._admissible.clear()
+            self._none_before.clear()
             self.wake()
 
     def choose(
@@ -86,23 +98,24 @@ class ServerTable:
         if servers is None:
             servers = [s for s in self._servers.values() if s.serving and s.version >= min_version]
             self._admissible[min_version] = servers
-        if not servers:
+        now = asyncio.get_running_loop().time()
+        if not servers or now < self._none_before.get(min_version, 0.0):
             return None
-        return self._router.choose(
-            servers,
-            now=asyncio.get_running_loop().time(),
-            min_version=min_version,
-            key=affinity_key,
-            cost=cost,
-            avoid=avoid,
+        server = self._router.choose(
+            servers, now=now, min_version=min_version, key=affinity_key, cost=cost, avoid=avoid
         )
+        if server is None:  # all are blocked, and each block only gets longer
+            self._none_before[min_version] = min(each.blocked_until for each in servers)
+        return server
 
     async def changed(self, timeout: float) -> None:
         """Returns at the next change, when a block ends, or after `timeout` seconds."""
         now = asyncio.get_running_loop().time()
-        self._blocked = {s for s in self._blocked if s.serving and s.blocked_until > now}
-        for server in self._blocked:
-            timeout = min(timeout, server.blocked_until - now)
+        if self._blocked and now >= self._unblocks_at:
+            self._blocked = {s for s in self._blocked if s.serving and s.blocked_until > now}
+            self._unblocks_at = min((s.blocked_until for s in self._blocked), default=0.0)
+        if self._blocked:
+            timeout = min(timeout, self._unblocks_at - now)
         try:
             async with asyncio.timeout(timeout):
                 await self._changed.wait()
@@ -125,6 +138,8 @@ class ServerTable:
             return False
         server.blocked_until = now + min(_BLOCK_S * 2.0 ** min(server.failures, 10), _MAX_BLOCK_S)
         server.failures += 1
+        if not self._blocked or server.blocked_until < self._unblocks_at:
+            self._unblocks_at = server.blocked_until
         self._blocked.add(server)
         return True
 
@@ -135,6 +150,14 @@ class ServerTable:
         lines = [f"{server.url} {server.note}" for server in self._servers.values()]
         more = f", and {len(lines) - 5} more" if len(lines) > 5 else ""
         return ", ".join(lines[:5]) + more
+
+    def _forget(self, server_id: str) -> bool:
+        server = self._servers.pop(server_id, None)
+        if server is None:
+            return False
+        server.serving, server.note = False, "left"
+        self._abandon(server)
+        return True
 
     @staticmethod
     def _abandon(server: Server) -> None:

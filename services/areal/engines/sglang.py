@@ -18,7 +18,6 @@ between: a continued request sends prompt + tokens so far and asks for the rest.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 import uuid
@@ -28,6 +27,7 @@ from typing import Protocol
 import aiohttp
 import orjson
 
+from areal.engines.connections import Connections
 from areal.engines.routing import Server
 from areal.engines.server_table import ServerTable, give_up
 from areal.engines.sglang_answer import Answer, stream_interval
@@ -92,6 +92,7 @@ class SGLangClient:
         request_timeout_s: float,
         setup_timeout_s: float,
         headers: Mapping[str, str] | None = None,
+        connections: int = 10_000,
     ) -> None:
         """Opens no connection yet.
 
@@ -103,6 +104,7 @@ class SGLangClient:
             request_timeout_s: One request, from sending to its last token.
             setup_timeout_s: How long to wait for an admissible server.
             headers: Sent with every request: the bearer token.
+            connections: Requests at once; more wait for one to end.
         """
         self.table = table
         self.limits = limits
@@ -110,9 +112,8 @@ class SGLangClient:
         self._observer = observer
         self._request_timeout_s = request_timeout_s
         self._setup_timeout_s = setup_timeout_s
-        self._headers = dict(headers or {})
+        self._connections = Connections(headers or {}, connections)
         self._log = get_logger("areal.engines.sglang")
-        self._session: aiohttp.ClientSession | None = None
         self._running: dict[str, tuple[Server, asyncio.Timeout]] = {}
         self._idle = asyncio.Event()
         self._draining = False
@@ -123,25 +124,17 @@ class SGLangClient:
 
     async def start(self) -> None:
         """Opens the connection pool."""
-        self._session = aiohttp.ClientSession(
-            # Below the 5 s after which uvicorn closes idle connections: never reuse a dead one.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            headers=self._headers,
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        )
+        await self._connections.open()
 
     async def close(self) -> None:
         """Closes the connection pool."""
         for task in [*self._reports.values(), *self._aborts]:
             task.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await self._connections.close()
 
     async def wait_ready(self, timeout: float) -> bool:
         """Whether any server takes traffic, after waiting up to `timeout` seconds for one."""
+        await self._connections.calm(timeout)  # a burst is spread: who would bring more waits
         if not len(self.table):
             await self.table.changed(timeout)
         return len(self.table) > 0
@@ -175,6 +168,46 @@ class SGLangClient:
         self.limits.check(request)
         began = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+        await self._connections.take(deadline)
+        try:
+            await self._complete(request, response, min_version, avoid, deadline)
+        finally:
+            self._connections.free()
+        response.latency_s += time.monotonic() - began
+        self._observer.request_done(response.latency_s, len(response.output_tokens))
+        return response
+
+    async def interrupt(self, timeout: float) -> None:
+        """Stops all generation for good; running requests end with the tokens they have.
+
+        Returns when every `generate` has its partial answer, at the latest after `timeout`
+        seconds; then whatever has not answered is given up.
+        """
+        self._draining = True
+        self.table.wake()
+        for rid, (server, _) in list(self._running.items()):
+            self._abort(server, rid)
+        try:
+            async with asyncio.timeout(timeout):
+                while self._running:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            for _, scope in self._running.values():
+                give_up(scope)
+
+    # ------------------------------------------------------------ inside
+
+    async def _complete(
+        self,
+        request: LLMRequest,
+        response: LLMResponse,
+        min_version: int,
+        avoid: Collection[str],
+        deadline: float,
+    ) -> None:
+        """Server after server, until the last token."""
+        began = time.monotonic()
         prompt = len(request.input_ids)
         most = min(request.gconfig.max_new_tokens, self.limits.room(prompt))
         failures: list[str] = []
@@ -218,31 +251,9 @@ class SGLangClient:
             fruitless = 0 if len(response.output_tokens) > sampled else fruitless + 1
             if fruitless:
                 await self.table.changed(min(0.02 * 2**fruitless, 1.0))
-                self._check_deadline(deadline, server, began)
-        response.latency_s += time.monotonic() - began
-        self._observer.request_done(response.latency_s, len(response.output_tokens))
-        return response
-
-    async def interrupt(self, timeout: float) -> None:
-        """Stops all generation for good; running requests end with the tokens they have.
-
-        Returns when every `generate` has its partial answer, at the latest after `timeout`
-        seconds; then whatever has not answered is given up.
-        """
-        self._draining = True
-        self.table.wake()
-        for rid, (server, _) in list(self._running.items()):
-            self._abort(server, rid)
-        try:
-            async with asyncio.timeout(timeout):
-                while self._running:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            for _, scope in self._running.values():
-                give_up(scope)
-
-    # ------------------------------------------------------------ inside
+                if asyncio.get_running_loop().time() > deadline:
+                    hint = "only aborts came"
+                    raise WaitTimeout("generation", on=server.url, since=began, hint=hint)
 
     async def _server(
         self, min_version: int, affinity_key: str, cost: int, avoid: Collection[str]
@@ -323,8 +334,8 @@ class SGLangClient:
         return finish
 
     async def _exchange(self, server: Server, body: bytes, answer: Answer) -> bytes:
-        assert self._session is not None, "start() comes first"
-        async with self._session.post(server.generate_url, data=body, headers=_HEADERS) as http:
+        session = self._connections.session
+        async with session.post(server.generate_url, data=body, headers=_HEADERS) as http:
             raw = await answer.read(http)
         if http.status == 400:
             raise InvalidInput(f"{server.url} refuses the request: {error_message(raw)}")
@@ -366,10 +377,6 @@ class SGLangClient:
         else:
             self._observer.salvaged(kept)
 
-    def _check_deadline(self, deadline: float, server: Server, began: float) -> None:
-        if asyncio.get_running_loop().time() > deadline:
-            raise WaitTimeout("generation", on=server.url, since=began, hint="only aborts came")
-
     def _failed(self, server: Server, cause: str) -> None:
         """Keeps new requests away for a moment and tells weight-sync, once at a time."""
         if not self.table.failed(server) or server.url in self._reports:
@@ -387,14 +394,6 @@ class SGLangClient:
 
     def _abort(self, server: Server, rid: str) -> None:
         """Tells a server, in the background, that nobody waits for a request any more."""
-        task = asyncio.create_task(self._post_abort(server, rid))
+        task = asyncio.create_task(self._connections.abort(server.abort_url, rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-    async def _post_abort(self, server: Server, rid: str) -> None:
-        if self._session is None or self._session.closed:
-            return
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(5.0):
-                async with self._session.post(server.abort_url, json={"rid": rid}) as http:
-                    await http.read()

@@ -160,12 +160,17 @@ Global___ListVersionsResponse: _TypeAlias = ListVersionsResponse  # noqa: Y015
 class ListServersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    AS_OF_FIELD_NUMBER: _builtins.int
+    as_of: _builtins.str
+    """Of an earlier answer: tell only what has changed since. Empty: tell everything."""
     def __init__(
         self,
+        *,
+        as_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,18 +182,32 @@ class ListServersResponse(_message.Message):
 
     SERVERS_FIELD_NUMBER: _builtins.int
     CURRENT_VERSION_FIELD_NUMBER: _builtins.int
+    AS_OF_FIELD_NUMBER: _builtins.int
+    CHANGES_ONLY_FIELD_NUMBER: _builtins.int
+    GONE_SERVER_IDS_FIELD_NUMBER: _builtins.int
     current_version: _builtins.int
+    as_of: _builtins.str
+    """For the next request; means nothing else."""
+    changes_only: _builtins.bool
+    """`servers` are those that have changed, and `gone_server_ids` are known no longer."""
     @_builtins.property
-    def servers(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.InferenceServer]: ...
+    def servers(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.InferenceServer]:
+        """Every known server, or those that have changed."""
+
+    @_builtins.property
+    def gone_server_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         servers: _abc.Iterable[_policy_pb2.InferenceServer] | None = ...,
         current_version: _builtins.int = ...,
+        as_of: _builtins.str = ...,
+        changes_only: _builtins.bool = ...,
+        gone_server_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_version", b"current_version", "servers", b"servers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "changes_only", b"changes_only", "current_version", b"current_version", "gone_server_ids", b"gone_server_ids", "servers", b"servers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,6 +121,55 @@ async def test_wait_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> Non
     assert await asyncio.wait_for(waiting, 2) == ["a"]
 
 
+async def test_lease_when_many_workers_wait_then_a_wake_up_costs_no_look_each() -> None:
+    ledger, store, wakes, _ = make_ledger()
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 0.5)) for i in range(20)]
+    await asyncio.sleep(0.05)
+    assert store.looks == 20
+    for number in range(1, 4):
+        wakes.notify(Kind.LEASE)
+        await asyncio.sleep(0.05)
+        assert store.looks == 20 + number
+    store.ready = True
+    wakes.notify(Kind.LEASE)
+    results = await asyncio.gather(*waiting)
+    assert all(len(leases) == 1 for leases, _ in results)
+
+
+async def test_lease_when_a_wake_up_comes_during_anothers_empty_look_then_it_is_not_missed() -> (
+    None
+):
+    ledger, store, wakes, _ = make_ledger()
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 10)) for i in range(3)]
+    await asyncio.sleep(0.05)
+    look = store.lease
+
+    async def look_and_change(
+        worker_id: str, max_tasks: int, boot: int
+    ) -> tuple[list[StoredLease], str]:
+        found = await look(worker_id, max_tasks, boot)
+        if not store.ready:
+            store.ready = True
+            wakes.notify(Kind.LEASE)
+        return found
+
+    store.lease = look_and_change  # type: ignore[method-assign]
+    start = time.monotonic()
+    wakes.notify(Kind.LEASE)
+    results = await asyncio.gather(*waiting)
+    assert all(len(leases) == 1 for leases, _ in results)
+    assert time.monotonic() - start < 0.5
+
+
+async def test_lease_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> None:
+    ledger, store, _, _ = make_ledger()
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 10)) for i in range(3)]
+    await asyncio.sleep(0.05)
+    store.ready = True
+    results = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    assert all(len(leases) == 1 for leases, _ in results)
+
+
 async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
     waits = Waits()
     ledger, _, _, _ = make_ledger(waits=waits)

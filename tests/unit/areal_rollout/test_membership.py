@@ -3,20 +3,28 @@ import time
 
 from areal.engines.server_table import ServerTable
 from areal.errors import Unavailable
-from areal.servers import InferenceServer, ServerState
+from areal.servers import InferenceServer, ServerChanges, ServerState
 from areal_rollout.membership import Membership
 
 
 class WeightSync:
     def __init__(self):
         self.version, self.calls, self.away = 0, 0, False
+        self.asked = []
+        self.answers = []
 
-    async def list_servers(self):
+    async def list_changes(self, as_of):
         self.calls += 1
+        self.asked.append(as_of)
         if self.away:
             raise Unavailable("away")
-        server = InferenceServer("a", "http://a", ServerState.SERVING, self.version)
-        return [server], self.version
+        if self.answers:
+            return self.answers.pop(0)
+        return ServerChanges((serving("a", self.version),), as_of=str(self.version))
+
+
+def serving(name, version):
+    return InferenceServer(name, f"http://{name}", ServerState.SERVING, version)
 
 
 def version_of(table):
@@ -26,7 +34,7 @@ def version_of(table):
 
 async def test_membership_when_announced_then_the_table_follows_within_milliseconds():
     table, sync = ServerTable(), WeightSync()
-    membership = Membership(table, sync.list_servers)
+    membership = Membership(table, sync.list_changes)
     task = asyncio.create_task(membership.follow())
     await asyncio.sleep(0.01)
     assert version_of(table) == 0
@@ -42,7 +50,7 @@ async def test_membership_when_announced_then_the_table_follows_within_milliseco
 
 async def test_membership_when_announced_in_a_burst_then_asks_only_a_few_times():
     sync = WeightSync()
-    membership = Membership(ServerTable(), sync.list_servers)
+    membership = Membership(ServerTable(), sync.list_changes)
     task = asyncio.create_task(membership.follow())
     await asyncio.sleep(0.01)
     before = sync.calls
@@ -55,7 +63,7 @@ async def test_membership_when_announced_in_a_burst_then_asks_only_a_few_times()
 
 async def test_membership_when_weight_sync_is_away_then_the_last_answer_stands():
     table, sync = ServerTable(), WeightSync()
-    membership = Membership(table, sync.list_servers)
+    membership = Membership(table, sync.list_changes)
     await membership.refresh()
     sync.away = True
     await membership.refresh()
@@ -63,3 +71,24 @@ async def test_membership_when_weight_sync_is_away_then_the_last_answer_stands()
     sync.away, sync.version = False, 4
     await membership.refresh()
     assert version_of(table) == 4
+
+
+async def test_membership_when_told_of_changes_then_asks_from_there_and_keeps_the_rest():
+    table, sync = ServerTable(), WeightSync()
+    sync.answers = [
+        ServerChanges((serving("a", 1), serving("b", 1), serving("c", 1)), as_of="x:3"),
+        ServerChanges((serving("b", 2),), ("c",), whole=False, as_of="x:5"),
+        ServerChanges((), whole=False, as_of="x:5"),
+        ServerChanges((serving("b", 2),), as_of="y:1"),  # another coordinator: everything
+    ]
+    membership = Membership(table, sync.list_changes)
+    known = []
+    for _ in range(4):
+        await membership.refresh()
+        known.append(set())
+        for _ in range(20):  # the one chosen has more to do from then on
+            server = table.choose(0, "", 1)
+            server.outstanding += 1
+            known[-1].add(server.url[-1])
+    assert sync.asked == ["", "x:3", "x:5", "x:5"]
+    assert known == [{"a", "b", "c"}, {"a", "b"}, {"a", "b"}, {"b"}]

@@ -14,6 +14,16 @@ def chosen(table, min_version=0, key="", cost=10, avoid=()):
     return None if server is None else server.url.removeprefix("http://")
 
 
+def all_chosen(table, min_version=0):
+    """Each of the admissible ones: the one chosen has more to do from then on."""
+    names = set()
+    for _ in range(20):
+        server = table.choose(min_version, "", 1)
+        server.outstanding += 1
+        names.add(server.url.removeprefix("http://"))
+    return names
+
+
 async def test_choose_when_servers_differ_in_load_then_takes_the_least_loaded():
     table = ServerTable()
     table.update([listed("a"), listed("b")])
@@ -102,6 +112,36 @@ async def test_choose_when_all_are_blocked_then_changed_returns_when_a_block_end
     assert chosen(table) == "a"
 
 
+async def test_choose_when_all_are_blocked_and_thousands_wait_then_looked_through_once():
+    table = ServerTable()
+    table.update([listed(f"s{i}") for i in range(50)])
+    servers = list(table._servers.values())
+    for server in servers:
+        table.failed(server)
+    looks = []
+    choose = table._router.choose
+    table._router.choose = lambda *args, **kwargs: looks.append(1) or choose(*args, **kwargs)
+    for _ in range(1000):
+        assert chosen(table) is None
+    assert len(looks) == 1
+    await table.changed(10.0)
+    assert chosen(table) is not None
+    table.failed(servers[0])  # the rest is open
+    assert {chosen(table) for _ in range(20)} - {"s0"}
+
+
+async def test_choose_when_a_blocked_server_serves_anew_then_it_is_taken_at_once():
+    table = ServerTable()
+    table.update([listed("a")])
+    table.failed(table.choose(0, "", 1))
+    assert chosen(table) is None
+    table.update([listed("a", state=ServerState.QUARANTINED)])
+    assert len(table) == 0
+    table.update([listed("a")])
+    assert len(table) == 1
+    assert chosen(table) == "a"
+
+
 async def test_changed_when_a_version_arrives_then_wakes_at_once():
     table = ServerTable()
     table.update([listed("a", 1)])
@@ -143,6 +183,28 @@ async def test_update_when_server_only_syncs_then_its_requests_go_on():
         table.update([listed("a", 0, ServerState.SYNCING)])
         await asyncio.sleep(0.01)
     assert chosen(table) is None
+
+
+async def test_change_when_some_are_told_of_then_the_others_stay_as_they_were():
+    table = ServerTable()
+    table.update([listed("a", 1), listed("b", 1), listed("c", 1)])
+    table.change([listed("b", 2), listed("d", 2)], ["c", "unknown"])
+    assert all_chosen(table, 2) == {"b", "d"}
+    assert all_chosen(table, 1) == {"a", "b", "d"}
+    assert len(table) == 3
+
+
+async def test_change_when_an_id_has_another_url_then_the_request_there_is_given_up():
+    table = ServerTable()
+    table.update([listed("a")])
+    before = table.choose(0, "g", 1)
+    async with asyncio.timeout(30.0) as scope:
+        before.running.add(scope)
+        await asyncio.sleep(0)
+        table.change([InferenceServer("a", "https://a", ServerState.SERVING, 0)], [])
+        assert scope.when() <= asyncio.get_running_loop().time()
+        scope.reschedule(None)
+    assert table.choose(0, "g", 1).url == "https://a"
 
 
 async def test_describe_when_many_servers_then_bounded_and_names_causes():
