@@ -145,6 +145,8 @@ class Task:
     """(epoch, index) in the dataset; None for tasks from elsewhere."""
     time_to_live_s: float | None = None
     traceparent: str = ""
+    policy_version: int | None = None
+    """The version that must sample every token (SERVE only); None: any admissible one."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from areal.types import (
     WorkflowSpec,
 )
 from areal.v1 import trajectory_pb2 as pb
+from areal.weights import MAX_POLICY_VERSION
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name).newbyteorder("<")
@@ -222,6 +223,8 @@ def task_to_pb(task: Task) -> pb.Task:
         message.position.epoch, message.position.index = task.position
     if task.time_to_live_s is not None:
         message.time_to_live.FromMilliseconds(int(task.time_to_live_s * 1000))
+    if task.policy_version is not None:
+        message.policy_version = task.policy_version
     return message
 
 
@@ -250,6 +253,14 @@ def task_from_pb(message: pb.Task) -> Task:
                 f"task {message.task_id!r} time_to_live {time_to_live_s} s: expected more than 0, "
                 f"at most {MAX_TIME_TO_LIVE_S:.0f}"
             )
+    pinned = message.policy_version if message.HasField("policy_version") else None
+    if pinned is not None and (
+        message.purpose != pb.PURPOSE_SERVE or not 0 <= pinned < MAX_POLICY_VERSION
+    ):
+        raise InvalidInput(
+            f"task {message.task_id!r} policy_version {pinned}: expected 0 to "
+            f"{MAX_POLICY_VERSION - 1}, and purpose SERVE"
+        )
     spec = message.workflow
     position = (
         (message.position.epoch, message.position.index) if message.HasField("position") else None
@@ -264,4 +275,5 @@ def task_from_pb(message: pb.Task) -> Task:
         position=position,
         time_to_live_s=time_to_live_s,
         traceparent=message.traceparent,
+        policy_version=pinned,
     )

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from areal.clients.buffer_types import TaskRecord
 from areal.types import Purpose, Task, Trajectory, WorkflowSpec
+from areal.weights import MAX_POLICY_VERSION
 from areal.wire import MAX_TIME_TO_LIVE_S, TRAJECTORY_ARRAYS, parse_json_object
 
 MAX_TASKS = 10_000
@@ -55,6 +56,7 @@ class TaskIn(_Model):
     data: JsonObject
     time_to_live_s: float | None = Field(default=None, gt=0, lt=MAX_TIME_TO_LIVE_S)
     traceparent: Text = ""
+    policy_version: int | None = Field(default=None, ge=0, lt=MAX_POLICY_VERSION)
 
 
 class SubmitIn(_Model):
@@ -117,6 +119,7 @@ def task_from_model(model: TaskIn) -> Task:
         data=model.data,
         time_to_live_s=model.time_to_live_s,
         traceparent=model.traceparent,
+        policy_version=model.policy_version,
     )
 
 

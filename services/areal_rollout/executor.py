@@ -284,7 +284,7 @@ class Executor:
                 self._scorer,
                 self._tokenizer,
                 group=lease.task.task_id,
-                min_version=lease.policy_version,
+                min_version=max(lease.policy_version, lease.task.policy_version or 0),
                 avoid=lease.failed_servers,
                 replay=replay,
             )

@@ -113,6 +113,14 @@ def group_of(result: object, lease: Lease) -> TrajectoryGroup | None:
         raise WorkflowError(
             f"arun_episode returned {what}: expected a Trajectory, a list of them, or None"
         )
+    pinned = lease.task.policy_version
+    if pinned is not None:
+        others = {int(v) for t in trajectories for v in t.token_versions} - {-1, pinned}
+        if others:
+            raise WorkflowError(
+                f"policy_version {pinned}: tokens were sampled by version {min(others)}, "
+                f"so {pinned} is served no longer"
+            )
     task_id = lease.task.task_id
     for index, trajectory in enumerate(trajectories):
         # The token makes ids of a regenerated group differ from those of the stale one.

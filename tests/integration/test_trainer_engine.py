@@ -21,7 +21,7 @@ from areal.clients.buffer import BufferClient
 from areal.config import GRPOConfig
 from areal.engines.remote import RemoteSGLangEngine
 from areal.engines.session import TrainerSession
-from areal.errors import WaitTimeout
+from areal.errors import NotFound, WaitTimeout
 from areal.workflows.rlvr import RLVRWorkflow
 
 BATCH, STEPS, MEMORY_MB = 2, 4, 64
@@ -209,6 +209,8 @@ def test_evaluate_when_the_policy_has_moved_then_measured_again_and_else_not(tri
                 session.finish_step()
             return before, engine.evaluate(rows, workflow, "after"), len(worker.done)
 
+    with trial.session(), pytest.raises(NotFound, match="version 1 is not published yet"):
+        RemoteSGLangEngine(trial.config.rollout).evaluate(rows, workflow, "early", version=1)
     assert life(2, 1.0) == (1.0, 1.0, 12)
     # Finished, and started again as it is: nothing to do.
     assert life(0, 0.5) == (1.0, 1.0, 0)

@@ -29,7 +29,8 @@ import numpy as np
 
 from areal.tensor_file import HostTensor, item_bytes
 from areal.transports import delta
-from areal.transports.base import NewVersion
+from areal.transports.base import NewVersion, Publisher
+from areal.transports.chain import DeltaChain
 from areal.transports.disk import DiskPublisher
 from areal.transports.stream import StreamPublisher
 
@@ -80,7 +81,8 @@ def server(pipe: Connection, model: str) -> None:
             for name, tensor in load_file(location).items():
                 plain.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         else:
-            sets = [load_weights(location, config, torch.float32, spare=sets[1]), sets[0]]
+            new = load_weights(location, config, torch.float32, spare=sets[1], held=sets[0])
+            sets = [new, sets[0]]
         pipe.send("done")
 
 
@@ -177,6 +179,7 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
                         times.setdefault(name, []).append((time.perf_counter() - begin, blocked))
                     if name != "safetensors":
                         retire(folders[name], Path(version.path))
+            bench_chains(args, servers, count, model, tensors, (root, url), times)
             servers.tell("stop", "")
             bound = statistics.median(t for t, _ in times["safetensors"])
             for name, found in times.items():
@@ -189,6 +192,51 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
                 )
     finally:
         shutil.rmtree(memory)
+
+
+def bench_chains(
+    args: argparse.Namespace,
+    servers: Servers,
+    count: int,
+    model: Path,
+    tensors: dict[str, Any],
+    where: tuple[Path, str],
+    times: dict[str, list[tuple[float, float]]],
+) -> None:
+    """Versions of which 3 % of the elements change, to servers that hold the one before."""
+    import torch
+
+    from areal.engines.publishing import host_tensors
+    from areal.weights import PolicyVersion
+    from areal_weight_sync.published import DigestCache
+
+    root, url = where
+    generator = torch.Generator().manual_seed(1)
+    other = {
+        name: t + 1e-5 * (torch.rand(t.shape, generator=generator) < 0.03)
+        for name, t in tensors.items()
+    }
+    hosts = [host_tensors(tensors.items()), host_tensors(other.items())]
+    for name in ("disk delta", "stream delta"):
+        publisher: Publisher = StreamPublisher(url, {}, 60.0, chain=DeltaChain())
+        folder = root / "store"
+        if name == "disk delta":
+            folder = root / "disk"
+            publisher = DiskPublisher(folder, chain=DeltaChain())
+        earlier: list[Path] = []
+        for number in range(1, args.rounds + 3):  # a whole one, one that warms up
+            begin = time.perf_counter()
+            new = NewVersion(count * 2000 + number, 1, hosts[number % 2], model)
+            version: PolicyVersion = publisher.publish(new, DigestCache().verify)
+            blocked = time.perf_counter() - begin
+            pulled = f"{url}/versions/{new.name}"
+            servers.tell(name, version.path if name == "disk delta" else pulled)
+            if number > 2:
+                assert version.delta is not None
+                times.setdefault(name, []).append((time.perf_counter() - begin, blocked))
+            earlier.append(Path(version.path))
+            if len(earlier) > 1:
+                retire(folder, earlier.pop(0))
 
 
 def retire(root: Path, folder: Path) -> None:

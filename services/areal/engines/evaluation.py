@@ -31,25 +31,51 @@ def recorded(session: TrainerSession, name: str) -> float | None:
     return float(known) if stands else None
 
 
-def record(session: TrainerSession, name: str, mean: float) -> None:
-    """Keeps a figure and the step it is of."""
+def record(session: TrainerSession, name: str, mean: float) -> float:
+    """Keeps a figure and the step it is of; returns the figure."""
     steps = dict(session.result(_STEPS) or {})
     session.record(name, mean)
     session.record(_STEPS, {**steps, name: session.step})
+    return mean
+
+
+def pinned(session: TrainerSession, name: str, version: int | None) -> int | None:
+    """The version that every token must be of (rank 0); None where servers are ahead.
+
+    Servers go on only when the trainer publishes, which waits for the evaluation: nothing has to
+    be held back for it.
+
+    Raises:
+        NotFound: Another version than the one that servers are brought to is asked for.
+    """
+    served = session.published_version
+    if version is None:
+        return served if served == session.step else None
+    if version != served:
+        gone = "served no longer" if version < served else "not published yet"
+        raise errors.NotFound(
+            f"evaluation {name!r}: version {version} is {gone}; servers are brought to {served}"
+        )
+    return version
 
 
 def tasks_of(
-    session: TrainerSession, rows: Sequence[Mapping[str, Any]], spec: WorkflowSpec, name: str
+    session: TrainerSession,
+    rows: Sequence[Mapping[str, Any]],
+    spec: WorkflowSpec,
+    name: str,
+    version: int | None,
 ) -> list[Task]:
     """One task per row."""
     return [
         Task(
             # With the version: another policy's answers are other tasks. Without the incarnation:
             # a resumed run waits for the tasks that are there already.
-            task_id=f"{name}-v{session.step}-{index}",
+            task_id=f"{name}-v{session.step if version is None else version}-{index}",
             purpose=Purpose.SERVE,
             workflow=spec,
             data=dict(row),
+            policy_version=version,
         )
         for index, row in enumerate(rows)
     ]

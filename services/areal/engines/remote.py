@@ -115,27 +115,30 @@ class RemoteSGLangEngine:
         return self._take(task_ids=[task.task_id for task in tasks], submit=None)
 
     def evaluate(
-        self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str
-    ) -> float:
+        self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
+        *, version: int | None = None,
+    ) -> float:  # fmt: skip
         """Mean reward of the current policy on held-out rows, recorded under `name`.
 
-        What was recorded at this very step is returned as it is. So is the figure of the initial
-        policy before the first step of a resumed run, for that policy is served no longer.
+        `version` must sample every token; None: that of the last finished step, or what is served
+        where a resumed run replays. What was recorded at this very step is returned as it is; so
+        is the initial policy's figure before a resumed run's first step: it is served no longer.
 
         Raises:
+            NotFound: `version` is served no longer, or not published yet.
             WorkflowError: No row was delivered.
             WaitTimeout: As for `prepare_batch`.
         """
         session = self.session
+        pinned = session.on_rank0(lambda: evaluation.pinned(session, name, version))
         known = evaluation.recorded(session, name)
-        if known is not None:
+        if known is not None and version in (None, session.step):
             return known
         session.on_rank0(session.confirm_version)
-        tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name)
+        tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
         self._submit_all(tasks, f"evaluation {name!r}")
         mean = evaluation.mean_reward(session, tasks, name, self.config.batch_timeout_s)
-        evaluation.record(session, name, mean)
-        return mean
+        return evaluation.record(session, name, mean)
 
     # -- rank 0 --------------------------------------------------------------------------------
 

@@ -196,6 +196,7 @@ class Task(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Idempotency key; [A-Za-z0-9._:-], 1 to 200 characters."""
     purpose: Global___Purpose.ValueType
@@ -203,6 +204,8 @@ class Task(_message.Message):
     """The dataset row as a JSON object."""
     traceparent: _builtins.str
     """W3C trace context of the submitter; may be empty."""
+    policy_version: _builtins.int
+    """SERVE only: the version that must sample every token; absent: any admissible one."""
     @_builtins.property
     def workflow(self) -> Global___WorkflowSpec: ...
     @_builtins.property
@@ -223,15 +226,20 @@ class Task(_message.Message):
         position: Global___DatasetPosition | None = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "_time_to_live", b"_time_to_live", "position", b"position", "time_to_live", b"time_to_live", "workflow", b"workflow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_position", b"_position", "_time_to_live", b"_time_to_live", "policy_version", b"policy_version", "position", b"position", "time_to_live", b"time_to_live", "workflow", b"workflow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "_time_to_live", b"_time_to_live", "data_json", b"data_json", "position", b"position", "purpose", b"purpose", "task_id", b"task_id", "time_to_live", b"time_to_live", "traceparent", b"traceparent", "workflow", b"workflow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_position", b"_position", "_time_to_live", b"_time_to_live", "data_json", b"data_json", "policy_version", b"policy_version", "position", b"position", "purpose", b"purpose", "task_id", b"task_id", "time_to_live", b"time_to_live", "traceparent", b"traceparent", "workflow", b"workflow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
     _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
     _WhichOneofReturnType__time_to_live: _TypeAlias = _typing.Literal["time_to_live"]  # noqa: Y015
     _WhichOneofArgType__time_to_live: _TypeAlias = _typing.Literal["_time_to_live", b"_time_to_live"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
     @_typing.overload

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -119,6 +121,11 @@ def test_task_when_sent_and_received_then_equal():
         traceparent="tp",
     )
     assert wire.task_from_pb(wire.task_to_pb(task)) == task
+    pinned = replace(task, purpose=Purpose.SERVE, policy_version=0)
+    assert wire.task_from_pb(wire.task_to_pb(pinned)) == pinned
+    for wrong in (replace(task, policy_version=3), replace(pinned, policy_version=2**21)):
+        with pytest.raises(InvalidInput, match="'e0-1' policy_version"):
+            wire.task_from_pb(wire.task_to_pb(wrong))
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"a"', "1"])

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tests.unit.areal_rollout.fakes import Rig, Unreplayable, lease
@@ -13,7 +14,7 @@ from areal.errors import (
     WorkflowError,
 )
 from areal.rewards.types import ScoreError, ScoreFailure
-from areal.types import GenerationHyperparameters, LLMRequest, StopReason
+from areal.types import GenerationHyperparameters, LLMRequest, Purpose, StopReason
 from areal.workflows.base import make_trajectory
 from areal_rollout.journal import decode, encode
 
@@ -48,6 +49,21 @@ async def test_episode_when_it_succeeds_then_its_group_is_handed_in_with_ids():
     assert (name, digest, kwargs, len(items)) == ("math", "", {}, 4)
     assert items[0].data == {"answer": "4"}
     assert rig.observer.outcomes == {"completed": 1}
+
+
+async def test_episode_when_its_version_is_gone_then_refused_by_name():
+    async with Rig(one_sample) as rig:  # its server is at version 3
+        for name, version in (("current", 3), ("gone", 2)):
+            given = lease(name)
+            task = replace(given.task, purpose=Purpose.SERVE, policy_version=version)
+            rig.ledger.add(replace(given, task=task))
+        await rig.ended(2)
+    assert set(rig.ledger.completed) == {"current"}
+    cause, more = rig.ledger.returned["gone"]
+    assert cause is ReturnCause.WORKFLOW_ERROR
+    assert "policy_version 2: tokens were sampled by version 3" in str(more)
+    asked = {min_version for *_, min_version, _ in rig.generation.requests}
+    assert asked == {2, 3}  # no server below it was asked
 
 
 async def test_executor_when_many_tasks_then_never_more_than_capacity_and_all_end():
