@@ -20,31 +20,50 @@ _LEVEL = -1
 _MAX_BYTES = 128 * 1024 * 1024
 
 
-def compress(payload: bytes) -> bytes:
-    """A serialized group as it is sent and stored."""
-    if len(payload) < MIN_BYTES:
+class GroupCodec:
+    """Zstd with its working memory kept: making that anew costs more than a group does.
+
+    Not for two threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def compress(self, payload: bytes) -> bytes:
+        """A serialized group as it is sent and stored."""
+        return payload if len(payload) < MIN_BYTES else self._compressor.compress(payload)
+
+    def expand(self, stored: bytes, max_bytes: int = _MAX_BYTES) -> bytes:
+        """The serialized group.
+
+        Raises:
+            InvalidInput: It is a broken frame, or (nothing is allocated before that is known)
+                larger than max_bytes.
+        """
+        if not stored.startswith(_MAGIC):
+            size, payload = len(stored), stored
+        else:
+            try:
+                size = zstandard.frame_content_size(stored)
+                if size < 0:
+                    raise InvalidInput("group: a zstd frame that does not say its size")
+                if size <= max_bytes:
+                    payload = self._decompressor.decompress(stored, allow_extra_data=False)
+            except zstandard.ZstdError as error:
+                raise InvalidInput(f"group: not a zstd frame ({error})") from None
+        if size > max_bytes:
+            raise InvalidInput(
+                f"group has {size} bytes: at most {max_bytes} (rollout.max_group_bytes)"
+            )
         return payload
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(payload)
+
+
+def compress(payload: bytes) -> bytes:
+    """One group, once."""
+    return GroupCodec().compress(payload)
 
 
 def expand(stored: bytes, max_bytes: int = _MAX_BYTES) -> bytes:
-    """The serialized group.
-
-    Raises:
-        InvalidInput: It is a broken frame, or (nothing is allocated before that is known) larger
-            than max_bytes.
-    """
-    if not stored.startswith(_MAGIC):
-        size, payload = len(stored), stored
-    else:
-        try:
-            size = zstandard.frame_content_size(stored)
-            if size < 0:
-                raise InvalidInput("group: a zstd frame that does not say its size")
-            if size <= max_bytes:
-                payload = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise InvalidInput(f"group: not a zstd frame ({error})") from None
-    if size > max_bytes:
-        raise InvalidInput(f"group has {size} bytes: at most {max_bytes} (rollout.max_group_bytes)")
-    return payload
+    """One group, once; raises InvalidInput."""
+    return GroupCodec().expand(stored, max_bytes)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from areal.compression import compress, expand
+from areal.compression import GroupCodec
 from areal.errors import InvalidInput
 from areal.types import (
     Purpose,
@@ -41,6 +41,7 @@ TRAJECTORY_ARRAYS = {
 }
 _ARRAY_DTYPES = {name: _DTYPES[dtype] for name, dtype in TRAJECTORY_ARRAYS.items()}
 
+_STOP_REASONS = {reason.value: reason for reason in StopReason}
 STATE_TO_PB: dict[TaskState, pb.TaskState.ValueType] = {
     state: pb.TaskState.Value(f"TASK_STATE_{state.name}") for state in TaskState
 }
@@ -123,10 +124,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
         InvalidInput: It is empty, a tensor is missing, has the wrong dtype or length, a value is
             not finite, or a sampled token has no version.
     """
-    who = f"group {message.group_id!r}"
-    if not message.trajectories:
-        raise InvalidInput(f"{who}: has no trajectories")
-    arrays = _arrays_from_pb(message, who)
+    arrays = _arrays_from_pb(message)
     trajectories, start = [], 0
     for each in message.trajectories:
         end = start + each.length
@@ -142,18 +140,33 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
     return TrajectoryGroup(message.group_id, trajectories, message.traceparent)
 
 
-def pack_group(group: TrajectoryGroup) -> bytes:
+def pack_group(group: TrajectoryGroup, codec: GroupCodec | None = None) -> bytes:
     """Encodes a group as it is handed in and stored; raises InvalidInput."""
-    return compress(group_to_pb(group).SerializeToString())
+    return (codec or GroupCodec()).compress(group_to_pb(group).SerializeToString())
 
 
-def unpack_group(payload: bytes) -> TrajectoryGroup:
+def unpack_group(payload: bytes, codec: GroupCodec | None = None) -> TrajectoryGroup:
     """Decodes what `pack_group` gave; raises InvalidInput."""
-    return group_from_pb(pb.TrajectoryGroup.FromString(expand(payload)))
+    return group_from_pb(pb.TrajectoryGroup.FromString((codec or GroupCodec()).expand(payload)))
 
 
-def _arrays_from_pb(message: pb.TrajectoryGroup, who: str) -> dict[str, npt.NDArray[Any]]:
+def check_group_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
+    """Validates a group as `group_from_pb` does, without making its trajectories.
+
+    Returns:
+        Its arrays, each for all trajectories one after the other.
+    """
+    arrays = _arrays_from_pb(message)
+    for each in message.trajectories:
+        _finish_reason(each)
+    return arrays
+
+
+def _arrays_from_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
     """The arrays of a trajectory, for all of the group; raises InvalidInput."""
+    who = f"group {message.group_id!r}"
+    if not message.trajectories:
+        raise InvalidInput(f"{who}: has no trajectories")
     lengths = [trajectory.length for trajectory in message.trajectories]
     if min(lengths) < 0:
         raise InvalidInput(f"{who}: a trajectory has length {min(lengths)}, expected 0 or more")
@@ -194,13 +207,13 @@ def _owner(message: pb.TrajectoryGroup, wrong: npt.NDArray[Any]) -> str:
 
 
 def _finish_reason(message: pb.Trajectory) -> StopReason:
-    try:
-        return StopReason(message.finish_reason)
-    except ValueError:
+    reason = _STOP_REASONS.get(message.finish_reason)
+    if reason is None:
         raise InvalidInput(
             f"trajectory {message.trajectory_id!r} finish_reason {message.finish_reason!r}: "
             f"expected one of {', '.join(StopReason)}"
-        ) from None
+        )
+    return reason
 
 
 def workflow_to_pb(spec: WorkflowSpec) -> pb.WorkflowSpec:

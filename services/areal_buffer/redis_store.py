@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import redis.asyncio as redis
 from redis.exceptions import RedisError
@@ -46,16 +46,18 @@ _RECORD_FIELDS = (
     "step",
 )
 
+T = TypeVar("T")
 
-def _chunks(tasks: Sequence[NewTask]) -> Iterable[Sequence[NewTask]]:
-    """At least one chunk, each bounded in tasks and bytes."""
+
+def _chunks(items: Sequence[T], size_of: Callable[[T], int]) -> Iterable[Sequence[T]]:
+    """At least one chunk, each bounded in number and bytes."""
     start, size = 0, 0
-    for at, task in enumerate(tasks):
-        size += len(task.body)
+    for at, item in enumerate(items):
+        size += size_of(item)
         if at > start and (at - start >= _CHUNK_TASKS or size > _CHUNK_BYTES):
-            yield tasks[start:at]
-            start, size = at, len(task.body)
-    yield tasks[start:]
+            yield items[start:at]
+            start, size = at, size_of(item)
+    yield items[start:]
 
 
 def _text(value: Any) -> str:
@@ -87,7 +89,7 @@ class RedisStore:
     ) -> list[bool]:
         """Queues tasks; one flag each, False: known before."""
         accepted: list[bool] = []
-        for chunk in _chunks(tasks):
+        for chunk in _chunks(tasks, lambda task: len(task.body)):
             args: list[str | int | bytes] = []
             for task in chunk:
                 epoch, index = task.position or ("", "")
@@ -172,7 +174,7 @@ class RedisStore:
     async def complete(
         self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
     ) -> list[bool | errors.ArealError]:
-        """Records groups, each by itself, in one round trip to Redis.
+        """Records groups, each by itself; one script for many.
 
         Args:
             groups: Validated ones.
@@ -181,21 +183,27 @@ class RedisStore:
         Returns:
             For each: True; False: it had been recorded before; or why it was refused.
         """
-        calls: list[tuple[str | int | bytes, ...]] = [
-            (
-                group.task_id,
-                group.token,
-                group.payload,
-                group.head_version,
-                ",".join(map(str, group.lengths)),
-                len(group.lengths),
-                group.generated_tokens,
-                int(passes),
-            )
-            for group, passes in zip(groups, full, strict=True)
-        ]
-        replies = await self._scripts.run_all("complete", calls)
-        return [reply if isinstance(reply, errors.ArealError) else reply == 1 for reply in replies]
+        passing = iter(full)
+        results: list[bool | errors.ArealError] = []
+        for chunk in _chunks(groups, lambda group: len(group.payload)):
+            args: list[str | int | bytes] = []
+            for group, passes in zip(chunk, passing, strict=False):
+                args += [
+                    group.task_id,
+                    group.token,
+                    group.head_version,
+                    ",".join(map(str, group.lengths)),
+                    len(group.lengths),
+                    group.generated_tokens,
+                    int(passes),
+                ]
+            payloads = [group.payload for group in chunk]
+            for reply in await self._scripts.run_with("complete", payloads, *args):
+                result = translate(reply) if isinstance(reply, RedisError) else reply == 1
+                if isinstance(result, errors.Unavailable):
+                    raise result  # of all: they are tried again together
+                results.append(result)
+        return results
 
     async def reject(self, task_id: str, token: int, reason: str) -> None:
         """Ends a task by its workflow's choice."""
@@ -254,10 +262,17 @@ class RedisStore:
         """Payloads of a step's groups as they were handed in, in the order asked, some at once."""
         at = 0
         while at < len(task_ids):
-            ids = task_ids[at : at + _CHUNK_TASKS]
-            payloads = await self._scripts.run("fetch", incarnation, step, _FETCH_BYTES, *ids)
+            payloads = await self.fetch_some(incarnation, step, task_ids[at:])
             yield payloads
             at += len(payloads)
+
+    async def fetch_some(self, incarnation: int, step: int, task_ids: Sequence[str]) -> list[bytes]:
+        """Payloads of the first of these groups: at least one, and about _FETCH_BYTES."""
+        ids = task_ids[:_CHUNK_TASKS]
+        payloads: list[bytes] = await self._scripts.run(
+            "fetch", incarnation, step, _FETCH_BYTES, *ids
+        )
+        return payloads
 
     async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
         """Ends steps as trained, lets go of payloads; returns the last committed step."""

@@ -95,28 +95,35 @@ class Scripts:
         except RedisError as error:
             raise translate(error) from None
 
-    async def run_all(self, name: str, calls: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        """One script several times in one round trip, each atomic: reply or refusal of each."""
+    async def run_with(self, name: str, payloads: Sequence[bytes], *args: Argument) -> Any:
+        """One script that finds large payloads in keys of its own, which it renames or deletes.
+
+        They need not pass through Lua, which would copy each twice. One transaction: nobody else
+        sees these keys, so that they can have the same names each time.
+        """
         script = self._scripts[name]
+        staged = {f"{self._prefix}staged:{at}": each for at, each in enumerate(payloads)}
+        if not staged:
+            return []
+        keys = (self._prefix, *staged)
+
+        async def attempt() -> Any:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.mset(staged)
+                pipe.evalsha(script.sha, len(keys), *keys, *args)
+                return (await pipe.execute(raise_on_error=False))[1]
+
         try:
             with self._waits.on("answer", "redis", name):
-                async with self._redis.pipeline(transaction=False) as pipe:
-                    for args in calls:
-                        pipe.evalsha(script.sha, 1, self._prefix, *args)
-                    replies = await pipe.execute(raise_on_error=False)
-                missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-                if missing:
+                reply = await attempt()
+                if isinstance(reply, NoScriptError):
                     await self._redis.script_load(script.text)
-                    again = await self.run_all(name, [calls[i] for i in missing])
-                    for i, reply in zip(missing, again, strict=True):
-                        replies[i] = reply
+                    reply = await attempt()
+                if isinstance(reply, RedisError):
+                    raise reply
+                return reply
         except RedisError as error:
             raise translate(error) from None
-        replies = [translate(r) if isinstance(r, RedisError) else r for r in replies]
-        for reply in replies:
-            if isinstance(reply, errors.Unavailable):
-                raise reply  # of all: they are tried again together
-        return replies
 
 
 def translate(error: RedisError) -> errors.ArealError:

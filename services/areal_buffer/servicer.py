@@ -9,19 +9,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from google.protobuf.timestamp_pb2 import Timestamp
 
+from areal.compression import GroupCodec
 from areal.errors import ArealError, InvalidInput, NotFound
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
-from areal.wire import PURPOSE_FROM_PB, PURPOSE_TO_PB, STATE_TO_PB
+from areal.wire import PURPOSE_FROM_PB, STATE_TO_PB
 from areal_buffer import validation as check
 from areal_buffer.config import LedgerConfig
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
+from areal_buffer.messages import record_message, stats_message, take_message
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import FinishedGroup, StoredTask
+from areal_buffer.records import FinishedGroup
 from areal_buffer.redis_store import RedisStore
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,33 +35,6 @@ _CAUSES = {
 }
 _MAX_RESPONSE_BYTES = 96 * 1024 * 1024
 _MAX_DEAD_LETTERS = 1000
-
-
-def _timestamp(milliseconds: int) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromMilliseconds(milliseconds)
-    return stamp
-
-
-def _record(task: StoredTask) -> trajectory_pb2.TaskRecord:
-    message = trajectory_pb2.TaskRecord(
-        state=STATE_TO_PB[task.state],
-        reason=task.reason,
-        attempts=task.attempts,
-        infrastructure_attempts=task.infrastructure_attempts,
-        submit_time=_timestamp(task.submitted_ms),
-        step=task.step,
-    )
-    if task.body:
-        message.task.ParseFromString(task.body)
-    else:
-        message.task.task_id = task.task_id
-        message.task.purpose = PURPOSE_TO_PB[task.purpose]
-    if task.ended_ms:
-        message.end_time.CopyFrom(_timestamp(task.ended_ms))
-    if task.payload is not None:
-        message.group.ParseFromString(task.payload)
-    return message
 
 
 class BufferServicer(BufferServiceServicer):
@@ -79,6 +53,7 @@ class BufferServicer(BufferServiceServicer):
         self._memory = memory
         self._metrics = metrics
         self._config = config
+        self._codec = GroupCodec()
 
     async def SubmitTasks(
         self, request: pb.BufferServiceSubmitTasksRequest, context: Context
@@ -147,7 +122,7 @@ class BufferServicer(BufferServiceServicer):
         if (got := len(request.completions)) > check.MAX_TASKS_PER_CALL:
             raise InvalidInput(f"completions: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
         limit = self._config.max_group_bytes
-        checked = [check.check_completion(each, limit) for each in request.completions]
+        checked = [check.check_completion(each, limit, self._codec) for each in request.completions]
         groups = [each for each in checked if isinstance(each, FinishedGroup)]
         recorded = iter(await self._ledger.complete_tasks(groups))
         response = pb.CompleteTasksResponse()
@@ -228,7 +203,7 @@ class BufferServicer(BufferServiceServicer):
             if response.records and size > _MAX_RESPONSE_BYTES:
                 response.looked_up = at
                 break
-            response.records.append(_record(task))
+            response.records.append(record_message(task))
             at = ids.index(task.task_id, at) + 1
         return response
 
@@ -268,20 +243,13 @@ class BufferServicer(BufferServiceServicer):
         )
         if take.state == "taken" and not take.replay:
             self._metrics.batch_taken(request.step, take)
-        return pb.TakeBatchResponse(
-            state=pb.TakeState.Value(f"TAKE_STATE_{take.state.upper()}"),
-            groups=[
-                pb.GroupManifest(
-                    task_id=group.task_id, lengths=group.lengths, head_version=group.head_version
-                )
-                for group in take.groups
-            ],
-            waiting_for=take.waiting_for,
-            replay=take.replay,
-            queued=take.queued,
-            running=take.running,
-            completed=take.completed,
-        )
+        response = take_message(take)
+        if request.with_groups and take.groups:
+            ids = [group.task_id for group in take.groups]
+            response.first_groups.extend(
+                await self._store.fetch_some(request.incarnation, request.step, ids)
+            )
+        return response
 
     async def FetchGroups(
         self, request: pb.FetchGroupsRequest, context: Context
@@ -309,35 +277,7 @@ class BufferServicer(BufferServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Counters and gauges, now."""
-        stats = await self._store.stats()
-        response = pb.GetStatsResponse(
-            submitted=stats.submitted,
-            counts=[
-                pb.StateCount(state=STATE_TO_PB[state], tasks=tasks)
-                for state, tasks in stats.counts.items()
-            ],
-            train_counts=[
-                pb.StateCount(state=STATE_TO_PB[state], tasks=tasks)
-                for state, tasks in stats.train_counts.items()
-            ],
-            policy_version=stats.policy_version,
-            incarnation=stats.incarnation,
-            last_taken_step=stats.last_taken_step,
-            last_committed_step=stats.last_committed_step,
-            batch_size=stats.batch_size,
-            max_head_offpolicyness=stats.max_head_offpolicyness,
-            max_concurrent_rollouts=stats.max_concurrent_rollouts,
-            admission_headroom=stats.admission_headroom,
-            staleness_mean=stats.staleness_mean,
-            staleness_max=stats.staleness_max,
-            regenerated=stats.regenerated,
-            redis_memory_bytes=self._memory.used_bytes,
-            trajectories=stats.trajectories,
-            generated_tokens=stats.generated_tokens,
-        )
-        if stats.oldest_queued_ms:
-            response.oldest_queued_time.CopyFrom(_timestamp(stats.oldest_queued_ms))
-        return response
+        return stats_message(await self._store.stats(), self._memory.used_bytes)
 
     async def PutRecipe(
         self, request: pb.PutRecipeRequest, context: Context
@@ -373,7 +313,7 @@ class BufferServicer(BufferServiceServicer):
             if size > _MAX_RESPONSE_BYTES:
                 break
             response.dead_letters.add(
-                record=_record(task), cause=task.cause, traceback=task.traceback
+                record=record_message(task), cause=task.cause, traceback=task.traceback
             )
         return response
 

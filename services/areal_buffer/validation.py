@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from areal.compression import expand
+from areal.compression import GroupCodec
 from areal.errors import InvalidInput
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.weights import MAX_POLICY_VERSION
-from areal.wire import group_from_pb, parse_json_object, task_from_pb
+from areal.wire import check_group_pb, parse_json_object, task_from_pb
 from areal_buffer.records import FinishedGroup, NewTask
 
 MAX_TASKS_PER_CALL = 10_000
@@ -122,48 +122,52 @@ def check_task(message: trajectory_pb2.Task) -> NewTask:
     )
 
 
-def check_group(completion: pb.Completion, max_group_bytes: int) -> FinishedGroup:
+def check_group(
+    completion: pb.Completion, max_group_bytes: int, codec: GroupCodec | None = None
+) -> FinishedGroup:
     """A finished group; raises InvalidInput naming group, trajectory and tensor."""
     task_id = check_task_id(completion.lease.task_id, "lease.task_id")
     check_number(completion.lease.token, "lease.token", 1)
     payload = completion.group
     try:
-        message = trajectory_pb2.TrajectoryGroup.FromString(expand(payload, max_group_bytes))
+        message = trajectory_pb2.TrajectoryGroup.FromString(
+            (codec or GroupCodec()).expand(payload, max_group_bytes)
+        )
     except DecodeError:
         raise InvalidInput(f"group of task {task_id!r}: not a TrajectoryGroup") from None
     if message.group_id != task_id:
         raise InvalidInput(
             f"group_id {message.group_id[:80]!r}: expected the task's id {task_id!r}"
         )
-    group = group_from_pb(message)
-    ids = {trajectory.trajectory_id for trajectory in group.trajectories}
-    if "" in ids or len(ids) != len(group.trajectories):
+    arrays = check_group_pb(message)
+    trajectories = message.trajectories
+    ids = {trajectory.trajectory_id for trajectory in trajectories}
+    if "" in ids or len(ids) != len(trajectories):
         raise InvalidInput(f"group {task_id!r}: trajectory_id must be set and distinct")
-    versions = np.concatenate([each.token_versions for each in group.trajectories])
+    versions = arrays["token_versions"]
     sampled = versions[versions >= 0]
     generated = int(sampled.size)
     if generated and int(sampled.max()) >= MAX_POLICY_VERSION:
         raise InvalidInput(
             f"group {task_id!r} token_versions: {int(sampled.max())} is no policy version"
         )
-    reward = sum(trajectory.reward for trajectory in group.trajectories)
     return FinishedGroup(
         task_id=task_id,
         token=completion.lease.token,
         payload=payload,
         head_version=int(sampled.min()) if generated else -1,
-        lengths=tuple(len(trajectory.input_ids) for trajectory in group.trajectories),
+        lengths=tuple(trajectory.length for trajectory in trajectories),
         generated_tokens=generated,
-        mean_reward=reward / len(group.trajectories),
+        mean_reward=float(arrays["rewards"].sum(dtype=np.float64)) / len(trajectories),
     )
 
 
 def check_completion(
-    completion: pb.Completion, max_group_bytes: int
+    completion: pb.Completion, max_group_bytes: int, codec: GroupCodec
 ) -> FinishedGroup | InvalidInput:
     """A finished group, or why it is none: one of several is refused by itself."""
     try:
-        return check_group(completion, max_group_bytes)
+        return check_group(completion, max_group_bytes, codec)
     except InvalidInput as error:
         return error
 

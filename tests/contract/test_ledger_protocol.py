@@ -211,6 +211,27 @@ async def test_complete_when_token_is_older_than_lease_then_refused(book: Book) 
     assert await book.complete("c", token, version=1)
 
 
+async def test_complete_when_some_of_several_are_refused_then_the_others_are_recorded(
+    book: Book,
+) -> None:
+    await book.submit("a", "b", "c")
+    leases = await book.lease(3)
+    await book.complete("a", leases["a"])
+    await book.store.reject("b", leases["b"], "")
+    groups = [
+        replace(finished(task_id), token=token)
+        for task_id, token in [*leases.items(), ("nobody", 1)]
+    ]
+    again, refused, recorded, unknown = await book.store.complete(groups, full=[False] * 4)
+    assert (again, recorded) == (False, True)
+    assert isinstance(refused, LeaseLost)
+    assert str(refused).startswith("task b: lease ")
+    assert "\n" not in str(refused)
+    assert isinstance(unknown, NotFound)
+    assert str(unknown) == "task nobody: unknown"
+    assert await book.counts() == {"completed": 2, "rejected": 1}
+
+
 async def test_complete_when_unknown_task_then_not_found(book: Book) -> None:
     with pytest.raises(NotFound, match="task nobody"):
         await book.complete("nobody", 1)

@@ -1,26 +1,31 @@
-"""The ledger's throughput through gRPC, against redis-py alone writing and reading the same bytes.
+"""The ledger's throughput through gRPC, against redis-py alone moving the same bytes.
 
     python tools/bench/ledger.py             # a table, then one JSON line
     python -m venv PEER && PEER/bin/pip install TransferQueue==0.1.11
     python tools/bench/ledger.py --transferqueue PEER/bin/python
 
-Ours: the buffer service as its own process. A worker hands in leased groups, so many at a time
-(decoded, checked, stored by a script that keeps every counter), then a trainer takes them in
-batches of that size, fetches, decodes and commits them, which lets them go. redis-py: one
-pipeline of SET per batch, then one of GET and DEL, from this process, in the same server with the
-same settings (append-only, fsync every second). Groups are four trajectories of equal length.
-TransferQueue, verl's queue, in its own environment: put and get of rows of 64 KiB, so many at a
-time, in memory. Contenders alternate; medians are printed. Leases are taken before the clock.
+Pipelined, as a run is: a rollout process hands groups in while a trainer process takes them, with
+the clients that both really use, through the buffer service as its own process. Four batches are
+being handed in at any time. The trainer takes step k + 1 and fetches it while it commits step k,
+which lets k go. The clock runs from the first hand-in to the last commit, and includes encoding,
+compression, every check, the state machine of each group, and decoding; making the arrays, tasks
+and leases does not count. redis-py gets the same: a writer and a reader process, each with four
+pipelines under way; a SET per group, and the batch's number to a list on which the reader waits;
+then GETDEL. Same server, same settings (append-only, fsync every second), same bytes before
+compression, no encoding. Groups are four trajectories of equal length.
 
-What no ledger behind python gRPC can pass at batch 1: a group is handed in, taken, fetched and
-committed, one call after the other. The bound is four calls to a server that does nothing, the one
-that hands in carrying the bytes. With `appendfsync always`, three of them also wait for the disk.
+One at a time: a group is handed in, taken, fetched and committed before the next call begins. What
+no ledger behind python gRPC can pass there is four calls to a server that does nothing, the first
+carrying the bytes: the gRPC bound. With `appendfsync always`, three of them also wait for the disk.
+
+TransferQueue, verl's queue, in its own environment: put and get of rows of 64 KiB, so many at a
+time, in memory (`peers/transferqueue.py`). Contenders alternate; medians are printed, with the CPU
+that each process spent per group, which a busy machine disturbs less than rates.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -29,12 +34,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
+import psutil
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -44,113 +49,16 @@ from peers.process import Peer
 from tests.buffer_server import start_buffer
 from tests.redis_server import RedisServer
 
-from areal.clients.buffer import BufferClient
-from areal.clients.stores import connect_redis
-from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
-from areal.wire import group_to_pb
-
 ROOT = Path(__file__).parents[2]
-SIZES_KIB = (16, 64, 256)
-BATCHES = (1, 8, 64)
-SAMPLES = 4
-# Five arrays of a trajectory: 4 + 1 + 4 + 4 + 4 bytes a token.
-TOKEN_BYTES = 17
 TARGET = 0.5
 PEER_TARGETS = {1: 10, 8: 3, 64: 3}
-
-
-def make_group(task_id: str, kib: int) -> TrajectoryGroup:
-    """A group of that size; as many values of each array as a rollout worker sends."""
-    length = kib * 1024 // (SAMPLES * TOKEN_BYTES)
-    prompt = np.arange(length) < length // 8
-    rng = np.random.default_rng(0)
-    return TrajectoryGroup(
-        task_id,
-        [
-            Trajectory(
-                trajectory_id=f"{task_id}/{sample}",
-                input_ids=rng.integers(0, 150_000, length, dtype=np.int32),
-                loss_mask=~prompt,
-                behavior_logprobs=np.where(prompt, 0, rng.normal(-1, 1, length)).astype(np.float32),
-                token_versions=np.where(prompt, -1, 0).astype(np.int32),
-                rewards=np.zeros(length, np.float32),
-            )
-            for sample in range(SAMPLES)
-        ],
-    )
-
-
-async def run_ours(address: str, kib: int, batch: int, count: int) -> tuple[float, float]:
-    """(seconds to hand in, seconds to take, fetch and commit) of `count` groups."""
-    client = BufferClient(address)
-    tag = uuid.uuid4().hex[:8]
-    try:
-        stats = await client.get_stats()
-        trainer = await client.register_trainer(
-            resume_step=stats.last_committed_step,
-            batch_size=batch,
-            max_head_offpolicyness=1_000_000,
-            max_concurrent_rollouts=count,
-        )
-        spec = WorkflowSpec("rlvr")
-        await client.submit_tasks(
-            [Task(f"{tag}-{i}", Purpose.TRAIN, spec, {"q": "1+1"}) for i in range(count)]
-        )
-        leases = []
-        while len(leases) < count:
-            got, why = await client.lease_tasks("bench", min(1000, count), 5.0)
-            assert got, why
-            leases += got
-        groups = {lease.task.task_id: make_group(lease.task.task_id, kib) for lease in leases}
-        # What was sampled must be at the lease's version.
-        for lease in leases:
-            for trajectory in groups[lease.task.task_id].trajectories:
-                trajectory.token_versions[trajectory.token_versions >= 0] = lease.policy_version
-
-        async def hand_in(lease: Any) -> None:
-            name = lease.task.task_id
-            assert await client.complete_task(name, lease.token, groups[name], "bench")
-
-        begin = time.perf_counter()
-        for start in range(0, count, batch):
-            await asyncio.gather(*map(hand_in, leases[start : start + batch]))
-        handed_in = time.perf_counter()
-        step = stats.last_committed_step
-        for _ in range(count // batch):
-            step += 1
-            taken = await client.take_batch(trainer.incarnation, step, 5.0)
-            names = [group.task_id for group in taken.groups]
-            assert len(names) == batch, taken
-            fetched = await client.fetch_groups(trainer.incarnation, step, names)
-            assert len(fetched) == batch
-            await client.commit_step(trainer.incarnation, step, step)
-        return handed_in - begin, time.perf_counter() - handed_in
-    finally:
-        await client.close()
-
-
-async def run_redis(url: str, kib: int, batch: int, count: int) -> tuple[float, float]:
-    """The bound: (seconds to write, seconds to read and delete) the same bytes."""
-    redis = connect_redis(url)
-    payload = group_to_pb(make_group("x", kib)).SerializeToString()
-    keys = [f"raw:{i}" for i in range(count)]
-    try:
-        await redis.ping()
-        begin = time.perf_counter()
-        for start in range(0, count, batch):
-            async with redis.pipeline(transaction=False) as pipe:
-                for key in keys[start : start + batch]:
-                    pipe.set(key, payload)
-                await pipe.execute()
-        written = time.perf_counter()
-        for start in range(0, count, batch):
-            async with redis.pipeline(transaction=False) as pipe:
-                for key in keys[start : start + batch]:
-                    pipe.get(key).delete(key)
-                assert len((await pipe.execute())[0]) == len(payload)
-        return written - begin, time.perf_counter() - written
-    finally:
-        await redis.aclose()
+TOGETHER = 4
+# KiB, groups a batch, batches under way; so many groups.
+CASES = [
+    (kib, batch, TOGETHER, 1024 if batch > 1 else 384) for kib in (16, 64) for batch in (1, 8, 64)
+]
+CASES += [(256, batch, TOGETHER, 256) for batch in (1, 8, 64)]
+CASES += [(kib, 1, 1, 128) for kib in (16, 64, 256)]
 
 
 async def serve_echo() -> None:
@@ -169,8 +77,8 @@ async def serve_echo() -> None:
     await server.wait_for_termination()
 
 
-async def run_echo(port: int, kib: int, count: int) -> tuple[float, float]:
-    """Seconds for `count` calls one after the other: with the bytes, and three without."""
+async def run_echo(port: int, kib: int, count: int) -> float:
+    """Seconds for `count` groups: a call with the bytes and three without, one by one."""
     payload = os.urandom(kib * 1024)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary("/bench/swallow")
@@ -178,10 +86,9 @@ async def run_echo(port: int, kib: int, count: int) -> tuple[float, float]:
         begin = time.perf_counter()
         for _ in range(count):
             await call(payload)
-        sent = time.perf_counter()
-        for _ in range(3 * count):
-            await call(b"")
-    return sent - begin, time.perf_counter() - sent
+            for _ in range(3):
+                await call(b"")
+    return time.perf_counter() - begin
 
 
 def fdatasync_ms(folder: Path) -> float:
@@ -196,57 +103,108 @@ def fdatasync_ms(folder: Path) -> float:
     return statistics.median(found)
 
 
+class Rig:
+    """The processes of one run: a writer, a reader, the buffer, Redis, and what they cost."""
+
+    def __init__(self, address: str, url: str, redis_pid: int) -> None:
+        self._sides = [
+            Peer(sys.executable, "queue_side.py", side, address, url) for side in ("write", "read")
+        ]
+        children = psutil.Process().children()
+        buffer = next(child for child in children if "areal_buffer" in child.cmdline())
+        self._servers = {"buffer": buffer, "redis": psutil.Process(redis_pid)}
+        for side in self._sides:
+            side.ready()
+
+    def run(
+        self, who: str, kib: int, batch: int, together: int, count: int
+    ) -> tuple[float, dict[str, float]]:
+        """(seconds, CPU seconds of each process) for `count` groups."""
+        write, read = self._sides
+        case = {"who": who, "kib": kib, "batch": batch, "together": together, "count": count}
+        for side in (read, write):  # the reader submits what the writer leases
+            case |= {"do": "prepare", "tag": uuid.uuid4().hex[:8] if side is read else case["tag"]}
+            side.ask(**case)
+        before = self._server_seconds()
+        if together > 1:
+            read.tell(do="go")
+            write.tell(do="go")
+            wrote, got = write.answer(), read.answer()
+            seconds = got["end"] - wrote["begin"]
+        else:
+            wrote, got = write.ask(do="go"), read.ask(do="go")
+            seconds = sum(each["end"] - each["begin"] for each in (wrote, got))
+        spent = {name: at - before[name] for name, at in self._server_seconds().items()}
+        return seconds, {"write": wrote["cpu"], "read": got["cpu"], **spent}
+
+    def _server_seconds(self) -> dict[str, float]:
+        times = {name: process.cpu_times() for name, process in self._servers.items()}
+        return {name: each.user + each.system for name, each in times.items()}
+
+    def close(self) -> None:
+        """Ends both sides."""
+        for side in self._sides:
+            side.close()
+
+
+def measure_case(
+    rig: Rig, port: int, peer: Peer | None, rounds: int, case: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """Alternates the contenders; groups per second, ratios, CPU µs per group and process."""
+    kib, batch, together, count = case
+    contenders = ["ours", "redis-py"]
+    contenders += ["gRPC bound"] if together == 1 else []
+    contenders += ["TransferQueue"] if peer is not None and kib == 64 else []
+    seconds: dict[str, list[float]] = defaultdict(list)
+    costs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number in range(rounds + 1):
+        for who in contenders[:: 1 if number % 2 else -1]:
+            cost: dict[str, float] = {}
+            if who == "gRPC bound":
+                took = uvloop.run(run_echo(port, kib, count))
+            elif who == "TransferQueue":
+                assert peer is not None
+                took = peer.ask(kib=kib, batch=batch, count=count, together=together)
+            else:
+                took, cost = rig.run(who, *case)
+            if number == 0:  # the first round warms up
+                continue
+            seconds[who].append(took)
+            for process, spent in cost.items():
+                costs[who][process].append(spent)
+    rates = {who: round(count / statistics.median(each)) for who, each in seconds.items()}
+    row: dict[str, Any] = {"kib": kib, "batch": batch, "pipelined": together > 1, "rates": rates}
+    row["ratios"] = {
+        who: round(rates["ours"] / rate, 3) for who, rate in rates.items() if who != "ours"
+    }
+    row["cpu_us"] = {
+        who: {name: round(statistics.mean(each) / count * 1e6) for name, each in found.items()}
+        for who, found in costs.items()
+    }
+    how = "pipelined" if together > 1 else "one by one"
+    for who, rate in rates.items():
+        ratio = f"{row['ratios'][who]:9.2f}" if who != "ours" else " " * 9
+        cells = "".join(f"{cost:7}" for cost in row["cpu_us"].get(who, {}).values())
+        print(f"{kib:4}{batch:6}  {how:11}{who:14}{rate:8}{ratio}  {cells}", flush=True)
+    return row
+
+
 def measure(
-    address: str, url: str, port: int, peer: Peer | None, rounds: int
+    rig: Rig, port: int, peer: Peer | None, rounds: int, only_kib: int
 ) -> list[dict[str, Any]]:
-    """One row per size and batch."""
-    rows = []
+    """One row per case."""
     print(
-        f"{'groups/s':>8}{'batch':>7}   {'contender':14}{'in':>8}{'out':>8}{'both':>8}   ours / it"
+        f"{'KiB':>4}{'batch':>6}  {'':11}{'contender':14}{'groups/s':>8}{'ours / it':>9}  "
+        "CPU µs a group: writer, reader, buffer, Redis"
     )
-    for kib in SIZES_KIB:
-        count = 64 if kib > 64 else 128
-        for batch in BATCHES:
-            case = (kib, batch, count)
-            contenders: dict[str, Callable[[], tuple[float, float]]] = {
-                "ours": lambda c=case: uvloop.run(run_ours(address, *c)),
-                "redis-py": lambda c=case: uvloop.run(run_redis(url, *c)),
-            }
-            if batch == 1:
-                contenders["gRPC bound"] = lambda k=kib, c=count: uvloop.run(run_echo(port, k, c))
-            if peer is not None and kib == 64:
-                contenders["TransferQueue"] = lambda p=peer, k=kib, b=batch, c=count: p.ask(
-                    kib=k, batch=b, count=c
-                )
-            times: dict[str, list[tuple[float, float]]] = {who: [] for who in contenders}
-            for number in range(rounds + 1):
-                for who in list(contenders)[:: 1 if number % 2 else -1]:
-                    cost = contenders[who]()
-                    if number:  # the first round warms up
-                        times[who].append(cost)
-            rates = {
-                who: [
-                    round(count / statistics.median(spent))
-                    for spent in ([t[0] for t in each], [t[1] for t in each], [*map(sum, each)])
-                ]
-                for who, each in times.items()
-            }
-            ratios = {
-                who: round(rates["ours"][2] / rate[2], 3)
-                for who, rate in rates.items()
-                if who != "ours"
-            }
-            for who, rate in rates.items():
-                cells = "".join(f"{each:8}" for each in rate)
-                ratio = f"{ratios[who]:9.2f}" if who in ratios else ""
-                print(f"{kib:4} KiB{batch:7}   {who:14}{cells}   {ratio}", flush=True)
-            rows.append({"kib": kib, "batch": batch, "rates": rates, "ratios": ratios})
-    return rows
+    cases = [case for case in CASES if only_kib in (0, case[0])]
+    return [measure_case(rig, port, peer, rounds, case) for case in cases]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kib", type=int, default=0, help="only groups of this size")
     parser.add_argument("--transferqueue", metavar="PYTHON", default="")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -256,7 +214,7 @@ def main() -> None:
     # The service's process finds the package from here.
     os.chdir(ROOT)
     python = options.transferqueue
-    peer = Peer(python, "transferqueue.py") if python else None
+    peer = Peer(python, "transferqueue.py").ready() if python else None
     echo = subprocess.Popen([sys.executable, __file__, "--echo"], stdout=subprocess.PIPE, text=True)
     try:
         assert echo.stdout is not None
@@ -268,7 +226,11 @@ def main() -> None:
             try:
                 with start_buffer(Path(folder), redis.url, "rollout.lease_ttl_s=600") as address:
                     load = os.getloadavg()[0]
-                    rows = measure(address, redis.url, port, peer, options.rounds)
+                    rig = Rig(address, redis.url, redis.pid)
+                    try:
+                        rows = measure(rig, port, peer, options.rounds, options.kib)
+                    finally:
+                        rig.close()
             finally:
                 redis.kill()
     finally:
@@ -276,15 +238,18 @@ def main() -> None:
         echo.wait()
         if peer is not None:
             peer.close()
-    at_target = [row["ratios"]["redis-py"] for row in rows if row["kib"] == 64]
-    print(f"64 KiB: {min(at_target):.2f} to {max(at_target):.2f} of redis-py (target {TARGET})")
+    for row in rows:
+        if row["kib"] == 64 and row["pipelined"]:
+            ratio = row["ratios"]["redis-py"]
+            print(f"64 KiB, batch {row['batch']}: {ratio:.2f} of redis-py (target {TARGET})")
     if peer is None:
         print("TransferQueue: not run, no --transferqueue PYTHON was given (see --help)")
     for row in rows:
         if "TransferQueue" in row["ratios"]:
             target = PEER_TARGETS[row["batch"]]
             ratio = row["ratios"]["TransferQueue"]
-            print(f"batch {row['batch']}: {ratio:.1f} x TransferQueue (target {target})")
+            how = "pipelined" if row["pipelined"] else "one by one"
+            print(f"batch {row['batch']} {how}: {ratio:.1f} x TransferQueue (target {target})")
     print(f"fdatasync on this disk: {disk_ms:.2f} ms; load average before: {load:.1f}")
     print(
         json.dumps(

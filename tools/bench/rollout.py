@@ -317,7 +317,7 @@ def main() -> None:
     if arguments.serve:
         uvloop.run(serve())
         return
-    peer = Peer(arguments.areal, "areal_executor.py") if arguments.areal else None
+    peer = Peer(arguments.areal, "areal_executor.py").ready() if arguments.areal else None
     server = subprocess.Popen(
         [sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True
     )

@@ -8,14 +8,9 @@ from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from tenacity import (
-    AsyncRetrying,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential_jitter,
-)
 
 from areal import errors
+from areal.clients.backoff import Backoff
 from areal.security import Security
 
 RequestT = TypeVar("RequestT")
@@ -82,14 +77,16 @@ def to_duration(seconds: float) -> Duration:
     return duration
 
 
-def retrying(seconds: float) -> AsyncRetrying:
+async def persist(attempt: Callable[[], Awaitable[ResponseT]], seconds: float) -> ResponseT:
     """Tries again while a service is away, or frozen: then the deadline of one try passes."""
-    return AsyncRetrying(
-        retry=retry_if_exception_type((errors.Unavailable, errors.WaitTimeout)),
-        stop=stop_after_delay(seconds),
-        wait=wait_exponential_jitter(multiplier=0.1, max=3.0, jitter=0.1),
-        reraise=True,
-    )
+    end, backoff = time.monotonic() + seconds, Backoff()
+    while True:
+        try:
+            return await attempt()
+        except (errors.Unavailable, errors.WaitTimeout):
+            if time.monotonic() >= end:
+                raise
+        await backoff.sleep()
 
 
 class Client:
@@ -140,7 +137,4 @@ class Client:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
 
-        async for attempt in retrying(max(retry_for, self.patience_s)):
-            with attempt:
-                return await once()
-        raise AssertionError("unreachable: reraise=True")
+        return await persist(once, max(retry_for, self.patience_s))

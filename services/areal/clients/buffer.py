@@ -208,7 +208,8 @@ class BufferClient(TrainerBufferClient):
         return await self._hand_ins.offer(
             worker_id,
             lambda: pb.Completion(
-                lease=pb.LeaseRef(task_id=task_id, token=token), group=pack_group(group)
+                lease=pb.LeaseRef(task_id=task_id, token=token),
+                group=pack_group(group, self._codec),
             ),
         )
 

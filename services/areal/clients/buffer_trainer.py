@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import grpc
 
-from areal.clients.base import LONG_POLL_MARGIN_S, from_rpc_error, retrying, to_duration
+from areal.clients.base import LONG_POLL_MARGIN_S, from_rpc_error, persist, to_duration
 from areal.clients.buffer_reader import TaskReader
 from areal.clients.buffer_types import GroupManifest, Registration, TakeResult, TakeState
+from areal.compression import GroupCodec
 from areal.errors import NotFound
+from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 from areal.wire import unpack_group
@@ -21,6 +23,13 @@ class TrainerBufferClient(TaskReader):
 
     All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
     """
+
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        """Opens a channel to host:port."""
+        super().__init__(address, security)
+        self._codec = GroupCodec()
+        # (incarnation, step) and groups that came with its batch and were not asked for yet.
+        self._came: tuple[tuple[int, int], dict[str, TrajectoryGroup]] = ((0, 0), {})
 
     async def register_trainer(
         self,
@@ -57,6 +66,7 @@ class TrainerBufferClient(TaskReader):
         max_wait_s: float,
         *,
         task_ids: Sequence[str] = (),
+        with_groups: bool = False,
         retry_for: float = 30.0,
     ) -> TakeResult:
         """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
@@ -66,6 +76,8 @@ class TrainerBufferClient(TaskReader):
             step: Finished steps + 1.
             max_wait_s: The service waits at most 30 s a call.
             task_ids: Exactly these, once all have ended; empty: the oldest B.
+            with_groups: The answer brings groups along, which `fetch_groups` then need not ask
+                for: for a trainer of one rank.
             retry_for: Seconds to retry while the ledger is away or silent.
 
         Raises:
@@ -74,7 +86,11 @@ class TrainerBufferClient(TaskReader):
             WorkflowError: Every task of task_ids ended without a group.
         """
         request = pb.TakeBatchRequest(
-            incarnation=incarnation, step=step, max_wait=to_duration(max_wait_s), task_ids=task_ids
+            incarnation=incarnation,
+            step=step,
+            max_wait=to_duration(max_wait_s),
+            task_ids=task_ids,
+            with_groups=with_groups,
         )
         response = await self._call(
             self._stub.TakeBatch,
@@ -82,6 +98,8 @@ class TrainerBufferClient(TaskReader):
             timeout=max_wait_s + LONG_POLL_MARGIN_S,
             retry_for=retry_for,
         )
+        came = [unpack_group(payload, self._codec) for payload in response.first_groups]
+        self._came = ((incarnation, step), {group.group_id: group for group in came})
         return TakeResult(
             state=TakeState(pb.TakeState.Name(response.state).removeprefix("TAKE_STATE_").lower()),
             groups=tuple(
@@ -110,7 +128,11 @@ class TrainerBufferClient(TaskReader):
             StaleIncarnation: A newer trainer has registered.
             NotFound: An id is not part of that step's batch, or its payload was let go.
         """
-        groups: dict[str, TrajectoryGroup] = {}
+        of, groups = self._came
+        if of == (incarnation, step):
+            self._came = ((0, 0), {})
+        else:
+            groups = {}
         since = time.monotonic()
 
         async def missing() -> None:
@@ -123,14 +145,12 @@ class TrainerBufferClient(TaskReader):
                     request, timeout=timeout, metadata=self._metadata
                 ):
                     for payload in response.groups:
-                        group = unpack_group(payload)
+                        group = unpack_group(payload, self._codec)
                         groups[group.group_id] = group
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, "FetchGroups", self.address, since) from None
 
-        async for attempt in retrying(max(retry_for, self.patience_s)):
-            with attempt:
-                await missing()
+        await persist(missing, max(retry_for, self.patience_s))
         absent = [task_id for task_id in task_ids if task_id not in groups]
         if absent:
             raise NotFound(f"step {step}: the ledger sent no group for task {absent[0]!r}")

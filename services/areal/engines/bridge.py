@@ -9,6 +9,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import uvloop
+
 from areal.errors import WaitTimeout
 
 T = TypeVar("T")
@@ -22,7 +24,7 @@ class AsyncBridge:
     """
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="areal-bridge", daemon=True)
         self._thread.start()
 

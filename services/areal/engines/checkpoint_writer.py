@@ -2,11 +2,13 @@
 
     snapshot ──> written, by every rank ──> sealed, by rank 0 ──> committed, at the end of a step
     (copy of     (threads)                  (a thread: digests,   (all ranks agree that it is whole;
-     the state)                              fsync, rename)        the ledger is told)
+     the state)                              fsync, rename)        that thread tells the ledger while
+                                                                   the next batch is asked for)
 
-| state   | consumes      | waits for                     | unblocked by                       |
-|---------|---------------|-------------------------------|------------------------------------|
-| pending | memory, disk  | the writing threads           | they end, or CHECKPOINT_TIMEOUT_S  |
+| state      | consumes      | waits for                  | unblocked by                       |
+|------------|---------------|----------------------------|------------------------------------|
+| pending    | memory, disk  | the writing threads        | they end, or CHECKPOINT_TIMEOUT_S  |
+| committing | nothing       | the ledger                 | its answer, or the call's deadline |
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ class CheckpointWriter:
         self._folder = folder
         self._commit = commit
         self._pending: _Pending | None = None
+        self._committing: Future[None] | None = None
+        """On every rank while rank 0 tells the ledger; elsewhere it says nothing more."""
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="areal-checkpoint")
         self._log = get_logger("areal.engines.checkpoint_writer")
 
@@ -111,7 +115,12 @@ class CheckpointWriter:
         pending.sealed = self._sealer.submit(finish)
 
     def settle(self, *, wait: bool) -> None:
-        """Commits the pending checkpoint once it is whole."""
+        """Begins to commit the pending checkpoint once it is whole.
+
+        Args:
+            wait: Until it is whole, and committed.
+        """
+        self._end_commit()
         pending = self._pending
         if pending is None:
             return
@@ -121,7 +130,17 @@ class CheckpointWriter:
             return
         pending.result(0.0)
         self._pending = None
-        self._ranks.on_rank0(lambda: self._finish(pending))
+        self._committing = Future()
+        if self._ranks.rank == 0:
+            self._committing = self._sealer.submit(self._finish, pending)
+        if wait:
+            self._end_commit()
+
+    def _end_commit(self) -> None:
+        """Every rank hears what came of the commit under way."""
+        committing, self._committing = self._committing, None
+        if committing is not None:
+            self._ranks.on_rank0(committing.result)
 
     def _finish(self, pending: _Pending) -> None:
         self._commit(pending.step)

@@ -278,16 +278,17 @@ class RemoteSGLangEngine:
 
     def _poll(self, task_ids: list[str], submit: Any, since: float) -> TakeResult:
         session = self.session
+        step, alone = session.step + 1, session.world_size == 1
         taken: TakeResult = session.ask_buffer(
             session.buffer.take_batch(
-                session.incarnation, session.step + 1, POLL_S, task_ids=task_ids
+                session.incarnation, step, POLL_S, task_ids=task_ids, with_groups=alone
             ),
-            f"batch of step {session.step + 1}",
+            f"batch of step {step}",
         )
         waiting = taken.state in (TakeState.WAITING, TakeState.CHECKPOINT_FIRST)
         if waiting and time.monotonic() - since > self.config.batch_timeout_s:
             raise errors.WaitTimeout(
-                f"batch of step {session.step + 1}: {taken.waiting_for}",
+                f"batch of step {step}: {taken.waiting_for}",
                 on=f"buffer {session.buffer.address}",
                 since=since,
                 hint="see `areal status` and the rollout and inference logs"

@@ -690,9 +690,12 @@ class TakeBatchRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     MAX_WAIT_FIELD_NUMBER: _builtins.int
     TASK_IDS_FIELD_NUMBER: _builtins.int
+    WITH_GROUPS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     """Finished steps + 1; sets the ledger's policy version to step - 1."""
+    with_groups: _builtins.bool
+    """The answer brings the first groups along: a lone rank would fetch them next."""
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -706,10 +709,11 @@ class TakeBatchRequest(_message.Message):
         step: _builtins.int = ...,
         max_wait: _duration_pb2.Duration | None = ...,
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        with_groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_wait", b"max_wait", "step", b"step", "task_ids", b"task_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_wait", b"max_wait", "step", b"step", "task_ids", b"task_ids", "with_groups", b"with_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -754,6 +758,7 @@ class TakeBatchResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
+    FIRST_GROUPS_FIELD_NUMBER: _builtins.int
     state: Global___TakeState.ValueType
     waiting_for: _builtins.str
     replay: _builtins.bool
@@ -764,6 +769,12 @@ class TakeBatchResponse(_message.Message):
     completed: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupManifest]: ...
+    @_builtins.property
+    def first_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """With with_groups: serialized TrajectoryGroups as in FetchGroups, the first in the order of
+        `groups`, as many as fit into a message of moderate size.
+        """
+
     def __init__(
         self,
         *,
@@ -774,10 +785,11 @@ class TakeBatchResponse(_message.Message):
         queued: _builtins.int = ...,
         running: _builtins.int = ...,
         completed: _builtins.int = ...,
+        first_groups: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "groups", b"groups", "queued", b"queued", "replay", b"replay", "running", b"running", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "first_groups", b"first_groups", "groups", b"groups", "queued", b"queued", "replay", b"replay", "running", b"running", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,37 +1,57 @@
--- ARGV: id, token, payload, head version (-1: no token was sampled), lengths, trajectories,
---       generated tokens, near the memory limit (1)
--- Returns 1: recorded, 0: had been recorded before.
-local task = task_or_fail(ARGV[1])
-if tonumber(ARGV[2]) == task.done_token then return 0 end
-check_lease(task, ARGV[2])
-local head = tonumber(ARGV[4])
-if task.purpose == 'train' then
-  if head < 0 then
-    fail('InvalidInput', 'group ' .. task.id .. ': no token was sampled by the policy')
+-- KEYS, after the prefix: where the payload of each group was put by the same transaction.
+-- ARGV, of each group: id, token, head version (-1: no token was sampled), lengths, trajectories,
+--       generated tokens, passes the memory limit (1)
+-- Returns for each 1: recorded, 0: had been recorded before, or the error it was refused with.
+-- Every check of a group comes before the first write, so a refused one changes nothing.
+local function complete(at, payload)
+  local token, head = ARGV[at + 1], tonumber(ARGV[at + 2])
+  local task = task_or_fail(ARGV[at])
+  if tonumber(token) == task.done_token then return 0 end
+  check_lease(task, token)
+  if task.purpose == 'train' then
+    if head < 0 then
+      fail('InvalidInput', 'group ' .. task.id .. ': no token was sampled by the policy')
+    end
+    if head < task.floor then
+      fail('InvalidInput', 'group ' .. task.id .. ' token_versions: a token was sampled at version ' ..
+        int(head) .. ', the lease was given at ' .. int(task.floor))
+    end
   end
-  if head < task.floor then
-    fail('InvalidInput', 'group ' .. task.id .. ' token_versions: a token was sampled at version ' ..
-      int(head) .. ', the lease was given at ' .. int(task.floor))
+  -- Above the limit only what the next batch needs is let in: the trainer can always go on, and
+  -- at most B groups pass the limit.
+  if ARGV[at + 6] == '1' and
+    (task.purpose == 'serve' or count('train:completed') >= limits().batch_size) then
+    fail('CapacityExceeded', 'task ' .. task.id ..
+      ': the ledger is near its memory limit; keep the lease and complete again later')
   end
-end
--- Above the limit only what the next batch needs is let in: the trainer can always go on, and
--- at most B groups pass the limit.
-if ARGV[8] == '1' and
-  (task.purpose == 'serve' or count('train:completed') >= limits().batch_size) then
-  fail('CapacityExceeded', 'task ' .. task.id ..
-    ': the ledger is near its memory limit; keep the lease and complete again later')
+
+  task.head = math.max(head, 0)
+  call('HSET', task.key, 'done_token', token, 'head', int(task.head), 'lengths', ARGV[at + 3])
+  call('HDEL', task.key, 'partial')
+  call('HINCRBY', META, 'trajectories', ARGV[at + 4])
+  call('HINCRBY', META, 'generated_tokens', ARGV[at + 5])
+  local key = P .. 'group:' .. task.id
+  call('RENAME', payload, key)
+  if task.purpose == 'serve' then
+    call('PEXPIRE', key, CONFIG.serve_result_ttl_ms)
+    move(task, 'delivered')
+  else
+    move(task, 'completed')
+  end
+  return 1
 end
 
-task.head = math.max(head, 0)
-call('HSET', task.key, 'done_token', ARGV[2], 'head', int(task.head), 'lengths', ARGV[5])
-call('HDEL', task.key, 'partial')
-call('HINCRBY', META, 'trajectories', ARGV[6])
-call('HINCRBY', META, 'generated_tokens', ARGV[7])
-if task.purpose == 'serve' then
-  call('SET', P .. 'group:' .. task.id, ARGV[3], 'PX', CONFIG.serve_result_ttl_ms)
-  move(task, 'delivered')
-else
-  call('SET', P .. 'group:' .. task.id, ARGV[3])
-  move(task, 'completed')
+local results = {}
+for number = 1, #KEYS - 1 do
+  local payload = KEYS[number + 1]
+  local ok, result = pcall(complete, 7 * number - 6, payload)
+  if not ok then
+    -- pcall gives what was raised, or its text with the place in front: servers differ.
+    local refusal = string.match(type(result) == 'table' and result.err or result, 'AREAL .*')
+    if not refusal then error(result) end
+    result = {err = refusal}
+  end
+  if result ~= 1 then call('DEL', payload) end
+  results[number] = result
 end
-return 1
+return results

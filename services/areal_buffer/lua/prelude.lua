@@ -5,6 +5,7 @@
 --   counts             hash    tasks per state: "all:queued", "train:queued", ...
 --   task:<id>          hash    the record
 --   group:<id>         string  serialized TrajectoryGroup
+--   staged:<n>         string  the same on its way in: within one transaction only
 --   queue:<which>      zset    queued tasks by sequence number; which: train, serve, wanted
 --   running:<purpose>  zset    running tasks by lease expiry (ms)
 --   floors             zset    running train tasks by the oldest version their tokens may have

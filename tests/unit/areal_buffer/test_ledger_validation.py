@@ -10,7 +10,7 @@ from areal.config import GRPOConfig, build_config
 from areal.errors import InvalidInput
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.wire import pack_group, task_to_pb
+from areal.wire import group_to_pb, pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
 from areal_buffer.validation import (
     check_group,
@@ -101,6 +101,16 @@ def test_group_when_nothing_was_sampled_then_head_version_is_minus_one() -> None
 def test_group_when_its_bytes_are_wrong_then_refused(payload: bytes, words: str) -> None:
     completion = pb.Completion(lease=pb.LeaseRef(task_id="a", token=4), group=payload)
     with pytest.raises(InvalidInput, match=words):
+        check_group(completion, 10_000)
+
+
+def test_group_when_a_finish_reason_is_unknown_then_refused() -> None:
+    message = group_to_pb(make_group("a"))
+    message.trajectories[1].finish_reason = "tired"
+    completion = pb.Completion(
+        lease=pb.LeaseRef(task_id="a", token=4), group=message.SerializeToString()
+    )
+    with pytest.raises(InvalidInput, match=r"trajectory 'a\.1' finish_reason 'tired'"):
         check_group(completion, 10_000)
 
 

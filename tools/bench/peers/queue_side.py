@@ -1,0 +1,202 @@
+"""One side of a queue for `tools/bench/ledger.py`: a rollout process or a trainer process.
+
+    python queue_side.py write|read ADDRESS_OF_THE_LEDGER REDIS_URL
+
+A line of JSON in, a line out. `prepare` makes everything that is not measured: clients, groups,
+tasks and their leases. `go` moves the groups and answers when it began and ended (a clock that all
+processes share) and the CPU seconds it took. `ours` uses the clients that a rollout worker and a
+trainer use; `redis-py` writes and reads the same bytes and does nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "services"))
+
+from areal.clients.buffer import BufferClient
+from areal.clients.stores import connect_redis
+from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
+from areal.wire import group_to_pb
+
+SAMPLES = 4
+# Five arrays of a trajectory: 4 + 1 + 4 + 4 + 4 bytes a token.
+TOKEN_BYTES = 17
+# Groups differ, so that no cache holds what is sent; making each from scratch would take long.
+DISTINCT = 32
+WAIT_S = 30.0
+
+Go = Callable[[], Awaitable[None]]
+
+
+def make_group(task_id: str, kib: int, version: int) -> TrajectoryGroup:
+    """A group of that size; as many values of each array as a rollout worker sends."""
+    length = kib * 1024 // (SAMPLES * TOKEN_BYTES)
+    prompt = np.arange(length) < length // 8
+    rng = np.random.default_rng(zlib.crc32(task_id.encode()) % DISTINCT)
+    return TrajectoryGroup(
+        task_id,
+        [
+            Trajectory(
+                trajectory_id=f"{task_id}/{sample}",
+                input_ids=rng.integers(0, 150_000, length, dtype=np.int32),
+                loss_mask=~prompt,
+                behavior_logprobs=np.where(prompt, 0, rng.normal(-1, 1, length)).astype(np.float32),
+                token_versions=np.where(prompt, -1, version).astype(np.int32),
+                rewards=np.zeros(length, np.float32),
+            )
+            for sample in range(SAMPLES)
+        ],
+    )
+
+
+async def at_once(together: int, work: list[Go]) -> None:
+    """Runs all of it, so much at a time, begun in order."""
+    waiting = iter(work)
+
+    async def worker() -> None:
+        for each in waiting:
+            await each()
+
+    await asyncio.gather(*(worker() for _ in range(together)))
+
+
+class Ours:
+    """The ledger's own clients."""
+
+    def __init__(self, address: str) -> None:
+        self._client = BufferClient(address)
+
+    async def prepare_write(self, case: dict[str, Any]) -> Go:
+        """Leases what the reader submitted, and makes groups for it."""
+        count, batch = case["count"], case["batch"]
+        leases: list[Any] = []
+        while len(leases) < count:
+            got, why = await self._client.lease_tasks("bench", min(1000, count), 5.0)
+            assert got, why
+            leases += got
+        groups = [make_group(x.task.task_id, case["kib"], x.policy_version) for x in leases]
+
+        async def hand_in(at: int) -> None:
+            lease = leases[at]
+            name = lease.task.task_id
+            assert await self._client.complete_task(name, lease.token, groups[at], "bench")
+
+        async def hand_in_batch(start: int) -> None:
+            await asyncio.gather(*(hand_in(at) for at in range(start, start + batch)))
+
+        batches = [lambda s=s: hand_in_batch(s) for s in range(0, count, batch)]
+        return lambda: at_once(case["together"], batches)
+
+    async def prepare_read(self, case: dict[str, Any]) -> Go:
+        """Registers a trainer and submits its tasks."""
+        client, batch, tag = self._client, case["batch"], case["tag"]
+        stats = await client.get_stats()
+        trainer = await client.register_trainer(
+            resume_step=stats.last_committed_step,
+            batch_size=batch,
+            max_head_offpolicyness=1_000_000,
+            max_concurrent_rollouts=case["count"],
+        )
+        spec = WorkflowSpec("rlvr")
+        await client.submit_tasks(
+            [Task(f"{tag}-{i}", Purpose.TRAIN, spec, {"q": "1+1"}) for i in range(case["count"])]
+        )
+        first = stats.last_committed_step + 1
+
+        async def read() -> None:
+            committing: asyncio.Task[int] | None = None
+            for step in range(first, first + case["count"] // batch):
+                taken = await client.take_batch(trainer.incarnation, step, WAIT_S, with_groups=True)
+                names = [group.task_id for group in taken.groups]
+                assert len(names) == batch, taken
+                assert len(await client.fetch_groups(trainer.incarnation, step, names)) == batch
+                if committing is not None:
+                    await committing
+                # As our trainer does: the next batch is asked for while this one is committed.
+                committing = asyncio.create_task(
+                    client.commit_step(trainer.incarnation, step, step)
+                )
+                if case["together"] == 1:
+                    await committing
+            if committing is not None:
+                await committing
+
+        return read
+
+
+class RedisAlone:
+    """The bound: SET of a batch in a pipeline, and its number to whoever waits for one."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = connect_redis(url)
+
+    async def prepare_write(self, case: dict[str, Any]) -> Go:
+        """Serializes some groups."""
+        tag, batch = case["tag"], case["batch"]
+        payloads = [
+            group_to_pb(make_group(str(i), case["kib"], 0)).SerializeToString()
+            for i in range(DISTINCT)
+        ]
+        payload = itertools.cycle(payloads)
+
+        async def write(start: int) -> None:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for at in range(start, start + batch):
+                    pipe.set(f"raw:{tag}:{at}", next(payload))
+                pipe.rpush(f"raw:{tag}", start)
+                await pipe.execute()
+
+        await self._redis.ping()
+        batches = [lambda s=s: write(s) for s in range(0, case["count"], batch)]
+        return lambda: at_once(case["together"], batches)
+
+    async def prepare_read(self, case: dict[str, Any]) -> Go:
+        """Connects."""
+        tag, batch = case["tag"], case["batch"]
+
+        async def read() -> None:
+            found = await self._redis.blpop([f"raw:{tag}"], WAIT_S)
+            assert found is not None
+            start = int(found[1])
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for at in range(start, start + batch):
+                    pipe.getdel(f"raw:{tag}:{at}")
+                assert all(await pipe.execute())
+
+        await self._redis.ping()
+        return lambda: at_once(case["together"], [read] * (case["count"] // batch))
+
+
+async def serve(side: str, address: str, url: str) -> None:
+    contenders: dict[str, Ours | RedisAlone] = {"ours": Ours(address), "redis-py": RedisAlone(url)}
+    go: Go | None = None
+    print("ready", flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        case = json.loads(line)
+        if case["do"] == "prepare":
+            who = contenders[case["who"]]
+            go = await (who.prepare_write if side == "write" else who.prepare_read)(case)
+            print("null", flush=True)
+            continue
+        assert go is not None
+        begin, cpu = time.perf_counter(), time.process_time()
+        await go()
+        spent = {"begin": begin, "end": time.perf_counter(), "cpu": time.process_time() - cpu}
+        print(json.dumps(spent), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(*sys.argv[1:4]))
