@@ -2,8 +2,8 @@
 
     snapshot ──> written, by every rank ──> sealed, by rank 0 ──> committed, at the end of a step
     (copy of     (threads)                  (a thread: digests,   (all ranks agree that it is whole;
-     the state)                              fsync, rename)        that thread tells the ledger while
-                                                                   the next batch is asked for)
+     the state)                              fsync, rename)        that thread tells the ledger
+                                                                   beside the next step)
 
 | state      | consumes      | waits for                  | unblocked by                       |
 |------------|---------------|----------------------------|------------------------------------|
