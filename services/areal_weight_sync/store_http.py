@@ -166,8 +166,9 @@ class StoreApp:
         if file == MANIFEST:
             return web.Response(text=to_json(version), content_type="application/json")
         folder = Path(version.path)
-        files = {entry.name for entry in version.files} | {f.name for f in companions(folder)}
-        if file not in files and (file != FILE or version.delta is None):
+        declared = file in {entry.name for entry in version.files}
+        declared = declared or (file == FILE and version.delta is not None)
+        if not declared and file not in {f.name for f in companions(folder)}:
             raise NotFound(f"{name}/{file[:80]}: no file of this version")
         return web.FileResponse(folder / file, chunk_size=1 << 20)
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.integration.weight_sync_rig import WeightSyncRig, generate, inference
+from tests.integration.weight_sync_rig import Process, WeightSyncRig, generate, inference
 from tests.nats_server import NatsServer
 from tests.redis_server import RedisServer
 
@@ -41,10 +41,19 @@ async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in
             tmp_path, redis.url, nats.url, model, probe_interval_s=0.2, transport="stream"
         )
         stack.push_async_callback(rig.close)
-        engine, url = inference(tmp_path, model, "inference-0")
+        # As a server without a volume starts: its model comes from the store, which is not up yet.
+        fetch = Process(
+            tmp_path / "fetch.log",
+            "areal.transports.fetch",
+            *(f"{rig.store}/versions/v00000000-inc0", str(tmp_path / "fetched")),
+        )
+        fetch.start()
+        stack.callback(fetch.kill)
+        await rig.started()
+        assert await asyncio.to_thread(fetch.wait, 60) == 0, fetch.log
+        engine, url = inference(tmp_path, tmp_path / "fetched", "inference-0")
         engine.start()
         stack.callback(engine.stop)
-        await rig.started()
         await rig.client.register_server(url)
         await rig.until(url, ServerState.SERVING, 0)
 

@@ -55,6 +55,11 @@ class Process:
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 
+    def wait(self, timeout: float) -> int:
+        """Its exit code, once it has ended by itself."""
+        assert self._process is not None
+        return self._process.wait(timeout)
+
     def stop(self) -> int:
         return self._end(signal.SIGTERM)
 

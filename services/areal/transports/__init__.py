@@ -9,5 +9,6 @@
 Both give the same thing: a published folder with a manifest. `disk` writes it where every server
 mounts it; `stream` leaves it with weight-sync's store, which serves every version it has, so a
 server that cannot see the folder pulls it instead. `delta` is an encoding of both: the trainer
-writes or sends what changed, and the receiver makes the whole file of it.
+writes or sends what changed, weight-sync makes the whole file of it, and who holds the version
+before reads the delta only.
 """
