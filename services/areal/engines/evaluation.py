@@ -16,14 +16,14 @@ POLL_S = 10.0
 _STEPS = "measured_at_step"
 
 
-def recorded(session: TrainerSession, name: str) -> float | None:
-    """The figure that stands for the policy of now, if there is one.
+def recorded(session: TrainerSession, name: str, version: int | None) -> float | None:
+    """The figure that stands for the policy of now, if there is one; None of another `version`.
 
     That is one measured at this very step. A run that resumes has moved on from its initial
     policy, so until its first step that one's figure is taken from the record, too.
     """
     known = session.result(name)
-    if known is None:
+    if known is None or version not in (None, session.step):
         return None
     at = (session.result(_STEPS) or {}).get(name, 0)
     began = session.resumed.step if session.resumed else 0

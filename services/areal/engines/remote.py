@@ -131,8 +131,7 @@ class RemoteSGLangEngine:
         """
         session = self.session
         pinned = session.on_rank0(lambda: evaluation.pinned(session, name, version))
-        known = evaluation.recorded(session, name)
-        if known is not None and version in (None, session.step):
+        if (known := evaluation.recorded(session, name, version)) is not None:
             return known
         session.on_rank0(session.confirm_version)
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
