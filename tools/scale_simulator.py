@@ -13,6 +13,7 @@ how each figure grows:
     renewal_*_us      CPU µs per lease renewed: each lease is, three times in rollout.lease_ttl_s
     *_kib             memory per episode in flight
     fan_out_s         from publishing a version until every server serves it
+    paused_s          that each server stood still for such an update, on average
     *_us_per_server   CPU µs of such an update
     drain_s           from SIGTERM to the end of one rollout replica; drain_left: leases it left
     calls             of buffer and weight-sync in the steady state, by method: number, ms each
@@ -268,6 +269,7 @@ class Simulation:
             say(f"version {version} everywhere after {fan_outs[-1]:.1f} s")
         return {
             "fan_out_s": statistics.median(fan_outs),
+            "paused_s": (await self.sync.status()).update_seconds_mean,
             "weight_sync_us_per_server": statistics.median(s["weight_sync"] for s in spent),
             "rollout_us_per_server": statistics.median(s["rollout"] for s in spent),
         }

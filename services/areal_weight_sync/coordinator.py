@@ -42,6 +42,7 @@ from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine import Engine, Fault
 from areal_weight_sync.feed import Feed
 from areal_weight_sync.member import Member
+from areal_weight_sync.pace import Pace
 from areal_weight_sync.ports import Observer, Snapshot, Store, Totals
 from areal_weight_sync.published import DigestCache, collect_garbage
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
@@ -77,6 +78,7 @@ class Coordinator:
         self.confirmation = Confirmation(config.logprob_tolerance)
         self.digests = DigestCache()
         self.slots = UpdateSlots(config.max_unavailable)
+        self.pace = Pace()
         self.totals = Totals()
         self._store = store
         self._make_engine = make_engine

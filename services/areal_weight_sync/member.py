@@ -31,6 +31,7 @@ from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation, probe_prompt
 from areal_weight_sync.draining import empty
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
+from areal_weight_sync.pace import Pace
 from areal_weight_sync.probing import ask_version
 from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import (
@@ -51,6 +52,7 @@ class Hub(Protocol):
     confirmation: Confirmation
     digests: DigestCache
     slots: UpdateSlots
+    pace: Pace
 
     @property
     def target(self) -> PolicyVersion | None:
@@ -195,6 +197,7 @@ class Member:
         was_serving, grace = record.state is SERVING, None
         staged = was_serving and await self._stage(target)
         pausing = not (staged and config.interrupt == "in_place")
+        end_turn = await self._hub.pace.turn() if pausing else None
         if was_serving:
             loop = asyncio.get_running_loop()
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
@@ -204,8 +207,9 @@ class Member:
         start, deadline = time.perf_counter(), time.monotonic() + config.update_timeout_s
         confirmed, by_checksum = False, False
         try:
-            if pausing:
+            if end_turn is not None:
                 await engine.pause(config.interrupt)
+                end_turn()
             await engine.load(
                 target,
                 flush_cache=config.interrupt != "in_place",
