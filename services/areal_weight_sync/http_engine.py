@@ -29,10 +29,6 @@ from areal_weight_sync.routes import Routes, Tried
 
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
-# A deadline noticed so late says that this process had no time, not that a server is silent: a
-# starved weight-sync must not quarantine all servers at once.
-_LATE_S = 0.5
-_OWN_DELAYS = 3
 
 
 def normalize_url(url: str) -> tuple[str, str]:
@@ -89,24 +85,11 @@ class HttpEngine:
 
     async def weight_version(self, timeout: float = 2.0) -> str:
         """GET /model_info."""
-        body = await self._probe_answer(timeout)
+        body = await self._json("GET", "/model_info", timeout=timeout)
         version = body.get("weight_version")
         if not isinstance(version, str):
             raise EngineError(Fault.GARBAGE, f"/model_info: weight_version is {version!r:.100}")
         return version
-
-    async def _probe_answer(self, timeout: float) -> dict[str, Any]:
-        """Asks again when this process was itself too late to see an answer, but not for ever."""
-        now = asyncio.get_running_loop().time
-        for _ in range(_OWN_DELAYS):
-            deadline = now() + timeout
-            try:
-                return await self._json("GET", "/model_info", timeout=timeout)
-            except EngineError as error:
-                if error.fault is not Fault.TIMEOUT or now() - deadline < _LATE_S:
-                    raise
-                self._log.info("probe_late", seconds=round(now() - deadline, 1))
-        return await self._json("GET", "/model_info", timeout=timeout)
 
     async def boot_id(self) -> str:
         """GET /server_info: start-up time and the seed drawn at the start."""

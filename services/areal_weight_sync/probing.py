@@ -1,6 +1,7 @@
 """What a server says it serves, asked so that a busy one is not taken for a dead one.
 
     ask ──> answer within the deadline ──────────────────────────────┐
+     │ silence while this process itself had no time ──> ask again ──┤
      │ silence: a client's request failed there too ──> EngineError  ├──> the version
      └ silence alone ──> ask again; either answer counts ────────────┘
                             └ silence again ──> EngineError
@@ -24,6 +25,11 @@ from collections.abc import Callable
 from areal.observability.logging import get_logger
 from areal_weight_sync.engine import Engine, EngineError, Fault
 
+# A deadline noticed so late says that this process had no time, not that a server is silent: a
+# starved weight-sync must not quarantine all servers at once.
+_LATE_S = 0.5
+_OWN_DELAYS = 3
+
 
 async def ask_version(
     engine: Engine, deadline_s: float, suspected: Callable[[], bool], server: str
@@ -39,20 +45,29 @@ async def ask_version(
     Raises:
         EngineError: TIMEOUT when it was silent; else what the first answer was.
     """
+    now = asyncio.get_running_loop().time
+    log = get_logger("areal.weight_sync.probing")
     asked: set[asyncio.Task[str]] = set()
+    silences = delays = 0
     silent = f"/model_info: no answer within {deadline_s:.1f} s"
     try:
-        for _ in range(2):
+        while silences < 2:
             # Its own deadline lies beyond ours, which ends it.
             asked.add(asyncio.create_task(engine.weight_version(4 * deadline_s), name="probe"))
+            deadline = now() + deadline_s
             answered, _ = await asyncio.wait(
                 asked, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
             if answered:
                 return answered.pop().result()
+            if (late := now() - deadline) > _LATE_S and delays < _OWN_DELAYS:
+                delays += 1
+                log.info("probe_late", server=server, seconds=round(late, 1))
+                continue
+            silences += 1
             if suspected():
                 raise EngineError(Fault.TIMEOUT, f"{silent}, and a request failed")
-            get_logger("areal.weight_sync.probing").info("probe_missed", server=server)
+            log.info("probe_missed", server=server)
         raise EngineError(Fault.TIMEOUT, f"{silent}, twice in a row")
     finally:
         for task in asked:
