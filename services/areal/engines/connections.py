@@ -10,7 +10,7 @@ out which the servers had accepted.
 |---------|---------------|-------------------------|---------------------------------|
 | take    | a connection  | a free one, in order    | free, or the request's deadline |
 | abort   | one of a few  | a free one, in order    | an abort's end: 5 s at most     |
-| connect | one of a few  | a free one, in order    | a handshake's end: 5 s at most  |
+| connect | one of a few  | a free one, in order    | a handshake's end: 5 s each     |
 | calm    | nothing       | nobody waits to connect | the last that waits; a timeout  |
 """
 
@@ -29,6 +29,10 @@ from areal.errors import WaitTimeout
 
 _ABORTS = 64
 _CONNECTING = 64
+_CONNECT_S = 5.0
+# A timeout noticed so late says that this process had no time, not that a server is away.
+_LATE_S = 0.5
+_OWN_DELAYS = 3
 RESERVED_FILES = 512
 """For everything but requests: aborts, idle connections, gRPC, logs."""
 
@@ -51,6 +55,14 @@ class _Connector(aiohttp.TCPConnector):
             self.calm.clear()
         try:
             async with self._turns:
+                now = asyncio.get_running_loop().time
+                for _ in range(_OWN_DELAYS):
+                    deadline = now() + _CONNECT_S
+                    try:
+                        return await super().connect(*args, **kwargs)
+                    except TimeoutError:
+                        if now() - deadline < _LATE_S:
+                            raise
                 return await super().connect(*args, **kwargs)
         finally:
             self._waiting -= 1
@@ -75,7 +87,7 @@ class Connections:
         self._connector = _Connector()
         self._session = aiohttp.ClientSession(
             connector=self._connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             headers=self._headers,

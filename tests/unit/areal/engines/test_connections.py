@@ -2,6 +2,7 @@ import asyncio
 import resource
 import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +151,36 @@ async def test_calm_when_a_burst_connects_then_few_do_at_once_and_who_would_brin
     await connections.close()
     assert most == 64
     assert len(server.aborted) == 200
+
+
+async def test_connect_when_this_process_stood_still_then_tried_again_before_a_server_is_blamed(
+    monkeypatch,
+):
+    monkeypatch.setattr("areal.engines.connections._CONNECT_S", 0.3)
+    tries = []
+    create = asyncio.get_running_loop().create_connection
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def slow(*args, **kwargs):
+        tries.append(1)
+        if len(tries) == 1:  # this process has no time: its timer is late as well
+            asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+            await asyncio.Event().wait()
+        return await create(*args, **kwargs)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", slow)
+    silent = await asyncio.start_server(handle, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/"
+    connections = Connections({}, 10)
+    await connections.open()
+    async with connections.session.get(url) as answer:
+        assert answer.status == 200
+    assert len(tries) == 2
+    await connections.close()
+    silent.close()
 
 
 async def test_take_when_none_becomes_free_then_says_whom_it_waited_for():
