@@ -309,7 +309,7 @@ async def simulate(
         figures, calls = await simulation.steady()
         row |= figures
         row |= await simulation.held()
-        say(json.dumps(calls))
+        say(json.dumps({**row, "calls": calls}))
         row |= await simulation.updates(count)
         row["load_after"] = os.getloadavg()[0]
         feeding.cancel()

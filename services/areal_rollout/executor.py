@@ -200,21 +200,27 @@ class Executor:
             self.account_busy()
             self._stop_overdue()
             held = list(self._episodes.items())
-            for start in range(0, len(held), _RENEW_CHUNK):
-                chunk = held[start : start + _RENEW_CHUNK]
-                try:
-                    lost = await self._ledger.renew_leases(
-                        self._config.worker_id, [(id_, e.lease.token) for id_, e in chunk]
-                    )
-                except ArealError as error:
-                    # The ledger extends leases after its own outage: go on.
-                    self._log.warning("renew_failed", leases=len(held), error=str(error))
-                    break
-                for task_id, episode in chunk:
-                    # A late completion may still count: let it be handed in.
-                    if task_id in lost and not episode.handing_in:
-                        self._log.info("lease_lost", task_id=task_id)
-                        self._stop(episode, Stop.LOST)
+            # All at once: one after the other, a slow ledger would let the last ones expire.
+            await asyncio.gather(
+                *(
+                    self._renew(held[start : start + _RENEW_CHUNK])
+                    for start in range(0, len(held), _RENEW_CHUNK)
+                )
+            )
+
+    async def _renew(self, held: list[tuple[str, Episode]]) -> None:
+        leases = [(task_id, episode.lease.token) for task_id, episode in held]
+        try:
+            lost = await self._ledger.renew_leases(self._config.worker_id, leases)
+        except ArealError as error:
+            # The ledger extends leases after its own outage: go on.
+            self._log.warning("renew_failed", leases=len(held), error=str(error))
+            return
+        for task_id, episode in held:
+            # A late completion may still count: let it be handed in.
+            if task_id in lost and not episode.handing_in:
+                self._log.info("lease_lost", task_id=task_id)
+                self._stop(episode, Stop.LOST)
 
     def _stop_overdue(self) -> None:
         limit = self._config.episode_timeout_s

@@ -265,6 +265,27 @@ async def test_lease_when_lost_then_the_episode_is_stopped_and_hands_nothing_in(
     assert rig.ledger.ended == 0
 
 
+async def test_renewal_when_the_ledger_is_slow_then_no_lease_waits_for_another(monkeypatch):
+    monkeypatch.setattr("areal_rollout.executor._RENEW_CHUNK", 2)
+    async with Rig(one_sample, lease_ttl_s=0.06) as rig:
+        rig.generation.hold = True
+        answered = asyncio.Event()
+
+        async def renew_leases(worker_id, leases):
+            rig.ledger.renewed.append([task_id for task_id, _ in leases])
+            await answered.wait()
+            return {"c"}
+
+        rig.ledger.add(*[lease(task_id) for task_id in "abcde"])
+        await rig.until(lambda: rig.generation.running == 5)
+        rig.ledger.renewed.clear()
+        rig.ledger.renew_leases = renew_leases
+        await rig.until(lambda: len(rig.ledger.renewed) == 3)  # before any is answered
+        assert rig.ledger.renewed == [["a", "b"], ["c", "d"], ["e"]]
+        answered.set()
+        await rig.until(lambda: rig.executor.running == 4)
+
+
 async def test_lease_when_the_same_task_comes_again_then_the_older_episode_stops():
     async with Rig(one_sample) as rig:
         rig.generation.hold = True
