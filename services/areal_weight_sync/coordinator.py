@@ -78,7 +78,7 @@ class Coordinator:
         self.confirmation = Confirmation(config.logprob_tolerance)
         self.digests = DigestCache()
         self.slots = UpdateSlots(config.max_unavailable)
-        self.pace = Pace()
+        self.pauses, self.probes = Pace(32, longest_s=0.05), Pace(32, longest_s=1.0)
         self.totals = Totals()
         self._store = store
         self._make_engine = make_engine

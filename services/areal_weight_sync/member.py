@@ -52,7 +52,8 @@ class Hub(Protocol):
     confirmation: Confirmation
     digests: DigestCache
     slots: UpdateSlots
-    pace: Pace
+    pauses: Pace
+    probes: Pace
 
     @property
     def target(self) -> PolicyVersion | None:
@@ -133,9 +134,9 @@ class Member:
                 )
             serving = record.state is SERVING
             if target is not None and serving and record.version == target.version:
-                await self._probe(target)
+                await self._probe_in_turn(target)
             elif serving and not self._hub.slots.take(record.server_id, self.poke):
-                await self._probe(self._served)  # not its turn yet: it serves on
+                await self._probe_in_turn(self._served)  # not its turn yet: it serves on
                 return config.probe_interval_s
             else:
                 try:
@@ -197,7 +198,7 @@ class Member:
         was_serving, grace = record.state is SERVING, None
         staged = was_serving and await self._stage(target)
         pausing = not (staged and config.interrupt == "in_place")
-        end_turn = await self._hub.pace.turn() if pausing else None
+        end_turn = await self._hub.pauses.turn() if pausing else None
         if was_serving:
             loop = asyncio.get_running_loop()
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
@@ -278,6 +279,11 @@ class Member:
                 if confirmed and number == len(steps) - 1:
                     raise
                 self._log.warning("release_failed", step=step.__name__, error=str(error))
+
+    async def _probe_in_turn(self, target: PolicyVersion | None) -> None:
+        end_turn = await self._hub.probes.turn()  # it ends by itself when this fails
+        await self._probe(target)
+        end_turn()
 
     async def _probe(self, target: PolicyVersion | None) -> None:
         """Still alive, still the same process, still at the version it confirmed?"""

@@ -1,11 +1,12 @@
-"""Pauses begin a few at a time: with a thousand servers each would stand still until all are done.
+"""Few servers at a time are begun with: a thousand at once would all wait for all of them.
 
-    turn ──> /pause_generation ─┬─ answered ──> end ──> the next server's turn
-                                └─ 50 ms, whatever it does
+    turn ──> /pause_generation, or a probe ─┬─ answered ──> end ──> the next server's turn
+                                            └─ so long, whatever it does
 
-All updates run in one event loop. Begun together, a thousand servers go through pause, load, check
-and continue in step, each paused for as long as this process needs for all of them. A turn covers
-the pause alone and is short, so neither a dead server nor a long load delays another.
+Everything runs in one event loop. Begun together, a thousand servers go through pause, load, check
+and continue in step, each paused for as long as this process needs for all of them; and a thousand
+probes at once are answered later than their deadline. A turn covers the pause alone, or the
+probe, and ends by itself: so neither a dead server nor a long load delays another by much.
 """
 
 from __future__ import annotations
@@ -13,14 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-_TURNS = 32
-_LONGEST_S = 0.05
-
 
 class Pace:
     """Turns, in the order asked for."""
 
-    def __init__(self, turns: int = _TURNS, longest_s: float = _LONGEST_S) -> None:
+    def __init__(self, turns: int, longest_s: float) -> None:
         self._turns = asyncio.Semaphore(turns)
         self._longest_s = longest_s
 
