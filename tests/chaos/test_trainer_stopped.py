@@ -75,7 +75,7 @@ def test_trainer_when_replaced_while_it_is_stopped_then_it_ends_by_name_and_chan
         )
         first.popen.send_signal(signal.SIGCONT)
         assert first.popen.wait(60.0) == 1, rig.trainer_log[-4000:]
-        assert "a newer trainer has registered" in rig.trainer_log
+        assert "incarnation 2 has registered, this trainer must stop" in rig.trainer_log
         assert second.popen.wait(120.0) == 0, rig.trainer_log[-4000:]
         assert check_batches(rig, expected, STEPS) > 0
         assert max(x["step"] for x in rig.seen() if x["incarnation"] == 1) == 5
@@ -110,7 +110,7 @@ def test_run_when_its_only_rank_is_stopped_for_good_then_it_is_replaced_by_name(
         )
         said = next(x for x in stack.log("launcher").splitlines() if "; restart " in x)
         print(f"replaced after {time.monotonic() - began:.1f} s: {said}")
-        assert "trainer gave no sign of life for 5" in said
+        assert "trainer gave no sign of life for" in said
         assert f"process {victim.pid} is stopped (SIGSTOP)" in said
         assert not victim.is_running()
         assert launcher.wait(180.0) == 0, (tmp_path / "run.log").read_text()
