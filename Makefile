@@ -78,7 +78,7 @@ e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done
 
-scale: $(STAMP) ## What the control plane costs with 10, 100, 1000 simulated servers (ARGS="--episodes 50000 --replicas 4")
+scale: $(STAMP) ## What the control plane costs with 10, 100, 1000 simulated servers (ARGS="1000x50000")
 	$(BIN)/python tools/scale_simulator.py $(ARGS)
 
 ##@ Check
