@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.nats_server import start_nats
+from tests.ports import free_port
 from tests.redis_server import start_redis
 
 from areal.config import GRPOConfig, save_config
@@ -25,12 +25,6 @@ from areal.launchers.tags import PROCESS_VARIABLE
 from areal.models.tiny import make_tiny_model
 
 SERVICES = Path(__file__).parents[1] / "services"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Process:

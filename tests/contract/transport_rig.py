@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import TypeVar
 import torch
 from safetensors.torch import load_file
 from tests.inference_server import make_model, save_tokenizer
+from tests.ports import free_port
 
 from areal.engines.publishing import host_tensors
 from areal.security import Security
@@ -31,12 +31,6 @@ SECURITY = Security(token="0123456789abcdef")
 HEADERS = SECURITY.headers()
 TRANSPORTS = ["disk", "stream"]
 T = TypeVar("T")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

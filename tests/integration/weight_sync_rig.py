@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 from aiohttp import web
+from tests.ports import free_port
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig, save_config
@@ -31,12 +31,6 @@ from areal.weights import (
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Process:
