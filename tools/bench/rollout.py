@@ -1,7 +1,11 @@
-"""What a rollout worker costs in CPU: per episode, and per generation request.
+r"""What a rollout worker costs in CPU: per episode, and per generation request.
 
     python tools/bench/rollout.py            # a table, then one JSON line
-    python -m venv PEER && PEER/bin/pip install areal==1.0.4 --no-deps     # and what it then misses
+    python -m venv PEER && PEER/bin/pip install --no-deps areal==1.0.4 && PEER/bin/pip install \
+        torch==2.13.0 torchdata==0.11.0 transformers==5.23.0 aiofiles==25.1.0 aiohttp==3.14.5 \
+        colorlog==6.12.0 einops==0.8.2 flask==3.1.3 httpx==0.28.1 hydra-core==1.3.8 lark==1.3.1 \
+        numba==0.68.1 openai==3.54.0 orjson==3.13.0 pillow==13.0.0 psutil==7.2.2 pydantic==2.14.3 \
+        pyyaml==6.0.3 ray==2.60.0 requests==2.34.2 tenacity==9.2.1 uvloop==0.23.0
     python tools/bench/rollout.py --areal PEER/bin/python
 
 Episodes: the real executor between an in-memory ledger and a workflow that waits, against a bare

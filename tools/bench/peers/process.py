@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import tempfile
@@ -28,6 +29,8 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            # A package of the peer may have a name of ours.
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         )
 
     def ready(self) -> Peer:
