@@ -215,6 +215,27 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
     assert (record.state, record.reason) == (TaskState.REJECTED, "too easy")
 
 
+async def test_take_when_asked_with_groups_then_fetch_asks_only_for_the_others(
+    client: BufferClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    incarnation = await register(client)
+    await client.submit_tasks([make_task("a"), make_task("b")])
+    leases, _ = await client.lease_tasks("w1", 2, 1)
+    groups = {"a": make_group("a"), "b": make_group("b", length=9)}
+    for lease in leases:
+        name = lease.task.task_id
+        await client.complete_task(name, lease.token, groups[name], "w1")
+    batch = await client.take_batch(incarnation, 1, 1, with_groups=True)
+    assert [group.task_id for group in batch.groups] == ["a", "b"]
+    with monkeypatch.context() as patch:
+        patch.delattr(client._stub, "FetchGroups")
+        came = await client.fetch_groups(incarnation, 1, ["b", "a"])
+    again = await client.fetch_groups(incarnation, 1, ["b", "a"])  # from the ledger now
+    for fetched in (came, again):
+        assert [len(group.trajectories[0].input_ids) for group in fetched] == [9, 6]
+        assert [group.group_id for group in fetched] == ["b", "a"]
+
+
 async def test_serve_when_no_trainer_then_delivered_with_its_group(client: BufferClient) -> None:
     await client.submit_tasks([make_task("s", Purpose.SERVE)])
     leases, _ = await client.lease_tasks("w1", 1, 1)
