@@ -24,6 +24,8 @@ from areal_inference.service import Service
 if TYPE_CHECKING:
     from areal_inference.weights import Weights
 
+_MAX_FLUSH_WAIT_S = 3600.0
+
 _COMMON: dict[str, type] = {"rid": object, "http_worker_ipc": object}
 _PAUSE = {**_COMMON, "mode": str}
 _CONTINUE = {**_COMMON, "torch_empty_cache": bool}
@@ -137,7 +139,9 @@ class _Control:
         try:
             timeout = float(http.query_params.get("timeout", "0"))
         except ValueError:
-            raise SchemaError("timeout: expected seconds") from None
+            timeout = -1.0
+        if not 0.0 <= timeout <= _MAX_FLUSH_WAIT_S:  # NaN is not, either
+            raise SchemaError(f"timeout: expected 0 to {_MAX_FLUSH_WAIT_S:.0f} seconds")
         self._require_ready()
         try:
             flushed = await self._service.engine.call(

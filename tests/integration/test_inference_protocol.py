@@ -343,6 +343,12 @@ async def test_pause_when_abort_then_partials_come_back_at_once(http):
     assert (await post(http, "/flush_cache", {}))[0] == 200
 
 
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e9", "soon"])
+async def test_flush_when_its_timeout_is_no_time_then_400(http, timeout):
+    status, answer = await post(http, f"/flush_cache?timeout={timeout}", {})
+    assert (status, "timeout" in str(answer)) == (400, True)
+
+
 async def test_pause_when_mode_is_unknown_then_400(http):
     status, answer = await post(http, "/pause_generation", {"mode": "softly"})
     assert status == 400
