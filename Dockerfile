@@ -147,12 +147,15 @@ FROM trainer-packages AS dev-packages
 COPY --from=requirements /build/dev.txt ./
 RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages):$(echo /packages-trainer/lib/*/site-packages) \
     /opt/areal/bin/python -m pip install --prefix /packages-dev -r dev.txt
+COPY tools/get_helm.py ./
+RUN /opt/areal/bin/python get_helm.py /packages-dev/bin
 
 FROM trainer AS dev
+COPY --from=store-packages /stores /opt/areal
 COPY --from=dev-packages /packages-dev /opt/areal
 COPY . /src
 # The checkout's own packages come before the installed ones.
-ENV PYTHONPATH=/src/services:/src
+ENV PYTHONPATH=/src/services:/src HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 WORKDIR /src
 HEALTHCHECK NONE
 LABEL org.opencontainers.image.title="areal/dev" \
