@@ -249,6 +249,11 @@ def validate(config: BaseExperimentConfig) -> None:
         value = getattr(getattr(config, section), name)
         if value not in allowed:
             raise ConfigError(f"{key} {value!r}: expected one of {', '.join(allowed)}")
+    if config.weight_sync.transport == "distributed" and config.weight_sync.max_unavailable:
+        raise ConfigError(
+            f"weight_sync.max_unavailable {config.weight_sync.max_unavailable}: expected 0 with "
+            "transport distributed, which reaches all servers at once"
+        )
     minimum = {
         "rollout.max_head_offpolicyness": 0,
         "rollout.max_concurrent_rollouts": 1,

@@ -21,12 +21,14 @@ __all__ = [
 ]
 
 
-TRANSPORTS = ("disk", "stream")
+_STORING = ("disk", "stream")
+TRANSPORTS = (*_STORING, "distributed")
 
 
 def transport_order(first: str) -> tuple[str, ...]:
-    """The configured transport, then those to fall back to."""
-    return (first, *(name for name in TRANSPORTS if name != first))
+    """The ways to store a version and to read it: the configured one, then the other."""
+    ahead = (first,) if first in _STORING else ()
+    return (*ahead, *(name for name in _STORING if name != first))
 
 
 @dataclass
@@ -109,7 +111,9 @@ class WeightSyncConfig:
 
     transport: str = "disk"
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
-    store, pulled by the servers; no shared volume. The other one is tried when it fails."""
+    store, pulled by the servers; no shared volume. The other one is tried when it fails.
+    distributed: broadcast by the trainer to the servers that serve (gloo, NCCL on GPUs), and stored
+    meanwhile as by disk for newcomers and for whoever the broadcast did not reach."""
     encoding: str = "full"
     """Of what the trainer writes or uploads: full, or delta: only what changed, when that is less
     than half. Servers that hold the version before read the delta, others the whole."""

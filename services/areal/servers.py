@@ -80,6 +80,8 @@ class SyncStatus:
     """By updates, over the trial."""
     draining: int = 0
     """Take no new traffic and leave when they are empty."""
+    unstored: bool = False
+    """The current version is only in servers' memory yet."""
 
     @property
     def current_version(self) -> int:

@@ -201,7 +201,7 @@ class WeightUpdateMeta:
     """How new weights reach the inference servers."""
 
     type: str = ""
-    """disk or stream; empty: `weight_sync.transport`."""
+    """disk, stream or distributed; empty: `weight_sync.transport`."""
     path: str = ""
     """For disk: the root folder of published versions; empty: the run's own."""
 

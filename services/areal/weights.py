@@ -119,6 +119,11 @@ class PolicyVersion:
         return digest_of("".join(lines).encode())
 
     @property
+    def stored(self) -> bool:
+        """Whether it has files; one that is being broadcast has none yet."""
+        return bool(self.files)
+
+    @property
     def size_bytes(self) -> int:
         """Of all files."""
         return sum(file.size_bytes for file in self.files)

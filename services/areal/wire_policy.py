@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from areal.errors import InvalidInput
 from areal.servers import InferenceServer, ServerState, SyncStatus
+from areal.transports.broadcast import Offer
 from areal.v1 import policy_pb2 as pb
 from areal.v1 import weight_sync_service_pb2 as service_pb
 from areal.weights import MAX_POLICY_VERSION, DeltaFile, PolicyVersion, WeightFile, WeightTensor
@@ -111,6 +112,7 @@ def status_to_pb(status: SyncStatus) -> service_pb.WatchVersionsResponse:
         update_seconds_mean=status.update_seconds_mean,
         aborted_requests=status.aborted_requests,
         draining=status.draining,
+        unstored=status.unstored,
     )
     if status.current is not None:
         message.current.CopyFrom(version_to_pb(status.current, with_manifest=False))
@@ -128,4 +130,25 @@ def status_from_pb(message: service_pb.WatchVersionsResponse) -> SyncStatus:
         update_seconds_mean=message.update_seconds_mean,
         aborted_requests=message.aborted_requests,
         draining=message.draining,
+        unstored=message.unstored,
     )
+
+
+def offer_to_pb(offer: Offer) -> service_pb.BroadcastOffer:
+    """Encodes an offer."""
+    return service_pb.BroadcastOffer(**vars(offer))
+
+
+def offer_from_pb(message: service_pb.BroadcastOffer) -> Offer:
+    """Decodes an offer.
+
+    Raises:
+        InvalidInput: No address, a port that is none, or an unknown backend.
+    """
+    if not message.address:
+        raise InvalidInput("offer.address '': expected the trainer's host")
+    if not 0 < message.port < 2**16:
+        raise InvalidInput(f"offer.port {message.port}: expected 1 to 65535")
+    if message.backend not in ("gloo", "nccl"):
+        raise InvalidInput(f"offer.backend {message.backend!r:.50}: expected gloo or nccl")
+    return Offer(message.address, message.port, message.backend, message.group)

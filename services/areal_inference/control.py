@@ -14,21 +14,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as StarletteRoute
 
-from areal.errors import InvalidInput, Unavailable
+from areal.errors import InvalidInput
 from areal.transports.base import TransportError
 from areal_inference.api import RequestError, SchemaError
-from areal_inference.http import guarded, json_response, read_object
+from areal_inference.distributed import RECEIVE, GroupRoutes, Groups, MemorySource, done
+from areal_inference.http import COMMON, guarded, json_response, read_object
 from areal_inference.scheduler import PAUSE_MODES, Scheduler
 from areal_inference.service import Service
 
 if TYPE_CHECKING:
+    from areal_inference.sources import Source
     from areal_inference.weights import Weights
 
 _MAX_FLUSH_WAIT_S = 3600.0
 
-_COMMON: dict[str, type] = {"rid": object, "http_worker_ipc": object}
-_PAUSE = {**_COMMON, "mode": str}
-_CONTINUE = {**_COMMON, "torch_empty_cache": bool}
+_PAUSE = {**COMMON, "mode": str}
+_CONTINUE = {**COMMON, "torch_empty_cache": bool}
 _ABORT = {
     "rid": str,
     "http_worker_ipc": object,
@@ -38,7 +39,7 @@ _ABORT = {
     "weight_versions": object,
 }
 _UPDATE = {
-    **_COMMON,
+    **COMMON,
     "model_path": str,
     "load_format": str,
     "abort_all_requests": bool,
@@ -51,10 +52,10 @@ _UPDATE = {
     "flush_cache": bool,
     "manifest": dict,
 }
-_STAGE: dict[str, type] = {"model_path": str}
-_VERSION = {**_COMMON, "new_version": str, "abort_all_requests": bool}
+_STAGE: dict[str, type] = {"model_path": str, **RECEIVE}
+_VERSION = {**COMMON, "new_version": str, "abort_all_requests": bool}
 _CHECKER = {
-    **_COMMON,
+    **COMMON,
     "action": str,
     "allow_quant_error": bool,
     "skip_tensor_list": list,
@@ -65,6 +66,7 @@ _CHECKER = {
 def control_routes(service: Service, headers: Mapping[str, str]) -> list[StarletteRoute]:
     """All control endpoints of a service; `headers` are what a weight store asks for."""
     control = _Control(service, headers)
+    groups = GroupRoutes(control.groups, service, control.adopt)
     return [
         StarletteRoute(path, guarded(handler), methods=methods)
         for path, handler, methods in (
@@ -74,6 +76,11 @@ def control_routes(service: Service, headers: Mapping[str, str]) -> list[Starlet
             ("/flush_cache", control.flush, ["GET", "POST"]),
             ("/stage_weights", control.stage, ["POST"]),
             ("/update_weights_from_disk", control.update_from_disk, ["POST"]),
+            ("/init_weights_update_group", groups.join_group, ["POST"]),
+            ("/destroy_weights_update_group", groups.leave_group, ["POST"]),
+            ("/begin_weight_update", groups.begin_update, ["POST"]),
+            ("/update_weights_from_distributed", groups.receive, ["POST"]),
+            ("/end_weight_update", groups.end_update, ["POST"]),
             ("/update_weight_version", control.update_version, ["POST"]),
             ("/weights_checker", control.check_weights, ["POST"]),
         )
@@ -106,6 +113,7 @@ class _Control:
         self._timeout = service.config.command_timeout_s
         self._staged: Staged | None = None
         self._spare: Weights | None = None  # the set before the current one: the next load fills it
+        self.groups = Groups(service.model)
 
     async def pause(self, http: HttpRequest) -> Response:
         """Stop decoding: abort (default), retract or in_place."""
@@ -113,21 +121,21 @@ class _Control:
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise SchemaError(f"mode: {mode!r}, expected one of {list(PAUSE_MODES)}")
-        self._require_ready()
+        self._service.check_ready()
         await self._service.engine.call(lambda s: s.pause(mode), self._timeout)
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, http: HttpRequest) -> Response:
         """Go on decoding."""
         await read_object(http, _CONTINUE)
-        self._require_ready()
+        self._service.check_ready()
         await self._service.engine.call(lambda s: s.resume(), self._timeout)
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort(self, http: HttpRequest) -> Response:
         """Finish one request, or all, with their partial output; unknown ids are no error."""
         body = await read_object(http, _ABORT)
-        self._require_ready()
+        self._service.check_ready()
         if body.get("abort_all", False):
             await self._service.abort(None)
         elif "rid" in body:
@@ -142,7 +150,7 @@ class _Control:
             timeout = -1.0
         if not 0.0 <= timeout <= _MAX_FLUSH_WAIT_S:  # NaN is not, either
             raise SchemaError(f"timeout: expected 0 to {_MAX_FLUSH_WAIT_S:.0f} seconds")
-        self._require_ready()
+        self._service.check_ready()
         try:
             flushed = await self._service.engine.call(
                 lambda s: s.flush(), timeout or self._timeout, exclusive=timeout > 0
@@ -157,22 +165,36 @@ class _Control:
         """Ours, not SGLang's: read and check weights while requests run; answers their checksums.
 
         `model_path` is a folder, or a version of a weight store: http://host:port/versions/NAME.
+        With `names` instead (and what else /update_weights_from_distributed takes, and digests)
+        a broadcast is received, and the answer's `model_path` is what it is called from then on.
 
         An update_weights_from_disk of the same place that follows, with `flush_cache: false`,
         swaps references between two decode steps: it needs no pause and waits for nobody.
         """
         body = await read_object(http, _STAGE)
-        if "model_path" not in body:
+        if "model_path" not in body and "names" not in body:
             raise SchemaError("model_path: missing, expected a folder with safetensors")
-        self._require_ready()
-        async with self._service.weights_lock:
-            try:
-                self._staged = await self._read(body["model_path"])
-            except (InvalidInput, TransportError) as error:
-                return json_response({"success": False, "message": str(error)}, 400)
-            return _checksums(self._staged.weights.checksums())
+        self._service.check_ready()
+        try:
+            location, source = body.get("model_path", ""), None
+            if not location:
+                location, source = self.groups.location(), MemorySource()
+                await self.groups.receive(body, source)
+            async with self._service.weights_lock:
+                self._staged = await self._read(location, source)
+                checksums = self._staged.weights.checksums()
+        except (InvalidInput, TransportError) as error:
+            return done(str(error), success=False)
+        return _checksums(checksums, model_path=location)
 
-    async def _read(self, location: str) -> Staged:
+    async def adopt(self, source: MemorySource, body: dict[str, Any]) -> None:
+        """Makes what was received the weights that serve."""
+        body = {"model_path": self.groups.location(), **body}
+        async with self._service.weights_lock:
+            self._staged = await self._read(body["model_path"], source)
+            await self._update(body)
+
+    async def _read(self, location: str, source: Source | None = None) -> Staged:
         """A checked set that nobody uses yet, and its checksums; called with the lock held."""
         import torch
 
@@ -192,6 +214,7 @@ class _Control:
                 headers=self._headers,
                 spare=self._spare,
                 held=service.runner.model.weights,
+                source=source,
             )
             weights.checksums()  # now: later somebody waits for them
             return Staged(stamp, weights)
@@ -205,7 +228,7 @@ class _Control:
         body = await read_object(http, _UPDATE)
         if "model_path" not in body:
             raise SchemaError("model_path: missing, expected a folder with safetensors")
-        self._require_ready()
+        self._service.check_ready()
         async with self._service.weights_lock:
             try:
                 count = await self._update(body)
@@ -263,7 +286,7 @@ class _Control:
         body = await read_object(http, _VERSION)
         if "new_version" not in body:
             raise SchemaError("new_version: missing, expected a string")
-        self._require_ready()
+        self._service.check_ready()
         version: str = body["new_version"]
         if body.get("abort_all_requests", True):
             await self._service.abort(None)
@@ -285,7 +308,7 @@ class _Control:
         body = await read_object(http, _CHECKER)
         if body.get("action") != "checksum":
             raise SchemaError(f"action: {body.get('action')!r}, expected 'checksum'")
-        self._require_ready()
+        self._service.check_ready()
         runner = self._service.runner
         async with self._service.weights_lock:  # or the set being read might become the spare one
             weights, version = await self._service.engine.call(
@@ -293,10 +316,6 @@ class _Control:
             )
             checksums = await asyncio.to_thread(weights.checksums)
         return _checksums(checksums, weight_version=version)
-
-    def _require_ready(self) -> None:
-        if not self._service.ready:
-            raise Unavailable("server is starting: the model is being loaded")
 
 
 def _checksums(checksums: dict[str, str], **more: str) -> Response:

@@ -14,6 +14,8 @@ from areal.errors import Unavailable
 from areal_inference.api import RequestError, SchemaError
 
 MAX_BODY_BYTES = 64 << 20
+COMMON: dict[str, type] = {"rid": object, "http_worker_ipc": object}
+"""Fields that every control call of SGLang takes."""
 
 Route = Callable[[HttpRequest], Awaitable[Response]]
 

@@ -138,6 +138,11 @@ class Service:
         if self.engine.stuck_for > _STUCK_AFTER_S:
             raise Unavailable(f"engine: in one step since {self.engine.stuck_for:.0f} s")
 
+    def check_ready(self) -> None:
+        """Pass once the model is loaded; raises Unavailable before."""
+        if not self.ready:
+            raise Unavailable("server is starting: the model is being loaded")
+
     def start(self, call: GenerateCall) -> None:
         """Hand the call's requests to the engine.
 

@@ -27,7 +27,7 @@ from areal.weights import PolicyVersion, WeightTensor
 from areal_inference.model_config import ModelConfig
 from areal_inference.sources import Source, Stored, WeightError, open_changes, open_source
 
-__all__ = ["LayerWeights", "WeightError", "Weights", "load_weights"]
+__all__ = ["LayerWeights", "WeightError", "Weights", "load_weights", "model_shapes"]
 
 _FLOAT_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -128,6 +128,7 @@ def load_weights(
     headers: Mapping[str, str] | None = None,
     spare: Weights | None = None,
     held: Weights | None = None,
+    source: Source | None = None,
 ) -> Weights:
     """Read every tensor of a source into a set of weights.
 
@@ -142,16 +143,17 @@ def load_weights(
         headers: for the weight store: the bearer token.
         spare: a set that nobody uses any more, to be filled; None: a new one.
         held: the set in use, only read.
+        source: what `location` names, opened; None: it is opened here.
 
     Raises:
         WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
             finite, or not the one that the manifest names.
         TransportError: the weight store is away or sends other bytes than asked for.
     """
-    expected = _shapes(config)
+    expected = model_shapes(config)
     spare = spare or _allocate(config, dtype, expected)
     log = get_logger("areal_inference.weights")
-    if held is not None:
+    if held is not None and source is None:
         try:
             changes = open_changes(location, headers or {}, held.digest, held.copy_of)
             if changes is not None:
@@ -160,7 +162,7 @@ def load_weights(
                 return spare
         except (InvalidInput, TransportError) as error:
             log.warning("delta_unusable", cause=str(error))
-    source = open_source(location, headers or {})
+    source = source or open_source(location, headers or {})
     try:
         _load(location, source, config, expected, spare)
     finally:
@@ -219,7 +221,7 @@ def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
         raise WeightError(f"{location}: tensor {place.name} holds NaN or infinity")
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Checkpoint names and shapes of this model, in checkpoint order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     wide = config.num_heads * config.head_dim

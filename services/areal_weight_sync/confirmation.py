@@ -86,6 +86,11 @@ class Confirmation:
                 )
         seen[server_id] = logprobs
 
+    def restart(self, version: int) -> None:
+        """The version's weights are made anew: what was seen of it says nothing."""
+        self._ballots.pop(version, None)
+        self._logprobs.pop(version, None)
+
     def forget(self, server_id: str) -> None:
         """Drops the votes of a server that has left or failed."""
         for ballot in self._ballots.values():

@@ -25,17 +25,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from areal.errors import InvalidInput, NotFound
 from areal.observability.logging import get_logger
 from areal.servers import InferenceServer, ServerState, SyncStatus
-from areal.weights import (
-    PolicyVersion,
-    build_manifest,
-    check_same_tensors,
-    stored_versions,
-)
+from areal.transports.broadcast import Offer, Seats, buckets
+from areal.weights import PolicyVersion, build_manifest, check_same_tensors, stored_versions
+from areal_weight_sync.broadcasts import Broadcasts
 from areal_weight_sync.changes import Changes
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
@@ -44,9 +42,11 @@ from areal_weight_sync.feed import Feed
 from areal_weight_sync.member import Member
 from areal_weight_sync.pace import Pace
 from areal_weight_sync.ports import Observer, Snapshot, Store, Totals
-from areal_weight_sync.published import DigestCache, collect_garbage
+from areal_weight_sync.published import DigestCache, collect
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
 from areal_weight_sync.slots import UpdateSlots
+
+_IDENTITY = attrgetter("version", "incarnation", "path")
 
 
 class Coordinator:
@@ -96,6 +96,7 @@ class Coordinator:
         self._shown: dict[str, tuple[ServerState, int]] = {}
         self._census: Counter[tuple[ServerState, int]] = Counter()
         self._publishing = asyncio.Lock()
+        self.broadcasts = Broadcasts()
         self._collected = -1
         self._log = get_logger("areal.weight_sync.coordinator")
 
@@ -135,7 +136,7 @@ class Coordinator:
             raise InvalidInput(f"version.path {version.path!r}: expected an absolute path")
         async with self._publishing:
             now = self._current
-            if now is not None and _identity(now) == _identity(version):
+            if now is not None and now.stored and _IDENTITY(now) == _IDENTITY(version):
                 return now.version
             if not version.files:
                 built = await asyncio.to_thread(
@@ -147,17 +148,57 @@ class Coordinator:
             if self._base is not None:
                 check_same_tensors(version, self._base)
             await self._store.publish(version)
-            if self._current is None or version.version > self._current.version:
-                if version.version == 0:
-                    self._base = version
-                else:
-                    self.totals.published += 1
-                self._current = version
-                self._log.info("published", version=version.version, path=version.path)
-                for member in self._members.values():
-                    member.poke()
-                self._announce("")
-            return self._current.version
+            if now is None or version.version > now.version:
+                self._advance(version)
+            elif not now.stored and version.version == now.version:
+                self._stored(now, version)
+            return self.status().current_version
+
+    async def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
+        """Makes current what a trainer is about to broadcast; raises as `publish`."""
+        if version.files or not Path(version.path).is_absolute():
+            raise InvalidInput(f"version.path {version.path!r}: expected absolute, and no files")
+        async with self._publishing:
+            if self._base is None or self._current is None:
+                raise InvalidInput(f"version {version.version}: there is no version 0 yet")
+            check_same_tensors(version, self._base)
+            list(buckets(version.tensors))  # every dtype is one that a broadcast carries
+            members = {
+                server_id: (member.record.boot_id, member.ranks)
+                for server_id, member in self._members.items()
+                if member.record.state is SERVING and member.ranks
+            }
+            if not members or version.version <= self._current.version:
+                return Seats("", 0)  # nothing has changed: it is published as stored
+            await self._store.publish(version)
+            seats = self.broadcasts.seat(version, offer, members)
+            self._advance(version)
+            return seats
+
+    def _advance(self, version: PolicyVersion) -> None:
+        if version.version == 0:
+            self._base = version
+        else:
+            self.totals.published += 1
+        self._current = version
+        self._log.info("published", version=version.version, path=version.path)
+        self._wake()
+
+    def _stored(self, before: PolicyVersion, version: PolicyVersion) -> None:
+        """It has files now, for those whom no broadcast reached."""
+        self._current = version
+        self._log.info("stored", version=version.version, path=version.path)
+        if before.digest != version.digest:  # its trainer died before, this is the next one's
+            self.confirmation.restart(version.version)
+            for member in self._members.values():
+                if member.record.version == version.version:
+                    member.doubt()
+        self._wake()
+
+    def _wake(self) -> None:
+        for member in self._members.values():
+            member.poke()
+        self._announce("")
 
     async def kept(self) -> list[PolicyVersion]:
         """Version 0, then what lies in the folder of published versions; oldest first."""
@@ -318,6 +359,7 @@ class Coordinator:
             update_seconds_mean=self.totals.mean_seconds,
             aborted_requests=self.totals.aborted_requests,
             draining=draining,
+            unstored=self._current is not None and not self._current.stored,
         )
 
     def states(self) -> dict[ServerState, int]:
@@ -352,22 +394,6 @@ class Coordinator:
             return
         if current.version != self._collected:
             self._collected = current.version
-            self._spawn(self._collect(self._root, current), "weights-garbage")
-
-    async def _collect(self, root: Path, current: PolicyVersion) -> None:
-        in_use = [current.path, *(member.loading for member in self._members.values())]
-        try:
-            deleted = await asyncio.to_thread(
-                collect_garbage, root, current.version, self._keep, in_use
-            )
-        except OSError as error:
-            self._log.warning("garbage_not_collected", error=str(error))
-            return
-        for folder in deleted:
-            self.digests.forget(folder)
-        if deleted:
-            self._log.info("old_versions_deleted", folders=[f.name for f in deleted])
-
-
-def _identity(version: PolicyVersion) -> tuple[int, int, str]:
-    return version.version, version.incarnation, version.path
+            in_use = [current.path, *(member.loading for member in self._members.values())]
+            work = collect(self._root, current.version, self._keep, in_use, self.digests)
+            self._spawn(work, "weights-garbage")

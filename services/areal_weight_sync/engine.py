@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from areal.transports.broadcast import Seat
 from areal.weights import PolicyVersion
 
 
@@ -45,6 +46,9 @@ class Fingerprint:
 class Engine(Protocol):
     """One inference server. Every call has a deadline and raises EngineError."""
 
+    ranks: int
+    """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+
     async def weight_version(self, timeout: float = 2.0) -> str:
         """What the server says it serves."""
 
@@ -59,6 +63,14 @@ class Engine(Protocol):
 
         A `load` without flushing then swaps them in between two steps and needs no pause. None:
         the engine cannot (SGLang); then `load` needs the pause and reads the files in it.
+        """
+
+    async def receive(
+        self, version: PolicyVersion, seat: Seat, *, timeout: float
+    ) -> Fingerprint | None:
+        """Joins a trainer's group and takes part in its broadcast, while requests run.
+
+        As `stage`: None when the engine can receive only inside `load`, in the pause.
         """
 
     async def pause(self, mode: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +24,10 @@ import aiohttp
 
 from areal.errors import InvalidInput
 from areal.observability.logging import get_logger
+from areal.transports.broadcast import Seat
 from areal.weights import PolicyVersion
 from areal_weight_sync.engine import EngineError, Fault, Fingerprint
+from areal_weight_sync.membership import Membership
 from areal_weight_sync.routes import Routes, Tried
 
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
@@ -80,6 +83,8 @@ class HttpEngine:
         self._routes = routes or Routes()
         self._first = self._routes.order[0]  # the transport that worked last
         self._staged: tuple[PolicyVersion, str] | None = None
+        self._group = Membership(self.command)
+        self.ranks = 0
         self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
         self._control_timeout = control_timeout
 
@@ -97,6 +102,10 @@ class HttpEngine:
         boot = [body.get(key) for key in ("boot_id", "startup_time", "random_seed")]
         if all(part is None for part in boot):
             raise EngineError(Fault.GARBAGE, "/server_info: no startup_time and no random_seed")
+        # Data-parallel copies would each want the ranks of one.
+        size = [body.get(key, 1) for key in ("tp_size", "pp_size")]
+        copies = body.get("dp_size", 1) != 1
+        self.ranks = 0 if copies or not all(type(n) is int for n in size) else math.prod(size)
         return "/".join(str(part) for part in boot)
 
     async def running(self) -> int:
@@ -128,12 +137,39 @@ class HttpEngine:
             return fingerprint
         raise tried.error()
 
+    async def receive(
+        self, version: PolicyVersion, seat: Seat, *, timeout: float
+    ) -> Fingerprint | None:
+        """POST /init_weights_update_group, then /stage_weights with names; SGLang: see `load`."""
+        self._staged = None
+        async with self._group.failing():
+            await self._group.join(seat)
+            path, request = "/stage_weights", self._group.request(version.tensors)
+            request["digests"] = [tensor.digest for tensor in version.tensors]
+            status, text = await self._call("POST", path, request, timeout=timeout)
+            if status in (404, 405):
+                self._group.expected = version
+                return None
+            self._check_accepted(path, status, text)
+            self._staged = version, str(self._parse(path, status, text).get("model_path"))
+            return self._fingerprint(path, status, text)
+
+    async def command(self, path: str, request: dict[str, Any], timeout: float) -> None:
+        """A call about weights; raises EngineError with what was said when it is refused."""
+        status, text = await self._call("POST", path, request, timeout=timeout)
+        self._check_accepted(path, status, text)
+
     async def pause(self, mode: str) -> None:
         """POST /pause_generation."""
         await self._json("POST", "/pause_generation", {"mode": mode}, timeout=self._control_timeout)
 
     async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
-        """POST /update_weights_from_disk: what was staged, else by the first way that works."""
+        """POST /update_weights_from_disk: what was staged, else by the first way that works.
+
+        Or what `receive` left for now: /update_weights_from_distributed.
+        """
+        if self._group.expected is version:
+            return await self._group.receive(version, flush_cache, timeout)
         tried = Tried(version)
         staged, self._staged = self._staged, None
         for transport in self._routes.starting_with(self._first):

@@ -11,6 +11,9 @@ no other. Whatever happens between pause and continue, continue is sent: a serve
 every request in it. When the weights could not be confirmed its requests are aborted first (their
 callers keep the tokens so far and go on elsewhere), so that none goes on with unknown weights.
 
+A version that its trainer broadcasts has no files at first: a member with a seat receives it, the
+others keep what they have until it is stored.
+
 An engine that stages (areal_inference) reads and compares the weights beforehand and swaps them in
 between two decode steps: updated in place, it is never paused.
 """
@@ -21,19 +24,18 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import cast
 
 from areal.errors import InvalidInput
 from areal.observability.logging import get_logger
 from areal.servers import ServerState
+from areal.transports.broadcast import Seat
 from areal.weights import PolicyVersion
-from areal_weight_sync.config import CoordinatorConfig
-from areal_weight_sync.confirmation import Confirmation, probe_prompt
+from areal_weight_sync.confirmation import probe_prompt
 from areal_weight_sync.draining import empty
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
-from areal_weight_sync.pace import Pace
+from areal_weight_sync.hub import Hub, NotStoredError
 from areal_weight_sync.probing import ask_version
-from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import (
     DRAINING,
     JOINING,
@@ -42,34 +44,6 @@ from areal_weight_sync.server_state import (
     SYNCING,
     ServerRecord,
 )
-from areal_weight_sync.slots import UpdateSlots
-
-
-class Hub(Protocol):
-    """What a member needs of the coordinator."""
-
-    config: CoordinatorConfig
-    confirmation: Confirmation
-    digests: DigestCache
-    slots: UpdateSlots
-    pauses: Pace
-    probes: Pace
-
-    @property
-    def target(self) -> PolicyVersion | None:
-        """The current version; None before version 0."""
-
-    def changed(self, record: ServerRecord) -> None:
-        """A record has changed: announce and persist it."""
-
-    def updated(self, record: ServerRecord, seconds: float, aborted: int) -> None:
-        """A serving server was updated; seconds from pause to continue."""
-
-    def failed(self, fault: Fault) -> None:
-        """Counts a quarantine."""
-
-    def recheck(self, server_ids: list[str]) -> None:
-        """Other servers turned out to hold wrong weights."""
 
 
 class Member:
@@ -88,6 +62,11 @@ class Member:
         self._probes = 0
         self.loading = ""  # path of the version that the server was last told to read
         self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that a broadcast must reach."""
+        return self._engine.ranks
 
     def poke(self, *, deep: bool = False, revive: bool = False) -> None:
         """Something happened: take the next step now.
@@ -145,6 +124,9 @@ class Member:
                     self._hub.slots.free(record.server_id)
         except EngineError as error:
             return self._quarantine(error)
+        except NotStoredError as error:  # whoever serves, serves on
+            self._move(record.state, str(error))
+            return 0.0 if target and target.stored else config.probe_interval_s
         except InvalidInput as error:  # the version is bad, not the server
             if self._hub.target is not target:  # and it may be gone: a newer one has come
                 return 0.0
@@ -196,7 +178,7 @@ class Member:
         record, engine, config = self.record, self._engine, self._hub.config
         self.loading = target.path
         was_serving, grace = record.state is SERVING, None
-        staged = was_serving and await self._stage(target)
+        staged = await self._ahead(target)
         pausing = not (staged and config.interrupt == "in_place")
         end_turn = await self._hub.pauses.turn() if pausing else None
         if was_serving:
@@ -248,19 +230,33 @@ class Member:
         record.version = target.version
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
 
-    async def _stage(self, target: PolicyVersion) -> bool:
-        """Whether the version was read and compared ahead, while requests go on.
+    async def _ahead(self, target: PolicyVersion) -> bool:
+        """What is done before the pause; True: all but the swap."""
+        serving = self.record.state is SERVING
+        seat = self._hub.broadcasts.take(self.record.server_id, target) if serving else None
+        if seat is None and not target.stored:
+            if serving:
+                await self._version()
+            raise NotStoredError(f"version {target.version} is not stored yet")
+        return serving and await self._stage(target, seat)
+
+    async def _stage(self, target: PolicyVersion, seat: Seat | None) -> bool:
+        """Whether the version was read, or received, and compared ahead, while requests go on.
 
         The server is watched as closely as between updates: it still takes traffic.
         """
-        config = self._hub.config
-        staging = asyncio.create_task(
-            self._engine.stage(target, timeout=config.update_timeout_s), name="stage"
-        )
+        config, engine, timeout = self._hub.config, self._engine, self._hub.config.update_timeout_s
+        work = engine.receive(target, seat, timeout=timeout) if seat else None
+        staging = asyncio.create_task(work or engine.stage(target, timeout=timeout), name="stage")
         try:
             while not (await asyncio.wait({staging}, timeout=config.probe_interval_s))[0]:
                 await self._version()
             fingerprint = await staging
+        except EngineError as error:
+            if seat is None or error.fault is not Fault.UPDATE_REFUSED:
+                raise
+            self._log.warning("broadcast_missed", version=target.version, cause=str(error))
+            raise NotStoredError(f"version {target.version} missed: {error}") from None
         finally:
             staging.cancel()
         if fingerprint is not None:

@@ -1,6 +1,7 @@
 -- Makes a version current: only the lease holder, only a newer version, never an older incarnation.
 -- KEYS: weights hash, lease, the ledger's meta hash (read only: the incarnation that registered
--- last). ARGV: owner, version, incarnation, path, manifest (JSON).
+-- last). ARGV: owner, version, incarnation, path, manifest (JSON), stored (1; 0: broadcast, no files
+-- yet).
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then
   return {'standby', '0'}
 end
@@ -14,6 +15,14 @@ local newest = math.max(highest, registered)
 if incarnation < newest and not (version == 0 and current < 0) then
   return {'stale', tostring(newest)}
 end
+-- A version that was broadcast is published again once it is stored; when its trainer died before
+-- that, the next one makes it anew.
+local unstored = redis.call('HGET', KEYS[1], 'stored') == '0'
+if version == current and unstored and ARGV[6] == '1' then
+  redis.call('HSET', KEYS[1], 'incarnation', ARGV[3], 'path', ARGV[4], 'manifest', ARGV[5],
+    'stored', '1', 'highest_incarnation', tostring(math.max(highest, incarnation)))
+  return {'ok', ARGV[2]}
+end
 if version == current and redis.call('HGET', KEYS[1], 'incarnation') == ARGV[3]
     and redis.call('HGET', KEYS[1], 'path') == ARGV[4] then
   return {'ok', ARGV[2]}
@@ -22,7 +31,7 @@ if version <= current then
   return {'wrong', tostring(current)}
 end
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'incarnation', ARGV[3], 'path', ARGV[4],
-  'manifest', ARGV[5], 'highest_incarnation', tostring(math.max(highest, incarnation)))
+  'manifest', ARGV[5], 'stored', ARGV[6], 'highest_incarnation', tostring(math.max(highest, incarnation)))
 if version == 0 then
   redis.call('HSET', KEYS[1], 'base', ARGV[5])
 else

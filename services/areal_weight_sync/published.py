@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal.errors import InvalidInput
+from areal.observability.logging import get_logger
 from areal.tensor_file import file_digest
 from areal.transports.rebuild import complete
 from areal.weights import SPARE, PolicyVersion, parse_version_dir
@@ -106,3 +108,19 @@ def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] =
                 continue
         shutil.rmtree(folder, ignore_errors=True)
     return deleted
+
+
+async def collect(
+    root: Path, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
+) -> None:
+    """`collect_garbage` in a thread, logged."""
+    log = get_logger("areal.weight_sync.published")
+    try:
+        deleted = await asyncio.to_thread(collect_garbage, root, current, keep, in_use)
+    except OSError as error:
+        log.warning("garbage_not_collected", error=str(error))
+        return
+    for folder in deleted:
+        digests.forget(folder)
+    if deleted:
+        log.info("old_versions_deleted", folders=[f.name for f in deleted])

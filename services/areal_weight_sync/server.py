@@ -102,7 +102,8 @@ class WeightSync(Service):
         """Versions that may lie outside of the store's own folder."""
         if self._coordinator is None:
             return []
-        return [v for v in (self._coordinator.target, self._coordinator.base) if v is not None]
+        known = (self._coordinator.target, self._coordinator.base)
+        return [v for v in known if v is not None and v.stored]
 
     async def _publish_model(self, coordinator: Coordinator) -> None:
         """The configured model is version 0."""

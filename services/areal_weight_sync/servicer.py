@@ -12,7 +12,13 @@ import grpc
 from areal.errors import InvalidInput, Unavailable
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from areal.wire_policy import server_to_pb, status_to_pb, version_from_pb, version_to_pb
+from areal.wire_policy import (
+    offer_from_pb,
+    server_to_pb,
+    status_to_pb,
+    version_from_pb,
+    version_to_pb,
+)
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.http_engine import normalize_url
 
@@ -35,8 +41,15 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         self, request: pb.PublishVersionRequest, context: _Context
     ) -> pb.PublishVersionResponse:
         """Makes a version current."""
-        version = await self._active().publish(version_from_pb(request.version))
-        return pb.PublishVersionResponse(current_version=version)
+        coordinator, version = self._active(), version_from_pb(request.version)
+        if not request.HasField("offer"):
+            return pb.PublishVersionResponse(current_version=await coordinator.publish(version))
+        seats = await coordinator.offer(version, offer_from_pb(request.offer))
+        return pb.PublishVersionResponse(
+            current_version=coordinator.status().current_version,
+            group=seats.group,
+            world_size=seats.world_size,
+        )
 
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: _Context

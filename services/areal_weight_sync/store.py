@@ -125,7 +125,14 @@ class RedisStore:
         verdict, detail = await self._run(
             self._publish,
             [self._weights, self._lease, self._ledger],
-            [self.owner, version.version, version.incarnation, version.path, to_json(version)],
+            [
+                self.owner,
+                version.version,
+                version.incarnation,
+                version.path,
+                to_json(version),
+                int(version.stored),
+            ],
         )
         match _text(verdict):
             case "ok":

@@ -16,7 +16,16 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from tests.contract.transport_rig import HEADERS, SECURITY, TRANSPORTS, Rig, free_port, run, same
+from tests.contract.transport_rig import (
+    EVERY_TRANSPORT,
+    HEADERS,
+    SECURITY,
+    TRANSPORTS,
+    Rig,
+    free_port,
+    run,
+    same,
+)
 
 from areal.errors import CapacityExceeded, InvalidInput
 from areal.tensor_file import HostTensor
@@ -38,7 +47,7 @@ from areal_weight_sync.weight_store import WeightStore
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY_TRANSPORT)
 async def test_version_when_published_then_servers_hold_the_trainers_bits(
     rig: Rig, transport: str
 ) -> None:
@@ -104,7 +113,7 @@ async def test_model_when_fetched_then_an_engine_can_start_from_it(rig: Rig) -> 
         await run(lambda: fetch_model(f"{rig.url}/versions/v00000009-inc1", HEADERS, folder))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY_TRANSPORT)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
 from tests.inference_server import make_model, save_tokenizer
 from tests.ports import free_port
 
+from areal.engines.distributed import DistributedPublisher
 from areal.engines.publishing import host_tensors
 from areal.security import Security
 from areal.transports.base import NewVersion, Publisher
+from areal.transports.broadcast import Offer, Seat, Seats, buckets
 from areal.transports.chain import DeltaChain
 from areal.transports.disk import DiskPublisher
 from areal.transports.stream import StreamPublisher
 from areal.weights import PolicyVersion, build_manifest, check_same_tensors, version_name
+from areal_inference.distributed import Groups, MemorySource
 from areal_inference.model_config import ModelConfig
 from areal_inference.weights import Weights, load_weights
+from areal_weight_sync.membership import Membership
 from areal_weight_sync.published import DigestCache
 from areal_weight_sync.store_http import StoreApp
 from areal_weight_sync.weight_store import WeightStore
@@ -30,6 +35,8 @@ from areal_weight_sync.weight_store import WeightStore
 SECURITY = Security(token="0123456789abcdef")
 HEADERS = SECURITY.headers()
 TRANSPORTS = ["disk", "stream"]
+"""Those that keep a version."""
+EVERY_TRANSPORT = [*TRANSPORTS, "distributed"]
 T = TypeVar("T")
 
 
@@ -43,10 +50,15 @@ class Rig:
     base: PolicyVersion
     announced: list[PolicyVersion] = field(default_factory=list)
     digests: DigestCache = field(default_factory=DigestCache)
+    received: Future[Weights] = field(default_factory=Future)
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def publisher(self, transport: str, chain: DeltaChain | None = None) -> Publisher:
         if transport == "disk":
             return DiskPublisher(self.root / "weights", chain=chain)
+        if transport == "distributed":
+            root, store = self.root / "weights", self.url.removeprefix("http://")
+            return DistributedPublisher(DiskPublisher(root), self.offer, root, store)
         return StreamPublisher(self.url, HEADERS, 10.0, chain=chain)
 
     def announce(self, version: PolicyVersion) -> None:
@@ -54,6 +66,28 @@ class Rig:
         self.digests.verify(version)
         check_same_tensors(version, self.base)
         self.announced.append(version)
+
+    def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
+        """What PublishVersion does to an offer, and a server that is told to take part."""
+        check_same_tensors(version, self.base)
+        list(buckets(version.tensors))
+        seat = Seat(offer, f"group-{version.version}", 1, 2)
+        self.received = self.pool.submit(asyncio.run, self._receive(version, seat))
+        return Seats(seat.group, seat.world_size)
+
+    async def _receive(self, version: PolicyVersion, seat: Seat) -> Weights:
+        config, source = ModelConfig.from_folder(self.model), MemorySource()
+        groups = Groups(config)
+
+        async def command(path: str, body: dict[str, Any], timeout: float) -> None:
+            assert path == "/init_weights_update_group"
+            await groups.join(body)
+
+        member = Membership(command)
+        await member.join(seat)
+        digests = [tensor.digest for tensor in version.tensors]
+        await groups.receive(member.request(version.tensors) | {"digests": digests}, source)
+        return load_weights("broadcast", config, torch.float32, source=source)
 
     def new(self, version: int, change: Callable[[str, torch.Tensor], torch.Tensor]) -> NewVersion:
         tensors = load_file(self.model / "model.safetensors")
@@ -68,12 +102,16 @@ class Rig:
         """Where an inference server is told to read."""
         if transport == "disk":
             return version.path
+        if transport == "distributed":
+            return "broadcast"
         return f"{self.url}/versions/{version_name(version.version, version.incarnation)}"
 
     def load(
         self, location: str, spare: Weights | None = None, held: Weights | None = None
     ) -> Weights:
         """What areal-inference does with it."""
+        if location == "broadcast":
+            return self.received.result(30)
         config = ModelConfig.from_folder(self.model)
         return load_weights(
             location, config, torch.float32, headers=HEADERS, spare=spare, held=held

@@ -47,13 +47,13 @@ def make_tensors(megabytes: int, model: Path) -> dict[str, Any]:
     import torch
 
     from areal_inference.model_config import ModelConfig
-    from areal_inference.weights import _shapes
+    from areal_inference.weights import model_shapes
 
     model.mkdir()
     layers = 1
     while True:
         (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
-        shapes = _shapes(ModelConfig.from_folder(model))
+        shapes = model_shapes(ModelConfig.from_folder(model))
         if sum(int(np.prod(s)) * 4 for s in shapes.values()) >= megabytes * 1e6:
             break
         layers += 1

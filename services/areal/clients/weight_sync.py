@@ -14,10 +14,17 @@ from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
 from areal.security import Security
 from areal.servers import InferenceServer, ServerChanges, SyncStatus
+from areal.transports.broadcast import Offer, Seats
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from areal.weights import PolicyVersion
-from areal.wire_policy import server_from_pb, status_from_pb, version_from_pb, version_to_pb
+from areal.wire_policy import (
+    offer_to_pb,
+    server_from_pb,
+    status_from_pb,
+    version_from_pb,
+    version_to_pb,
+)
 
 
 class WeightSyncClient(Client):
@@ -48,6 +55,30 @@ class WeightSyncClient(Client):
             retry_for=retry_for,
         )
         return response.current_version
+
+    async def offer_version(
+        self,
+        version: PolicyVersion,
+        offer: Offer,
+        *,
+        timeout: float = 30.0,
+        retry_for: float = 60.0,
+    ) -> Seats:
+        """Makes a version current that the trainer is about to broadcast to the servers.
+
+        Returns:
+            Who takes part. With nobody, nothing has changed: publish the version as stored.
+
+        Raises:
+            StaleIncarnation, WrongStep, InvalidInput: As `publish_version`.
+        """
+        response = await self._call(
+            self._stub.PublishVersion,
+            pb.PublishVersionRequest(version=version_to_pb(version), offer=offer_to_pb(offer)),
+            timeout=timeout,
+            retry_for=retry_for,
+        )
+        return Seats(response.group, response.world_size)
 
     async def status(self, *, timeout: float = 10.0) -> SyncStatus:
         """The state now."""

@@ -118,7 +118,10 @@ class FSDPPPOActor:
         if session.rank != 0:
             return
         if self._publisher is None or self._publisher[0] != meta:
-            self._publisher = meta, make_publisher(session.config, session.security, meta)
+            self._publisher = (
+                meta,
+                make_publisher(session.config, session.security, meta, session.offer),
+            )
         self._publisher[1].publish(
             NewVersion(
                 version, session.incarnation, host_tensors(tensors), Path(self.engine.config.path)

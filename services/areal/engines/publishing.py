@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,13 @@ from areal.config_services import transport_order
 from areal.security import Security
 from areal.tensor_file import HostTensor
 from areal.transports.base import Publisher
+from areal.transports.broadcast import Offer, Seats
 from areal.transports.chain import DeltaChain
 from areal.transports.disk import DiskPublisher
 from areal.transports.fallback import FallbackPublisher
 from areal.transports.stream import StreamPublisher
 from areal.types import WeightUpdateMeta
+from areal.weights import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +27,19 @@ UPLOAD_TIMEOUT_S = 60.0
 
 
 def make_publisher(
-    config: BaseExperimentConfig, security: Security, meta: WeightUpdateMeta
+    config: BaseExperimentConfig,
+    security: Security,
+    meta: WeightUpdateMeta,
+    offer: Callable[[PolicyVersion, Offer], Seats],
 ) -> Publisher:
-    """The transports in the order that `meta`, or the experiment, asks for."""
+    """The transports in the order that `meta`, or the experiment, asks for.
+
+    Args:
+        config: The experiment.
+        security: For the weight store.
+        meta: What the recipe asks for.
+        offer: Tells weight-sync of a broadcast.
+    """
     own = config.weight_sync
     root = Path(meta.path or own.path or config.run_dir / "weights").resolve()
     chain = DeltaChain() if own.encoding == "delta" else None
@@ -37,7 +49,13 @@ def make_publisher(
             config.endpoints.weight_store, security.headers(), UPLOAD_TIMEOUT_S, chain=chain
         ),
     }
-    return FallbackPublisher([ways[name] for name in transport_order(meta.type or own.transport)])
+    kind = meta.type or own.transport
+    stored = FallbackPublisher([ways[name] for name in transport_order(kind)])
+    if kind != "distributed":
+        return stored
+    from areal.engines.distributed import DistributedPublisher
+
+    return DistributedPublisher(stored, offer, root, config.endpoints.weight_sync)
 
 
 def host_tensors(tensors: Iterable[tuple[str, Tensor]]) -> tuple[HostTensor, ...]:

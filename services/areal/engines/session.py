@@ -38,6 +38,7 @@ from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
 from areal.observability.waits import Waits
 from areal.security import Security
+from areal.transports.broadcast import Offer, Seats
 from areal.types import Purpose
 from areal.weights import PolicyVersion
 
@@ -172,7 +173,8 @@ class TrainerSession(Ranks):
             newest,
             registered.incarnation,
             registered.last_taken_step,
-            versions.current_version,
+            # One that its trainer's death left unstored is made, and published, anew.
+            versions.current_version - int(versions.unstored),
         )
 
     @contextlib.contextmanager
@@ -277,6 +279,14 @@ class TrainerSession(Ranks):
             f"publishing version {version.version}",
         )
         self.published_version = version.version
+
+    def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
+        """Announces weights that are about to be broadcast (rank 0)."""
+        seats: Seats = self.ask_weight_sync(
+            self.weight_sync.offer_version(version, offer, retry_for=RETRY_S),
+            f"offering version {version.version}",
+        )
+        return seats
 
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""

@@ -26,7 +26,7 @@ from areal.v1 import policy_pb2 as areal_dot_v1_dot_policy__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"areal/v1/weight_sync_service.proto\x12\x08\x61real.v1\x1a\x15\x61real/v1/policy.proto\x1a\x1egoogle/protobuf/duration.proto\"A\n\x15PublishVersionRequest\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.areal.v1.PolicyVersion\"1\n\x16PublishVersionResponse\x12\x17\n\x0f\x63urrent_version\x18\x01 \x01(\x03\"\x16\n\x14WatchVersionsRequest\"\xe2\x01\n\x15WatchVersionsResponse\x12(\n\x07\x63urrent\x18\x01 \x01(\x0b\x32\x17.areal.v1.PolicyVersion\x12\x19\n\x11\x63onfirmed_servers\x18\x02 \x01(\x05\x12\x0f\n\x07servers\x18\x03 \x01(\x05\x12\x19\n\x11\x63onfirmed_version\x18\x04 \x01(\x03\x12\x0f\n\x07updates\x18\x05 \x01(\x03\x12\x1b\n\x13update_seconds_mean\x18\x06 \x01(\x01\x12\x18\n\x10\x61\x62orted_requests\x18\x07 \x01(\x03\x12\x10\n\x08\x64raining\x18\x08 \x01(\x05\"\x15\n\x13ListVersionsRequest\"A\n\x14ListVersionsResponse\x12)\n\x08versions\x18\x01 \x03(\x0b\x32\x17.areal.v1.PolicyVersion\"#\n\x12ListServersRequest\x12\r\n\x05\x61s_of\x18\x01 \x01(\t\"\x98\x01\n\x13ListServersResponse\x12*\n\x07servers\x18\x01 \x03(\x0b\x32\x19.areal.v1.InferenceServer\x12\x17\n\x0f\x63urrent_version\x18\x02 \x01(\x03\x12\r\n\x05\x61s_of\x18\x03 \x01(\t\x12\x14\n\x0c\x63hanges_only\x18\x04 \x01(\x08\x12\x17\n\x0fgone_server_ids\x18\x05 \x03(\t\"$\n\x15RegisterServerRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\"C\n\x16RegisterServerResponse\x12)\n\x06server\x18\x01 \x01(\x0b\x32\x19.areal.v1.InferenceServer\"T\n\x12\x44rainServerRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12+\n\x08\x64\x65\x61\x64line\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13\x44rainServerResponse\"1\n\x13ReportServerRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\x16\n\x14ReportServerResponse2\xc7\x04\n\x11WeightSyncService\x12S\n\x0ePublishVersion\x12\x1f.areal.v1.PublishVersionRequest\x1a .areal.v1.PublishVersionResponse\x12R\n\rWatchVersions\x12\x1e.areal.v1.WatchVersionsRequest\x1a\x1f.areal.v1.WatchVersionsResponse0\x01\x12M\n\x0cListVersions\x12\x1d.areal.v1.ListVersionsRequest\x1a\x1e.areal.v1.ListVersionsResponse\x12J\n\x0bListServers\x12\x1c.areal.v1.ListServersRequest\x1a\x1d.areal.v1.ListServersResponse\x12S\n\x0eRegisterServer\x12\x1f.areal.v1.RegisterServerRequest\x1a .areal.v1.RegisterServerResponse\x12J\n\x0b\x44rainServer\x12\x1c.areal.v1.DrainServerRequest\x1a\x1d.areal.v1.DrainServerResponse\x12M\n\x0cReportServer\x12\x1d.areal.v1.ReportServerRequest\x1a\x1e.areal.v1.ReportServerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"areal/v1/weight_sync_service.proto\x12\x08\x61real.v1\x1a\x15\x61real/v1/policy.proto\x1a\x1egoogle/protobuf/duration.proto\"j\n\x15PublishVersionRequest\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.areal.v1.PolicyVersion\x12\'\n\x05offer\x18\x02 \x01(\x0b\x32\x18.areal.v1.BroadcastOffer\"O\n\x0e\x42roadcastOffer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\t\"T\n\x16PublishVersionResponse\x12\x17\n\x0f\x63urrent_version\x18\x01 \x01(\x03\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\"\x16\n\x14WatchVersionsRequest\"\xf4\x01\n\x15WatchVersionsResponse\x12(\n\x07\x63urrent\x18\x01 \x01(\x0b\x32\x17.areal.v1.PolicyVersion\x12\x19\n\x11\x63onfirmed_servers\x18\x02 \x01(\x05\x12\x0f\n\x07servers\x18\x03 \x01(\x05\x12\x19\n\x11\x63onfirmed_version\x18\x04 \x01(\x03\x12\x0f\n\x07updates\x18\x05 \x01(\x03\x12\x1b\n\x13update_seconds_mean\x18\x06 \x01(\x01\x12\x18\n\x10\x61\x62orted_requests\x18\x07 \x01(\x03\x12\x10\n\x08\x64raining\x18\x08 \x01(\x05\x12\x10\n\x08unstored\x18\t \x01(\x08\"\x15\n\x13ListVersionsRequest\"A\n\x14ListVersionsResponse\x12)\n\x08versions\x18\x01 \x03(\x0b\x32\x17.areal.v1.PolicyVersion\"#\n\x12ListServersRequest\x12\r\n\x05\x61s_of\x18\x01 \x01(\t\"\x98\x01\n\x13ListServersResponse\x12*\n\x07servers\x18\x01 \x03(\x0b\x32\x19.areal.v1.InferenceServer\x12\x17\n\x0f\x63urrent_version\x18\x02 \x01(\x03\x12\r\n\x05\x61s_of\x18\x03 \x01(\t\x12\x14\n\x0c\x63hanges_only\x18\x04 \x01(\x08\x12\x17\n\x0fgone_server_ids\x18\x05 \x03(\t\"$\n\x15RegisterServerRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\"C\n\x16RegisterServerResponse\x12)\n\x06server\x18\x01 \x01(\x0b\x32\x19.areal.v1.InferenceServer\"T\n\x12\x44rainServerRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12+\n\x08\x64\x65\x61\x64line\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13\x44rainServerResponse\"1\n\x13ReportServerRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\x16\n\x14ReportServerResponse2\xc7\x04\n\x11WeightSyncService\x12S\n\x0ePublishVersion\x12\x1f.areal.v1.PublishVersionRequest\x1a .areal.v1.PublishVersionResponse\x12R\n\rWatchVersions\x12\x1e.areal.v1.WatchVersionsRequest\x1a\x1f.areal.v1.WatchVersionsResponse0\x01\x12M\n\x0cListVersions\x12\x1d.areal.v1.ListVersionsRequest\x1a\x1e.areal.v1.ListVersionsResponse\x12J\n\x0bListServers\x12\x1c.areal.v1.ListServersRequest\x1a\x1d.areal.v1.ListServersResponse\x12S\n\x0eRegisterServer\x12\x1f.areal.v1.RegisterServerRequest\x1a .areal.v1.RegisterServerResponse\x12J\n\x0b\x44rainServer\x12\x1c.areal.v1.DrainServerRequest\x1a\x1d.areal.v1.DrainServerResponse\x12M\n\x0cReportServer\x12\x1d.areal.v1.ReportServerRequest\x1a\x1e.areal.v1.ReportServerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'areal.v1.weight_sync_servic
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUBLISHVERSIONREQUEST']._serialized_start=103
-  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=168
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=170
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=219
-  _globals['_WATCHVERSIONSREQUEST']._serialized_start=221
-  _globals['_WATCHVERSIONSREQUEST']._serialized_end=243
-  _globals['_WATCHVERSIONSRESPONSE']._serialized_start=246
-  _globals['_WATCHVERSIONSRESPONSE']._serialized_end=472
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=474
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=495
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=497
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=562
-  _globals['_LISTSERVERSREQUEST']._serialized_start=564
-  _globals['_LISTSERVERSREQUEST']._serialized_end=599
-  _globals['_LISTSERVERSRESPONSE']._serialized_start=602
-  _globals['_LISTSERVERSRESPONSE']._serialized_end=754
-  _globals['_REGISTERSERVERREQUEST']._serialized_start=756
-  _globals['_REGISTERSERVERREQUEST']._serialized_end=792
-  _globals['_REGISTERSERVERRESPONSE']._serialized_start=794
-  _globals['_REGISTERSERVERRESPONSE']._serialized_end=861
-  _globals['_DRAINSERVERREQUEST']._serialized_start=863
-  _globals['_DRAINSERVERREQUEST']._serialized_end=947
-  _globals['_DRAINSERVERRESPONSE']._serialized_start=949
-  _globals['_DRAINSERVERRESPONSE']._serialized_end=970
-  _globals['_REPORTSERVERREQUEST']._serialized_start=972
-  _globals['_REPORTSERVERREQUEST']._serialized_end=1021
-  _globals['_REPORTSERVERRESPONSE']._serialized_start=1023
-  _globals['_REPORTSERVERRESPONSE']._serialized_end=1045
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1048
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=1631
+  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=209
+  _globals['_BROADCASTOFFER']._serialized_start=211
+  _globals['_BROADCASTOFFER']._serialized_end=290
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=292
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=376
+  _globals['_WATCHVERSIONSREQUEST']._serialized_start=378
+  _globals['_WATCHVERSIONSREQUEST']._serialized_end=400
+  _globals['_WATCHVERSIONSRESPONSE']._serialized_start=403
+  _globals['_WATCHVERSIONSRESPONSE']._serialized_end=647
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=649
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=670
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=672
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=737
+  _globals['_LISTSERVERSREQUEST']._serialized_start=739
+  _globals['_LISTSERVERSREQUEST']._serialized_end=774
+  _globals['_LISTSERVERSRESPONSE']._serialized_start=777
+  _globals['_LISTSERVERSRESPONSE']._serialized_end=929
+  _globals['_REGISTERSERVERREQUEST']._serialized_start=931
+  _globals['_REGISTERSERVERREQUEST']._serialized_end=967
+  _globals['_REGISTERSERVERRESPONSE']._serialized_start=969
+  _globals['_REGISTERSERVERRESPONSE']._serialized_end=1036
+  _globals['_DRAINSERVERREQUEST']._serialized_start=1038
+  _globals['_DRAINSERVERREQUEST']._serialized_end=1122
+  _globals['_DRAINSERVERRESPONSE']._serialized_start=1124
+  _globals['_DRAINSERVERRESPONSE']._serialized_end=1145
+  _globals['_REPORTSERVERREQUEST']._serialized_start=1147
+  _globals['_REPORTSERVERREQUEST']._serialized_end=1196
+  _globals['_REPORTSERVERRESPONSE']._serialized_start=1198
+  _globals['_REPORTSERVERRESPONSE']._serialized_end=1220
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1223
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=1806
 # @@protoc_insertion_point(module_scope)

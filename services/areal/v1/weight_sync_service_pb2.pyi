@@ -25,35 +25,82 @@ class PublishVersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _policy_pb2.PolicyVersion: ...
+    @_builtins.property
+    def offer(self) -> Global___BroadcastOffer:
+        """The trainer will broadcast it from here: the version has no files yet, and is published once
+        more when it is stored.
+        """
+
     def __init__(
         self,
         *,
         version: _policy_pb2.PolicyVersion | None = ...,
+        offer: Global___BroadcastOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishVersionRequest: _TypeAlias = PublishVersionRequest  # noqa: Y015
 
 @_typing.final
+class BroadcastOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Of the rendezvous."""
+    port: _builtins.int
+    backend: _builtins.str
+    """gloo or nccl."""
+    group: _builtins.str
+    """The group that the last broadcast left intact."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        port: _builtins.int = ...,
+        backend: _builtins.str = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "group", b"group", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BroadcastOffer: _TypeAlias = BroadcastOffer  # noqa: Y015
+
+@_typing.final
 class PublishVersionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CURRENT_VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
     current_version: _builtins.int
+    group: _builtins.str
+    """Answers an offer: the group offered when it is kept, else the name of a new one."""
+    world_size: _builtins.int
+    """Of the group, with the trainer; 0: nobody takes part, and the version is not current."""
     def __init__(
         self,
         *,
         current_version: _builtins.int = ...,
+        group: _builtins.str = ...,
+        world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_version", b"current_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_version", b"current_version", "group", b"group", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -86,6 +133,7 @@ class WatchVersionsResponse(_message.Message):
     UPDATE_SECONDS_MEAN_FIELD_NUMBER: _builtins.int
     ABORTED_REQUESTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    UNSTORED_FIELD_NUMBER: _builtins.int
     confirmed_servers: _builtins.int
     """Servers SERVING at the current version, and all that are not draining."""
     servers: _builtins.int
@@ -99,6 +147,8 @@ class WatchVersionsResponse(_message.Message):
     aborted_requests: _builtins.int
     draining: _builtins.int
     """Servers that leave, so that a watcher sees when the last one has gone."""
+    unstored: _builtins.bool
+    """The current version is only in servers' memory; its trainer is storing it, or has died."""
     @_builtins.property
     def current(self) -> _policy_pb2.PolicyVersion: ...
     def __init__(
@@ -112,10 +162,11 @@ class WatchVersionsResponse(_message.Message):
         update_seconds_mean: _builtins.float = ...,
         aborted_requests: _builtins.int = ...,
         draining: _builtins.int = ...,
+        unstored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "confirmed_servers", b"confirmed_servers", "confirmed_version", b"confirmed_version", "current", b"current", "draining", b"draining", "servers", b"servers", "update_seconds_mean", b"update_seconds_mean", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "confirmed_servers", b"confirmed_servers", "confirmed_version", b"confirmed_version", "current", b"current", "draining", b"draining", "servers", b"servers", "unstored", b"unstored", "update_seconds_mean", b"update_seconds_mean", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from areal.errors import StaleIncarnation, WrongStep
+from areal.transports.broadcast import Seat
 from areal.weights import (
     PolicyVersion,
     build_manifest,
@@ -88,6 +89,9 @@ class FakeEngine:
         self.fail_resume = 0
         self.aborts = 0
         self.nats = -1.0
+        self.ranks = 1
+        self.received: list[Seat] = []
+        self.receive_error: EngineError | None = None
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -122,6 +126,15 @@ class FakeEngine:
         except TimeoutError:
             raise EngineError(Fault.TIMEOUT, f"stage: no answer within {timeout:.1f} s") from None
         return Fingerprint("tp1", f"w{version.version}" if self.holds is None else self.holds)
+
+    async def receive(
+        self, version: PolicyVersion, seat: Seat, *, timeout: float
+    ) -> Fingerprint | None:
+        await self._call(f"receive {version.version}")
+        self.received.append(seat)
+        if self.receive_error is not None:
+            raise self.receive_error
+        return Fingerprint("tp1", f"w{version.version}") if self.stages else None
 
     async def pause(self, mode: str) -> None:
         await self._call("pause")
@@ -176,6 +189,10 @@ class FakeStore:
         await asyncio.sleep(0)
         if version.incarnation < self.incarnation:
             raise StaleIncarnation("stale")
+        now = self.current
+        if now is not None and now.version == version.version and version.stored > now.stored:
+            self.current, self.incarnation = version, version.incarnation
+            return
         if self.current is not None and version.version <= self.current.version:
             raise WrongStep("wrong")
         self.current, self.incarnation = version, version.incarnation

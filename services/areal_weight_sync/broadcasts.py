@@ -1,0 +1,52 @@
+"""Who takes part in which broadcast: a group lives while the same servers serve."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from areal.transports.broadcast import Offer, Seat, Seats
+from areal.weights import PolicyVersion
+
+
+class Broadcasts:
+    """Seats of the newest version.
+
+    Example:
+        >>> broadcasts.seat(version, offer, {"10.0.0.7:30000": ("boot-1", 1)})
+        Seats(group='areal-7f3a91', world_size=2)
+    """
+
+    def __init__(self) -> None:
+        self._group = ""
+        self._members: dict[str, tuple[str, int]] = {}
+        self._seats: dict[str, Seat] = {}
+        self._version = (-1, -1)
+
+    def seat(
+        self, version: PolicyVersion, offer: Offer, members: Mapping[str, tuple[str, int]]
+    ) -> Seats:
+        """Gives every member its ranks.
+
+        Args:
+            version: What will be broadcast.
+            offer: The trainer's; it says which group it still has.
+            members: Boot id and number of ranks, by server id.
+        """
+        if offer.group != self._group or not self._group or dict(members) != self._members:
+            self._group, self._members = f"areal-{secrets.token_hex(4)}", dict(members)
+        size = 1 + sum(ranks for _, ranks in self._members.values())
+        self._version, self._seats, rank = (version.version, version.incarnation), {}, 1
+        for server_id, (_, ranks) in self._members.items():
+            self._seats[server_id] = Seat(offer, self._group, rank, size)
+            rank += ranks
+        return Seats(self._group, size)
+
+    def take(self, server_id: str, version: PolicyVersion) -> Seat | None:
+        """A server's seat, once: what failed is not tried again.
+
+        Also when the version has been stored by now: the others wait for this one.
+        """
+        if (version.version, version.incarnation) != self._version:
+            return None
+        return self._seats.pop(server_id, None)

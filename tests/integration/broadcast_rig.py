@@ -1,0 +1,116 @@
+"""A trainer that broadcasts, around real services and engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import load_file
+from tests.inference_server import make_model
+from tests.integration.weight_sync_rig import Process, WeightSyncRig, inference
+from tests.nats_server import NatsServer
+from tests.redis_server import RedisServer
+
+from areal.engines.distributed import DistributedPublisher
+from areal.engines.publishing import host_tensors
+from areal.servers import ServerState
+from areal.transports.base import NewVersion
+from areal.transports.broadcast import Offer, Seats
+from areal.transports.disk import DiskPublisher
+from areal.weights import PolicyVersion
+
+SERVING = ServerState.SERVING
+
+
+class Trainer:
+    """Rank 0, as `FSDPPPOActor.upload_weights` and its session are."""
+
+    def __init__(self, rig: WeightSyncRig) -> None:
+        self.rig = rig
+        self.offers: list[Seats] = []
+        self.published: list[PolicyVersion] = []
+        self.loop = asyncio.get_running_loop()
+        self.tensors = load_file(rig.model / "model.safetensors")
+        self.publisher = DistributedPublisher(
+            DiskPublisher(rig.weights_root), self._offer, rig.weights_root, rig.address
+        )
+
+    def _call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def _offer(self, version: PolicyVersion, offer: Offer) -> Seats:
+        self.offers.append(self._call(self.rig.client.offer_version(version, offer)))
+        return self.offers[-1]
+
+    def _announce(self, version: PolicyVersion) -> None:
+        self._call(self.rig.client.publish_version(version))
+        self.published.append(version)
+
+    async def publish(self, version: int, **replaced: torch.Tensor) -> float:
+        """Returns how long the trainer was blocked."""
+        changed = [(n, t + 0.001 * version) for n, t in (self.tensors | replaced).items()]
+        new = NewVersion(version, 1, host_tensors(changed), self.rig.model)
+        since = time.monotonic()
+        await asyncio.to_thread(self.publisher.publish, new, self._announce)
+        return time.monotonic() - since
+
+
+class World:
+    """A weight-sync with stores, its servers, and a trainer."""
+
+    def __init__(self, tmp_path: Path, rig: WeightSyncRig, stack: AsyncExitStack) -> None:
+        self.rig = rig
+        self.trainer = Trainer(rig)
+        self.servers: list[tuple[Process, str]] = []
+        self._tmp_path = tmp_path
+        self._stack = stack
+
+    async def add(self) -> tuple[Process, str]:
+        name = f"inference-{len(self.servers)}"
+        server = inference(self._tmp_path, self.rig.model, name)
+        server[0].start()
+        self._stack.callback(server[0].stop)
+        self.servers.append(server)
+        await self.rig.client.register_server(server[1])
+        return server
+
+    async def at(self, version: int) -> None:
+        """Every server serves it, with the trainer's bits."""
+        expected = {t.name: t.digest for t in self.trainer.published[-1].tensors}
+        async with aiohttp.ClientSession() as session:
+            for _, url in self.servers:
+                await self.rig.until(url, SERVING, version)
+                body = {"action": "checksum"}
+                async with session.post(f"{url}/weights_checker", json=body) as answer:
+                    assert (await answer.json())["ranks"][0]["checksums"] == expected
+
+
+@asynccontextmanager
+async def running_world(tmp_path: Path) -> AsyncIterator[World]:
+    """Two servers at version 0."""
+    torch.set_num_threads(1)
+    model = tmp_path / "model"
+    # Larger than what sockets hold: a broadcast to somebody who does not read blocks.
+    make_model(model, vocab_size=300, hidden_size=512, intermediate_size=2048)
+    redis, nats = RedisServer(tmp_path / "redis"), NatsServer(tmp_path / "nats")
+    async with AsyncExitStack() as stack:
+        for store in (redis, nats):
+            store.start()
+            stack.callback(store.kill)
+        rig = WeightSyncRig(
+            tmp_path, redis.url, nats.url, model, probe_interval_s=0.2, transport="distributed"
+        )
+        stack.push_async_callback(rig.close)
+        await rig.started()
+        made = World(tmp_path, rig, stack)
+        for _ in range(2):
+            await made.add()
+        for _, url in made.servers:
+            await rig.until(url, SERVING, 0)
+        yield made
