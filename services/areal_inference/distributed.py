@@ -187,6 +187,8 @@ def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> lis
             f"names, dtypes, shapes: {len(names)}, {len(dtypes)}, {len(shapes)} of them, "
             "expected as many of each"
         )
+    if not all(type(text) is str for text in (*names, *dtypes, *digests)):
+        raise InvalidInput("names, dtypes, digests: expected lists of strings")
     own, planned, seen = model_shapes(model), list[_Planned](), set(source.tensors)
     for name, dtype, shape, digest in zip(names, dtypes, shapes, digests, strict=True):
         if name not in own:
