@@ -265,7 +265,10 @@ GENERATE = {
 def inference_routes() -> list[tuple[str, list[str]]]:
     """Every route of the engine's application, which has no OpenAPI document."""
     service = SimpleNamespace(
-        config=SimpleNamespace(command_timeout_s=1.0), encode=lambda: None, decode=lambda: None
+        model=None,
+        config=SimpleNamespace(command_timeout_s=1.0),
+        encode=lambda: None,
+        decode=lambda: None,
     )
     return [
         (route.path, sorted(route.methods or ()))
