@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from areal_inference.weights import Weights
 
 _MAX_FLUSH_WAIT_S = 3600.0
-
 _PAUSE = {**COMMON, "mode": str}
 _CONTINUE = {**COMMON, "torch_empty_cache": bool}
 _ABORT = {
