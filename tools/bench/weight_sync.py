@@ -4,8 +4,9 @@
 
 Each server is a process with areal-inference's loader; a weight store serves in this one's thread.
 The contender is what people do by hand: safetensors save, then load and copy into parameters, in
-the same run, alternating. Medians; `blocked` is what the trainer waits for. Then deltas: size and
-time by share of changed elements, or between two versions given by --versions FOLDER FOLDER.
+the same run, alternating. Medians; `blocked` is what the trainer waits for (`distributed` also
+stores). Then deltas: size and time by share of changed elements, or between two versions given by
+--versions FOLDER FOLDER.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ import numpy as np
 from areal.tensor_file import HostTensor, item_bytes
 from areal.transports import delta
 from areal.transports.base import NewVersion, Publisher
+from areal.transports.broadcast import DTYPES, Offer, Seats
 from areal.transports.chain import DeltaChain
 from areal.transports.disk import DiskPublisher
 from areal.transports.stream import StreamPublisher
+from areal.weights import PolicyVersion
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024,
@@ -65,12 +68,14 @@ def server(pipe: Connection, model: str) -> None:
     """A server's process: loads what it is told, into the set it does not use."""
     import torch
 
+    from areal_inference.distributed import Groups
     from areal_inference.model_config import ModelConfig
     from areal_inference.weights import load_weights
 
     torch.set_num_threads(1)
     config, sets = ModelConfig.from_folder(Path(model)), [None, None]
     plain: dict[str, Any] = {}
+    groups = Groups(config)
     while True:
         kind, location = pipe.recv()
         if kind == "stop":
@@ -80,10 +85,28 @@ def server(pipe: Connection, model: str) -> None:
 
             for name, tensor in load_file(location).items():
                 plain.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
-        else:
-            new = load_weights(location, config, torch.float32, spare=sets[1], held=sets[0])
-            sets = [new, sets[0]]
-        pipe.send("done")
+            pipe.send(time.perf_counter())
+            continue
+        source = None
+        if kind == "distributed":
+            source = asyncio.run(_receive(groups, *location))
+            location = groups.location()
+        new = load_weights(
+            location, config, torch.float32, spare=sets[1], held=sets[0], source=source
+        )
+        sets = [new, sets[0]]
+        pipe.send(time.perf_counter())
+
+
+async def _receive(groups: Any, seat: dict[str, Any] | None, names: dict[str, Any]) -> Any:
+    """What areal-inference does when it is told to: joins if the group is new, takes part."""
+    from areal_inference.distributed import MemorySource
+
+    if seat is not None:
+        await groups.join(seat)
+    source = MemorySource()
+    await groups.receive(names, source)
+    return source
 
 
 class Servers:
@@ -99,13 +122,39 @@ class Servers:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def tell(self, kind: str, location: str) -> None:
-        """Has all of them load at once, and waits."""
+    def tell(self, kind: str, location: str) -> float:
+        """Has all of them load at once; see `wait`."""
         for pipe in self.pipes:
             pipe.send((kind, location))
-        if kind != "stop":
-            for pipe in self.pipes:
-                pipe.recv()
+        return self.wait()
+
+    def wait(self) -> float:
+        """Until each has loaded; when the last one had (`time.perf_counter` is the machine's)."""
+        return max(float(pipe.recv()) for pipe in self.pipes)
+
+    def stop(self) -> None:
+        """Ends them."""
+        for pipe in self.pipes:
+            pipe.send(("stop", ""))
+
+    def seat(self, manifest: PolicyVersion, offer: Offer) -> Seats:
+        """As weight-sync answers an offer: all take part, over the same group as before."""
+        seats = Seats(offer.group or f"bench-{offer.port}", len(self.pipes) + 1)
+        names = {
+            "names": [t.name for t in manifest.tensors],
+            "dtypes": [DTYPES[t.dtype] for t in manifest.tensors],
+            "shapes": [list(t.shape) for t in manifest.tensors],
+            "digests": [t.digest for t in manifest.tensors],
+            "group_name": seats.group,
+        }
+        for number, pipe in enumerate(self.pipes):
+            seat = {
+                "master_address": offer.address, "master_port": offer.port,
+                "rank_offset": number + 1, "world_size": seats.world_size,
+                "group_name": seats.group, "backend": offer.backend,
+            }  # fmt: skip
+            pipe.send(("distributed", (None if offer.group else seat, names)))
+        return seats
 
 
 def start_store(root: Path, model: Path) -> str:
@@ -139,6 +188,7 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from areal.engines.distributed import DistributedPublisher
     from areal.engines.publishing import host_tensors
 
     torch.set_num_threads(1)
@@ -148,17 +198,25 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
     size = sum(t.data.nbytes for t in host) / 1e6
     memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="areal-bench-"))
     url = start_store(root / "store", model)
-    publishers = {
+    publishers: dict[str, Publisher] = {
         "disk": DiskPublisher(root / "disk"),
         "disk in memory": DiskPublisher(memory),
         "stream": StreamPublisher(url, {}, 60.0),
     }
-    folders = {"disk": root / "disk", "disk in memory": memory, "stream": root / "store"}
+    folders = {
+        "disk": root / "disk",
+        "disk in memory": memory,
+        "stream": root / "store",
+        "distributed": root / "stored",
+    }
     print(f"{size:.0f} MB, load {os.getloadavg()[0]:.1f}, medians of {args.rounds} rounds")
     try:
         for count in args.servers:
             servers = Servers(count, model)
             times: dict[str, list[tuple[float, float]]] = {}
+            publishers["distributed"] = DistributedPublisher(
+                DiskPublisher(root / "stored"), servers.seat, root / "stored", "127.0.0.1:1"
+            )
             for number in range(1, args.rounds + 2):  # the first warms up
                 for name in ("safetensors", *publishers):
                     begin = time.perf_counter()
@@ -166,7 +224,7 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
                         file = root / "by-hand.safetensors"
                         save_file(tensors, file)
                         blocked = time.perf_counter() - begin
-                        servers.tell(name, str(file))
+                        ended = servers.tell(name, str(file))
                     else:
                         new = NewVersion(count * 1000 + number, 1, host, model)
                         version = publishers[name].publish(new, lambda _: None)
@@ -174,13 +232,16 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
                         where = version.path
                         if name == "stream":
                             where = f"{url}/versions/{new.name}"
-                        servers.tell(name, where)
+                        # What was broadcast is there by now, perhaps before it was stored.
+                        ended = (
+                            servers.wait() if name == "distributed" else servers.tell(name, where)
+                        )
                     if number > 1:
-                        times.setdefault(name, []).append((time.perf_counter() - begin, blocked))
+                        times.setdefault(name, []).append((ended - begin, blocked))
                     if name != "safetensors":
                         retire(folders[name], Path(version.path))
             bench_chains(args, servers, count, model, tensors, (root, url), times)
-            servers.tell("stop", "")
+            servers.stop()
             bound = statistics.median(t for t, _ in times["safetensors"])
             for name, found in times.items():
                 total = statistics.median(t for t, _ in found)
@@ -207,7 +268,6 @@ def bench_chains(
     import torch
 
     from areal.engines.publishing import host_tensors
-    from areal.weights import PolicyVersion
     from areal_weight_sync.published import DigestCache
 
     root, url = where
@@ -230,10 +290,10 @@ def bench_chains(
             version: PolicyVersion = publisher.publish(new, DigestCache().verify)
             blocked = time.perf_counter() - begin
             pulled = f"{url}/versions/{new.name}"
-            servers.tell(name, version.path if name == "disk delta" else pulled)
+            ended = servers.tell(name, version.path if name == "disk delta" else pulled)
             if number > 2:
                 assert version.delta is not None
-                times.setdefault(name, []).append((time.perf_counter() - begin, blocked))
+                times.setdefault(name, []).append((ended - begin, blocked))
             earlier.append(Path(version.path))
             if len(earlier) > 1:
                 retire(folder, earlier.pop(0))
