@@ -197,7 +197,10 @@ def inference_routes() -> list[tuple[str, str]]:
 
     # The routes are made before anything of the service is used.
     service = SimpleNamespace(
-        config=SimpleNamespace(command_timeout_s=1.0), encode=lambda: None, decode=lambda: None
+        config=SimpleNamespace(command_timeout_s=1.0),
+        model=None,
+        encode=lambda: None,
+        decode=lambda: None,
     )
     return routes_of(build_app(cast("Service", service), Security()).routes)
 
