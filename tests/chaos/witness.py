@@ -6,8 +6,8 @@ their logprobs, wherever and however often the request was continued. The contro
 after it must not.
 
 One thing is told apart: real SGLang holds requests that reach it during an update, and then finds
-the beginning of their prompt where the version before has left it, under the key of that version.
-Such an answer must agree with just that: so many tokens' keys and values by the version before.
+the beginning of their prompt where an earlier version has left it, under the key of that version.
+Such an answer must agree with just that: so many tokens' keys and values by that version.
 """
 
 from __future__ import annotations
@@ -101,42 +101,51 @@ class Witness:
         control = statistics.median(following) if following else 0.0
         detail = (
             f"{max(own, default=np.inf):.1e} off in {len(own)} answers, {changed} of them across "
-            f"an update, {inherited} after a prompt that began under the version before; by the "
+            f"an update, {inherited} after a prompt that began under an earlier version; by the "
             f"version after it {control:.1e} in the median; {unknown} not kept"
         )
         holds = bool(own) and max(own) < tolerance < control and unknown <= len(own) // 10
         return Check("every token's logprob is that of the version it names", holds, detail)
 
     def _inherited(self, version: int, answer: Trajectory, at: np.ndarray[Any, Any]) -> float:
-        """The least difference with some of the prompt by the version before."""
+        """The least difference with some of the prompt by an earlier version."""
         differences = [np.inf]
-        for length in range(1, int(at[0])):
-            scored = self._score(version, answer, at, inherited=length)
-            if scored is not None:
-                differences.append(float(np.abs(scored - answer.behavior_logprobs[at]).max()))
+        for earlier in range(max(0, version - 3), version):
+            for length in range(1, int(at[0])):
+                scored = self._score(version, answer, at, (earlier, length))
+                if scored is not None:
+                    differences.append(float(np.abs(scored - answer.behavior_logprobs[at]).max()))
         return min(differences)
 
     def _score(
-        self, version: int, answer: Trajectory, at: np.ndarray[Any, Any], inherited: int = 0
+        self,
+        version: int,
+        answer: Trajectory,
+        at: np.ndarray[Any, Any],
+        inherited: tuple[int, int] = (0, 0),
     ) -> np.ndarray[Any, Any] | None:
-        """The logprobs of the tokens at these positions; None: a version is not there."""
+        """The logprobs of the tokens at these positions; None: a version is not there.
+
+        inherited: the version whose keys and values the first so many tokens have.
+        """
         import torch
         from transformers import DynamicCache
 
+        length = inherited[1]
         model = self._model(version)
-        before = self._model(version - 1) if inherited else None
-        if model is None or (inherited and before is None):
+        before = self._model(inherited[0]) if length else None
+        if model is None or (length and before is None):
             return None
         with torch.no_grad():
             ids = torch.from_numpy(answer.input_ids.astype(np.int64))[None]
             cache = DynamicCache()
             if before is not None:
-                before(ids[:, :inherited], past_key_values=cache, use_cache=True)
-            logits = model(ids[:, inherited:], past_key_values=cache, use_cache=True).logits[0]
+                before(ids[:, :length], past_key_values=cache, use_cache=True)
+            logits = model(ids[:, length:], past_key_values=cache, use_cache=True).logits[0]
             # `min_new_tokens` forbids the end, so it takes no part in what was sampled from.
             logits[:, model.config.eos_token_id] = -torch.inf
             logprobs = torch.log_softmax(logits.float(), -1)
-            return logprobs[at - 1 - inherited, ids[0, at]].numpy()
+            return logprobs[at - 1 - length, ids[0, at]].numpy()
 
     def _model(self, version: int) -> Any:
         found = sorted(self._copies.glob(f"v{version:08}-*")) if version else [self._first]
