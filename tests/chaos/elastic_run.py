@@ -160,7 +160,7 @@ class Run:
                 self.checks.append(Check(f"{action} before the end", False, f"step {at}"))
                 return
             if action == KILL:
-                self._kill(at, rng)
+                await self._kill(at, rng)
                 continue
             began = time.monotonic()
             done = await asyncio.to_thread(
@@ -173,10 +173,18 @@ class Run:
             )
             self.checks.append(Check(f"scale to {action}", done.returncode == 0, str(said)))
 
-    def _kill(self, at: int, rng: random.Random) -> None:
+    async def _kill(self, at: int, rng: random.Random) -> None:
+        """One that is busy, so that somebody's request ends with it."""
         processes = self.stack.content["processes"]
         up = [n for n, p in processes.items() if n.startswith("inference") and p["state"] == "up"]
         name = rng.choice(sorted(up))
+        url = f"http://{self.stack.address(name)}/v1/loads"
+        async with aiohttp.ClientSession(headers=self.stack.security.headers()) as http:
+            async with asyncio.timeout(60.0):
+                running = 0
+                while not running:
+                    async with http.get(url) as reply:
+                        running = (await reply.json())["loads"][0]["num_running_reqs"]
         os.kill(processes[name]["pid"], signal.SIGKILL)
         self._killed[f"http://{self.stack.address(name)}"] = time.monotonic()
         self.happened.append(f"step {at}: kill -9 {name}")
