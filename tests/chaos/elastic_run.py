@@ -83,7 +83,7 @@ class Run:
         file = self.stack.run_dir / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    async def watch(self, ended: asyncio.Event) -> None:
+    async def watch(self, plan: Plan, ended: asyncio.Event) -> None:
         """Looks at the servers, several times a second."""
         security = self.stack.security
         client = WeightSyncClient(self.stack.address("weight-sync"), security)
@@ -110,7 +110,9 @@ class Run:
                         if self.steps():
                             self._serving.append(len(serving))
                         await asyncio.gather(*(self._count(http, url) for url in serving))
-                        await self._count_interruptions(http)
+                        # Not those of the stop, which ends every server under its requests.
+                        if self.steps() < plan.steps:
+                            await self._count_interruptions(http)
                     await asyncio.sleep(0.2)
         finally:
             await client.close()
@@ -215,6 +217,7 @@ class Run:
         for check in self.checks:
             print(f"  {'ok  ' if check.holds else 'FAIL'} {check.name}: {check.detail}")
         print(f"  {self.wall_s:.1f} s of training, {self.servers:.2f} servers on average")
+        print(f"  requests interrupted while training, by cause: {self.interruptions}")
 
     def broken(self) -> str:
         """What does not hold; empty: all does."""
@@ -248,7 +251,7 @@ def train(plan: Plan, scratch: Path) -> Run:
         client = RolloutClient(stack.address("rollout-0"), stack.security)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(run.watch(ended))
+                group.create_task(run.watch(plan, ended))
                 group.create_task(run.act(plan, ended))
                 group.create_task(witness.keep_versions(ended))
                 group.create_task(run.ask(witness, client, plan, ended))
