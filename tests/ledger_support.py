@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+from redis.asyncio import Redis
 
 from areal.clients.stores import connect_redis
 from areal.errors import ArealError
@@ -110,7 +111,7 @@ def ledger_config(url: str, **changes: object) -> LedgerConfig:
 class Book:
     """A store with the shortest ways to say what a test does."""
 
-    def __init__(self, store: RedisStore, client: object, prefix: str) -> None:
+    def __init__(self, store: RedisStore, client: Redis, prefix: str) -> None:
         self.store = store
         self.redis = client
         self.prefix = prefix
@@ -156,6 +157,17 @@ class Book:
         taken = await self.store.take(self.incarnation, step, ids, near_limit=near_limit)
         return taken.state, [group.task_id for group in taken.groups]
 
+    async def train(self, steps: int) -> list[list[str]]:
+        """Runs that many steps of two groups; returns the batches."""
+        batches = []
+        for step in range(1, steps + 1):
+            assert (await self.take(step))[0] == "waiting"
+            await self.run(f"s{step}a", f"s{step}b", version=step - 1)
+            state, ids = await self.take(step)
+            assert state == "taken", f"step {step}: {state}"
+            batches.append(ids)
+        return batches
+
     async def state(self, task_id: str) -> str:
         async for record in self.store.read([task_id], groups=False):
             return record.state.value
@@ -164,11 +176,11 @@ class Book:
     async def expire_lease(self, task_id: str) -> None:
         """As if its holder had been silent for a lease's lifetime, then a sweep."""
         for purpose in Purpose:
-            await self.redis.zadd(f"{self.prefix}running:{purpose}", {task_id: 1}, xx=True)  # type: ignore[attr-defined]
+            await self.redis.zadd(f"{self.prefix}running:{purpose}", {task_id: 1}, xx=True)
         await self.store.sweep()
 
     async def pass_straggler_deadline(self) -> None:
-        await self.redis.hset(f"{self.prefix}meta", "take_since", 1)  # type: ignore[attr-defined]
+        await self.redis.hset(f"{self.prefix}meta", "take_since", 1)
 
     async def counts(self) -> dict[str, int]:
         """States that have tasks; checks that all add up."""

@@ -1,4 +1,4 @@
-"""The engines of the conformance suite: ours always, SGLang with `make test-sglang`."""
+"""What the suites here share: engines (SGLang with `make test-sglang`), transports, ledgers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.containers import store_in_container
 from tests.contract.engines import EngineUnderTest, Http, running_engine
 from tests.contract.transport_rig import Rig, open_rig
 from tests.inference_server import make_model, save_tokenizer
+from tests.ledger_support import Book, open_book
+from tests.redis_server import start_redis
 
 ENGINES = ["embedded", "real"] if os.environ.get("AREAL_TEST_SGLANG") else ["embedded"]
 VERSIONS = 4
@@ -53,6 +56,27 @@ async def http(engine: EngineUnderTest) -> AsyncIterator[Http]:
         await calls.resume()
         await calls.until(lambda load: not load["num_running_reqs"] + load["num_waiting_reqs"])
         await calls.until_updated(0)
+
+
+@pytest.fixture(scope="session")
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of one Redis for every file; a ledger in it has a name of its own."""
+    with start_redis(tmp_path_factory.mktemp("ledger")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis_container() -> Iterator[str]:
+    """The same in a container."""
+    with store_in_container("redis") as url:
+        yield url
+
+
+@pytest.fixture(params=["redis_process", "redis_container"], ids=["process", "container"])
+async def book(request: pytest.FixtureRequest) -> AsyncIterator[Book]:
+    """An empty ledger."""
+    async with open_book(request.getfixturevalue(request.param)) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +19,6 @@ from hypothesis.stateful import (
 )
 from tests.contract.ledger_model import Model
 from tests.ledger_support import Book, complete, finished, new_task, open_book
-from tests.redis_server import start_redis
 
 from areal.errors import ArealError
 from areal.observability.waits import Waits
@@ -377,14 +375,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(trained) == len(set(trained))  # L2
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with start_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-def test_ledger_when_anything_interleaves_then_equals_the_model(redis_url: str) -> None:
-    LedgerMachine.url = redis_url
+def test_ledger_when_anything_interleaves_then_equals_the_model(redis_process: str) -> None:
+    LedgerMachine.url = redis_process
     run_state_machine_as_test(
         LedgerMachine,
         settings=settings(

@@ -1,0 +1,77 @@
+"""The ledger near its memory limit, and large groups, against the real scripts on Redis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.ledger_support import Book, complete, finished, make_group
+
+from areal.compression import expand
+from areal.errors import CapacityExceeded
+from areal.types import Purpose
+from areal.wire import group_to_pb, pack_group
+
+
+async def test_memory_when_near_limit_then_checkpoint_first_only_if_that_helps(
+    book: Book,
+) -> None:
+    await book.register()
+    await book.train(1)
+    await book.run("a", "b", version=0)
+    take = await book.store.take(1, 2, (), near_limit=True)
+    assert take.state == "checkpoint_first"
+    assert "commit step 1" in take.waiting_for
+    await book.store.commit(1, 1, 1)
+    assert await book.take(2, near_limit=True) == ("taken", ["a", "b"])
+
+
+async def test_memory_when_full_then_only_what_the_next_batch_needs_is_completed(
+    book: Book,
+) -> None:
+    await book.register(size=2, eta=1)
+    await book.submit("a", "b", "c", "d")
+    leases = await book.lease(4)
+    assert await book.complete("a", leases["a"], full=True)
+    assert await book.complete("b", leases["b"], full=True)
+    with pytest.raises(CapacityExceeded, match="task c: the ledger is near its memory limit"):
+        await book.complete("c", leases["c"], full=True)
+    assert await book.state("c") == "running"
+    assert await book.take(1, near_limit=True) == ("taken", ["a", "b"])
+    assert await book.complete("c", leases["c"], full=True)
+
+
+async def test_memory_when_full_then_submission_is_refused_only_with_enough_queued(
+    book: Book,
+) -> None:
+    await book.register(size=1, eta=1)
+    assert await book.submit("a", "b", full=True) == [True, True]
+    with pytest.raises(CapacityExceeded, match="has 2 tasks queued"):
+        await book.submit("c", full=True)
+    assert await book.submit("a", full=True) == [False]
+    with pytest.raises(CapacityExceeded):
+        await book.submit("s", purpose=Purpose.SERVE, full=True)
+
+
+async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(book: Book) -> None:
+    await book.register(size=2)
+    await book.submit("large", "plain")
+    await book.submit("served", purpose=Purpose.SERVE)
+    leases = await book.lease(3)
+    large = make_group("large", length=2000)
+    whole = group_to_pb(large).SerializeToString()
+    group = replace(finished("large"), payload=pack_group(large))
+    assert await complete(book.store, leases["large"], group, full=False)
+    served = replace(group, task_id="served")
+    assert await complete(book.store, leases["served"], served, full=False)
+    assert await book.complete("plain", leases["plain"])
+    # As a worker that does not compress hands it in.
+    plain = expand(finished("plain").payload)
+    await book.redis.set(f"{book.prefix}group:plain", plain)
+    stored = await book.redis.strlen(f"{book.prefix}group:large")
+    assert stored == len(group.payload) < len(whole) / 2
+    assert await book.take(1) == ("taken", ["large", "plain"])
+    some = book.store.fetch(book.incarnation, 1, ["large", "plain"])
+    assert [each async for payloads in some for each in payloads] == [group.payload, plain]
+    (record,) = [r async for r in book.store.read(["served"], groups=True)]
+    assert record.payload == whole
