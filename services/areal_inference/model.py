@@ -1,6 +1,6 @@
 """Forward pass of Qwen2 and Llama decoders in plain torch, for prefill and for one decode step.
 
-Equal to transformers' logits within float rounding (tests/unit/areal_inference/test_inference_model.py).
+Equal to transformers' logits within float rounding: test_inference_model.py shows it.
 Layout of the weights: see `areal_inference.weights`.
 """
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.unit.areal_weight_sync.test_weight_sync_coordinator import SERVING, Rig
+from tests.unit.areal_weight_sync.coordinator_rig import SERVING, Rig
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeEngine
 
 from areal_weight_sync.pace import Pace

@@ -1,20 +1,15 @@
 """Engines that read a version ahead of its use."""
 
-from tests.unit.areal_weight_sync.test_weight_sync_coordinator import Rig, rig_of
+from tests.unit.areal_weight_sync.coordinator_rig import QUARANTINED, SERVING, Rig, rig_of
 
-from areal.servers import ServerState
 from areal_weight_sync.engine import EngineError, Fault
-
-SERVING, QUARANTINED = ServerState.SERVING, ServerState.QUARANTINED
 
 
 async def serving(rig: Rig, *names: str) -> None:
     for name in names:
         rig.engine(name).stages = True
-    rig.register(*names)
-    await rig.publish_model()
+    await rig.serving(*names)
     for name in names:
-        await rig.at(name, SERVING, 0)
         rig.engine(name).calls.clear()
 
 
