@@ -11,10 +11,33 @@ from areal.engines.sglang import Interrupted
 from areal.errors import LeaseLost
 from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 from areal.tokenizer import Tokenizer
-from areal.types import Purpose, StopReason, Task, WorkflowSpec
-from areal.workflows.base import RolloutWorkflow
+from areal.types import (
+    GenerationHyperparameters,
+    LLMRequest,
+    Purpose,
+    StopReason,
+    Task,
+    WorkflowSpec,
+)
+from areal.workflows.base import RolloutWorkflow, make_trajectory
 from areal_rollout.config import ExecutorConfig
 from areal_rollout.executor import Executor
+
+
+def request(prompt=(1, 2), n=6):
+    return LLMRequest(list(prompt), GenerationHyperparameters(max_new_tokens=n))
+
+
+async def one_sample(engine, data):
+    response = await engine.agenerate(request())
+    [reward] = await engine.score("math", completions=["x"], data=data)
+    return make_trajectory(response, reward)
+
+
+async def group_of_four(engine, data):
+    responses = await asyncio.gather(*[engine.agenerate(request()) for _ in range(4)])
+    rewards = await engine.score("math", completions=["x"] * 4, data=data)
+    return [make_trajectory(r, w) for r, w in zip(responses, rewards, strict=True)]
 
 
 def lease(task_id, token=1, version=0, workflow="rlvr", partial=b"", failed=(), **data):
@@ -209,11 +232,15 @@ class Rig:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def ended(self, count):
-        async with asyncio.timeout(5.0):
-            while self.ledger.ended < count or self.executor.running:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await self.until(lambda: self.ledger.ended >= count and not self.executor.running)
 
     async def until(self, condition):
-        async with asyncio.timeout(5.0):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        try:
+            async with asyncio.timeout(20.0):
+                while not condition():  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            raise AssertionError(
+                f"waited 20 s: {self.executor.running} episodes and "
+                f"{self.generation.running} of their calls run, {self.ledger.ended} tasks ended, {dict(self.observer.outcomes)}"
+            ) from None

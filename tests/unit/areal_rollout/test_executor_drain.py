@@ -3,6 +3,7 @@
 import asyncio
 
 from tests.unit.areal_rollout.fakes import (
+    FakeGeneration,
     Rig,
     Unreplayable,
     group_of_four,
@@ -13,7 +14,7 @@ from tests.unit.areal_rollout.fakes import (
 
 from areal.clients.buffer_types import ReturnCause
 from areal.errors import Unavailable
-from areal.types import StopReason
+from areal.types import LLMResponse, StopReason
 from areal.workflows.base import make_trajectory
 from areal_rollout.journal import decode, encode
 
@@ -72,20 +73,12 @@ async def test_drain_when_the_workflow_is_not_replayable_then_no_journal():
         await rig.executor.drain(2.0)
     assert rig.ledger.returned["a"][1]["partial"] == b""
 
-    kept = request(), (await _response())
+    answer = LLMResponse([1, 2], [], [], [], StopReason.ABORT)
+    await FakeGeneration().generate(request(), answer, min_version=0, avoid=())
     async with Rig(one_sample, Unreplayable) as again:
-        again.ledger.add(lease("a", partial=encode([kept], 1 << 20)))
+        again.ledger.add(lease("a", partial=encode([(request(), answer)], 1 << 20)))
         await again.ended(1)
     assert again.generation.requests[0][1] == 0
-
-
-async def _response():
-    rig = Rig(None)
-    engine_request = request()
-    from areal.types import LLMResponse
-
-    response = LLMResponse([1, 2], [], [], [], StopReason.ABORT)
-    return await rig.generation.generate(engine_request, response, min_version=0, avoid=())
 
 
 async def test_drain_when_the_workflow_hides_the_interruption_then_it_is_still_returned():

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.unit.areal_rollout.fakes import Rig, group_of_four, lease, one_sample, request
@@ -103,7 +104,7 @@ async def test_episode_when_it_raises_then_returned_with_whose_fault(error, caus
     assert got is ReturnCause[cause]
     assert more["detail"] == detail
     assert more["failed_server"] == server
-    assert ("test_executor.py" in more["traceback"]) == (cause == "WORKFLOW_ERROR")
+    assert (Path(__file__).name in more["traceback"]) == (cause == "WORKFLOW_ERROR")
     assert rig.ledger.completed == {}
 
 
@@ -181,7 +182,7 @@ async def test_episode_when_it_hangs_then_ended_by_name_with_the_place_where_it_
     cause, more = rig.ledger.returned["a"]
     assert cause is ReturnCause.WORKFLOW_ERROR
     assert "episode of workflow 'rlvr' ran longer than 0.1 s" in more["detail"]
-    assert "test_executor.py:" in more["detail"]
+    assert f"{Path(__file__).name}:" in more["detail"]
     assert "in deep" in more["traceback"]
 
 

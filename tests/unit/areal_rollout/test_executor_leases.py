@@ -120,9 +120,6 @@ async def test_lease_when_the_same_task_comes_again_then_the_older_episode_stops
 
 
 async def test_renewal_when_the_ledger_is_away_then_episodes_go_on():
-    class Away(Exception):
-        pass
-
     async with Rig(one_sample, lease_ttl_s=0.03) as rig:
 
         async def renew_leases(worker_id, leases):
