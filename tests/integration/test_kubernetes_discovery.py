@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.contract.test_discovery import CONDITION, Stack, World
+from tests.contract.discovery_worlds import CONDITION, Stack, World, running
 
 from areal_weight_sync.discovery import Source, make_sources
 
@@ -103,14 +103,8 @@ class ClusterWorld(World):
 
 @pytest.fixture
 async def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
-    world = ClusterWorld()
-    await world.start(tmp_path, monkeypatch)
-    running = Stack(world, tmp_path)
-    try:
-        yield running
-    finally:
-        await running.stop()
-        await world.stop()
+    async with running(ClusterWorld(), tmp_path, monkeypatch) as stack:
+        yield stack
 
 
 async def until_condition(stack: Stack, pod: str, status: str) -> None:

@@ -242,5 +242,6 @@ class Rig:
         except TimeoutError:
             raise AssertionError(
                 f"waited 20 s: {self.executor.running} episodes and "
-                f"{self.generation.running} of their calls run, {self.ledger.ended} tasks ended, {dict(self.observer.outcomes)}"
+                f"{self.generation.running} of their calls run, "
+                f"{self.ledger.ended} tasks ended, {dict(self.observer.outcomes)}"
             ) from None
