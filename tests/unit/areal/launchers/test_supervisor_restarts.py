@@ -1,22 +1,19 @@
-"""Supervision of real children (small Python programs)."""
+"""Real children start, end and are started again, or given up with their last words."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
-import socket
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.unit.areal.launchers.supervised import FAST, Recorder, file_probe, python, until
 
 from areal.errors import WaitTimeout
-from areal.launchers.probes import Probe, http_probe
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.supervisor import (
     ProcessState,
@@ -27,44 +24,6 @@ from areal.launchers.supervisor import (
 )
 from areal.launchers.tags import find_tagged
 from areal.verdict import VERDICT_VARIABLE
-
-FAST = RestartPolicy(max_restarts=3, ready_timeout_s=60.0, first_delay_s=0.02, max_delay_s=0.05)
-
-
-class Recorder:
-    """Keeps what is reported."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str, str]] = []
-
-    def __call__(self, level: str, process: str, text: str) -> None:
-        self.events.append((level, process, text))
-
-    def texts(self, level: str) -> list[str]:
-        return [text for each, _, text in self.events if each == level]
-
-
-def python(name: str, code: str, log: Path, **options: object) -> ProcessSpec:
-    return ProcessSpec(name, (sys.executable, "-c", code), log / f"{name}.log", **options)  # type: ignore[arg-type]
-
-
-def file_probe(file: Path) -> Probe:
-    async def probe() -> str:
-        return "" if file.exists() else f"no {file.name} yet"  # noqa: ASYNC240
-
-    return probe
-
-
-@pytest.fixture
-def stack_id() -> str:
-    return f"test/{uuid.uuid4().hex}"
-
-
-async def until(condition: object, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "condition was not reached"
-        await asyncio.sleep(0.01)
 
 
 async def test_start_when_probe_answers_then_up(tmp_path: Path, stack_id: str) -> None:
@@ -93,7 +52,7 @@ async def test_service_when_killed_then_restarted_and_reported(
     await process.wait_up(60.0)
     first = process.pid
     os.kill(first, signal.SIGKILL)
-    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP)
+    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP, "the restart")
     assert process.pid not in (0, first)
     assert recorder.texts("warning") == ["service ended with signal 9; restart 1 of 3 in 0.0 s"]
     await process.stop(0.0)
@@ -196,118 +155,6 @@ async def test_job_when_it_crashes_then_an_earlier_verdict_does_not_count(
     assert process.restarts == 3
 
 
-# As the trainer: an HTTP server in a thread with a loop of its own; the main thread does the rest.
-ANSWERS = """
-import asyncio, pathlib, sys, threading, time
-from aiohttp import web
-
-async def serve():
-    async def healthz(_):
-        return web.json_response({})
-    app = web.Application()
-    app.add_routes([web.get("/healthz", healthz)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", int(sys.argv[1])).start()
-    await asyncio.Event().wait()
-
-threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
-"""
-
-
-def answering(log: Path, main: str) -> ProcessSpec:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return ProcessSpec(
-        "trainer",
-        (sys.executable, "-c", ANSWERS + main, str(port)),
-        log / "trainer.log",
-        probe=http_probe("127.0.0.1", port, "/healthz"),
-        job=True,
-    )
-
-
-QUICK = dataclasses.replace(FAST, silent_s=1.0)
-
-
-async def test_job_when_stopped_by_sigstop_then_killed_and_started_again_by_name(
-    tmp_path: Path, stack_id: str
-) -> None:
-    recorder = Recorder()
-    process = Supervised(answering(tmp_path, "time.sleep(100)"), stack_id, QUICK, recorder)
-    process.start()
-    await process.wait_up(60.0)
-    stopped = process.pid
-    os.kill(stopped, signal.SIGSTOP)
-    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP)
-    assert process.pid not in (0, stopped)
-    assert not psutil.pid_exists(stopped)
-    (text,) = recorder.texts("warning")
-    assert "trainer gave no sign of life for" in text
-    assert f"process {stopped} is stopped (SIGSTOP); restart 1 of 3" in text
-    await process.stop(0.0)
-
-
-async def test_job_when_stopped_for_less_then_left_alone(tmp_path: Path, stack_id: str) -> None:
-    policy = dataclasses.replace(FAST, silent_s=600.0)
-    process = Supervised(answering(tmp_path, "time.sleep(100)"), stack_id, policy, Recorder())
-    process.start()
-    await process.wait_up(60.0)
-    pid = process.pid
-    os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(0.5)
-    os.kill(pid, signal.SIGCONT)
-    await asyncio.sleep(0.5)
-    assert (process.pid, process.restarts) == (pid, 0)
-    await process.stop(0.0)
-
-
-async def test_job_when_it_hangs_with_its_server_then_the_cause_says_what_did_not_answer(
-    tmp_path: Path, stack_id: str
-) -> None:
-    hang = tmp_path / "hang"
-    main = f"""
-while not pathlib.Path({str(hang)!r}).exists():
-    time.sleep(0.01)
-import os
-[os.close(fd) for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{{fd}}")]
-time.sleep(100)
-"""
-    recorder = Recorder()
-    process = Supervised(answering(tmp_path, main), stack_id, QUICK, recorder)
-    process.start()
-    await process.wait_up(60.0)
-    hang.touch()
-    await until(lambda: process.restarts >= 1)
-    assert "trainer gave no sign of life for" in recorder.texts("warning")[0]
-    await process.stop(0.0)
-
-
-@pytest.mark.slow
-async def test_job_when_its_main_thread_computes_imports_and_compiles_then_it_lives(
-    tmp_path: Path, stack_id: str
-) -> None:
-    """What a trainer's main thread does for long: none of it may look like death."""
-    done = tmp_path / "done"
-    main = f"""
-import torch
-until = time.monotonic() + 4.0
-while time.monotonic() < until:
-    sum(range(200_000))                      # Python that never lets go by itself
-    sorted(range(300_000), key=lambda n: -n) # one long call into C
-    torch.randn(500, 500) @ torch.randn(500, 500)
-compile("x = 1;" * 100_000, "long", "exec")
-pathlib.Path({str(done)!r}).touch()
-"""
-    policy = dataclasses.replace(FAST, silent_s=8.0)
-    process = Supervised(answering(tmp_path, main), stack_id, policy, Recorder())
-    process.start()
-    assert await asyncio.wait_for(asyncio.shield(process.ended), 110.0) == 0
-    assert process.restarts == 0
-    assert done.exists()
-
-
 async def test_start_when_program_is_missing_then_failure_names_it(
     tmp_path: Path, stack_id: str
 ) -> None:
@@ -326,64 +173,12 @@ async def test_wait_up_when_never_ready_then_names_process_log_and_last_lines(
     process = Supervised(spec, stack_id, FAST, Recorder())
     process.start()
     log = tmp_path / "inference-0.log"
-    await until(lambda: log.exists() and log.read_text())
+    await until(lambda: log.exists() and log.read_text(), "its first line")
     with pytest.raises(
         WaitTimeout, match=r"for readiness on inference-0 \(log .*inference-0.log: still loading"
     ):
         await process.wait_up(0.05)
     await process.stop(0.0)
-
-
-async def test_stop_when_sigterm_is_ignored_then_killed_after_grace(
-    tmp_path: Path, stack_id: str
-) -> None:
-    flag = tmp_path / "ready"
-    code = (
-        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"pathlib.Path({str(flag)!r}).touch(); time.sleep(60)"
-    )
-    spec = python("service", code, tmp_path, probe=file_probe(flag), stop_grace_s=0.3)
-    process = Supervised(spec, stack_id, FAST, Recorder())
-    process.start()
-    await process.wait_up(60.0)
-    pid, since = process.pid, time.monotonic()
-    await process.stop()
-    assert 0.25 < time.monotonic() - since < 8.0
-    assert not psutil.pid_exists(pid)
-
-
-async def test_stop_when_stopped_by_sigstop_then_ended(tmp_path: Path, stack_id: str) -> None:
-    process = Supervised(
-        python("service", "import time; time.sleep(60)", tmp_path), stack_id, FAST, Recorder()
-    )
-    process.start()
-    await process.wait_up(60.0)
-    os.kill(process.pid, signal.SIGSTOP)
-    since = time.monotonic()
-    await process.stop()
-    assert time.monotonic() - since < 5.0
-    assert not find_tagged(stack_id)
-
-
-async def test_death_when_grandchild_has_its_own_session_then_swept(
-    tmp_path: Path, stack_id: str
-) -> None:
-    """As torchrun starts its workers."""
-    flag = tmp_path / "grandchild"
-    code = (
-        "import pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
-        "start_new_session=True)\n"
-        f"pathlib.Path({str(flag)!r}).write_text(str(child.pid)); time.sleep(60)"
-    )
-    process = Supervised(python("trainer", code, tmp_path, job=True), stack_id, FAST, Recorder())
-    process.start()
-    await until(lambda: flag.exists() and flag.read_text())
-    orphan = psutil.Process(int(flag.read_text()))
-    os.kill(process.pid, signal.SIGKILL)
-    await until(lambda: not orphan.is_running())
-    await process.stop(0.0)
-    assert not find_tagged(stack_id)
 
 
 async def test_or_failure_when_another_process_fails_then_raises(
@@ -399,24 +194,6 @@ async def test_or_failure_when_another_process_fails_then_raises(
         await asyncio.wait_for(supervisor.or_failure(forever), 60.0)
     await supervisor.stop([["bad"], ["good"]], grace_s=0.0)
     assert not find_tagged(stack_id)
-
-
-async def test_stop_when_ordered_then_stage_by_stage(tmp_path: Path, stack_id: str) -> None:
-    order = tmp_path / "order"
-    code = (
-        "import signal, sys, time\n"
-        "def end(*_): open({file!r}, 'a').write({name!r} + ' '); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end); open({flag!r}, 'w'); time.sleep(60)"
-    )
-    supervisor = Supervisor(stack_id, FAST, Recorder())
-    names = ["redis", "buffer", "rollout"]
-    for name in names:
-        flag = tmp_path / f"{name}.flag"
-        text = code.format(file=str(order), name=name, flag=str(flag))
-        supervisor.start(python(name, text, tmp_path, probe=file_probe(flag)))
-    await supervisor.wait_up(names, 60.0)
-    await supervisor.stop([["rollout"], ["buffer"]])
-    assert order.read_text().split() == ["rollout", "buffer", "redis"]
 
 
 async def test_job_when_it_fails_then_the_restart_names_the_last_error_of_that_life(
@@ -440,7 +217,7 @@ sys.exit(1)
         report,
     )
     job.start()
-    await until(job.ended.done)
+    await until(job.ended.done, "its end")
     first, second = report.texts("warning")
     assert first.startswith("job ended with exit code 1: rank_silent cause=rank 1 sleeps; restart")
     assert second.startswith("job ended with exit code 1; restart")
@@ -465,7 +242,7 @@ async def test_process_when_it_lived_long_before_then_started_again_without_grow
         await asyncio.sleep(0.3)
         pid = process.pid
         os.kill(pid, signal.SIGKILL)
-        await until(lambda pid=pid: process.pid not in (0, pid), 20.0)
+        await until(lambda pid=pid: process.pid not in (0, pid), f"the next after {pid}", 20.0)
     await process.stop(0.0)
 
 
