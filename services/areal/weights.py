@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class PolicyVersion:
         """What servers are told as `weight_version`."""
         return str(self.version)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of what servers compute with: every tensor's name, type, shape and bytes."""
         lines = sorted(f"{t.name} {t.dtype} {t.shape} {t.digest}\n" for t in self.tensors)

@@ -21,9 +21,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from areal.errors import ArealError, InvalidInput
+from areal.observability.logging import get_logger
 from areal.tensor_file import TensorPlace
 from areal.transports.base import TransportError
-from areal.transports.broadcast import BUCKET_S, DTYPES, MEMBER_JOIN_S
+from areal.transports.broadcast import DTYPES, MEMBER_JOIN_S, bucket_s, buckets
+from areal.weights import WeightTensor
 from areal_inference.api import RequestError, SchemaError
 from areal_inference.http import COMMON, json_response, read_object
 from areal_inference.model_config import ModelConfig
@@ -130,7 +132,7 @@ class Groups:
 
             return ProcessGroup.join(address, port, rank, size, name, backend, MEMBER_JOIN_S)
 
-        self._groups[name] = await _refusing(work)
+        self._groups[name] = await refusing(work)
 
     def leave(self, body: dict[str, Any]) -> None:
         """Drops a group, and with it the connections: the others notice at once.
@@ -149,7 +151,7 @@ class Groups:
             RequestError: Unknown or misshapen tensors, no such group, or it has failed.
         """
         name = _group_name(body)
-        expected = await _refusing(lambda: _plan(body, self._model, source))
+        expected = await refusing(lambda: _plan(body, self._model, source))
         group = self._groups.get(name)
         if group is None:
             raise RequestError(f"group_name: no group {name!r}")
@@ -157,27 +159,27 @@ class Groups:
         def work() -> list[Tensor]:
             import torch
 
-            tensors = [
-                torch.empty(shape, dtype=getattr(torch, DTYPES[dtype]))
-                for _, dtype, shape, _ in expected
-            ]
-            group.broadcast(tensors, BUCKET_S)
-            return tensors
+            received: list[Tensor] = []
+            for bucket in buckets(expected):
+                tensors = [
+                    torch.empty(tensor.shape, dtype=getattr(torch, DTYPES[tensor.dtype]))
+                    for tensor in bucket
+                ]
+                group.broadcast(tensors, bucket_s(bucket))
+                received += tensors
+            return received
 
         try:
-            tensors = await _refusing(work)
-        except RequestError:
+            tensors = await refusing(work)
+        except BaseException:  # whatever it is, the others wait for this one
             self._groups.pop(name, None)
             raise
-        for (tensor_name, dtype, _, digest), tensor in zip(expected, tensors, strict=True):
-            source.add(tensor_name, dtype, digest, tensor)
+        for wanted, tensor in zip(expected, tensors, strict=True):
+            source.add(wanted.name, wanted.dtype, wanted.digest, tensor)
 
 
-_Planned = tuple[str, str, tuple[int, ...], str]
-
-
-def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> list[_Planned]:
-    """(name, dtype, shape, digest) of each tensor of a request, if they are this model's."""
+def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> list[WeightTensor]:
+    """The tensors of a request, if they are this model's."""
     from areal_inference.weights import model_shapes
 
     names, dtypes, shapes = (_need(body, key) for key in ("names", "dtypes", "shapes"))
@@ -189,7 +191,7 @@ def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> lis
         )
     if not all(type(text) is str for text in (*names, *dtypes, *digests)):
         raise InvalidInput("names, dtypes, digests: expected lists of strings")
-    own, planned, seen = model_shapes(model), list[_Planned](), set(source.tensors)
+    own, planned, seen = model_shapes(model), list[WeightTensor](), set(source.tensors)
     for name, dtype, shape, digest in zip(names, dtypes, shapes, digests, strict=True):
         if name not in own:
             raise WeightError(f"tensor {name!r:.200} is unknown to {model.architecture}")
@@ -202,7 +204,7 @@ def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> lis
         if name in seen:
             raise WeightError(f"tensor {name} comes twice")
         seen.add(name)
-        planned.append((name, _SAFETENSORS[dtype], own[name], str(digest)))
+        planned.append(WeightTensor(name, own[name], _SAFETENSORS[dtype], str(digest)))
     return planned
 
 
@@ -216,33 +218,35 @@ def _need(body: dict[str, Any], name: str) -> Any:
     return body[name]
 
 
-async def _refusing(work: Callable[[], _T]) -> _T:
-    """Blocking work in a thread that a stopping process does not wait for; errors are refusals."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[_T] = loop.create_future()
+async def refusing(work: Callable[[], _T]) -> _T:
+    """Blocking work in a thread that a stopping process does not wait for; errors are refusals.
 
-    def settle(result: _T | None, error: BaseException | None) -> None:
-        if ended.done():  # the request was given up
-            return
-        if error is None:
-            ended.set_result(cast("_T", result))
-        else:
-            ended.set_exception(error)
+    What failed is let go at once, and its connections with it: an error holds the frames that it
+    went through, so only its words leave the thread.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[_T | None, str]] = loop.create_future()
+
+    def settle(result: _T | None, refusal: str) -> None:
+        if not ended.done():  # else the request was given up
+            ended.set_result((result, refusal))
 
     def run() -> None:
-        result, failure = None, None
+        result, refusal = None, ""
         try:
             result = work()
         except Exception as error:
-            failure = error
+            refusal = str(error) or type(error).__name__
+            if not isinstance(error, ArealError):
+                get_logger("areal.inference.distributed").exception("broadcast_failed")
         with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(settle, result, refusal)
 
     threading.Thread(target=run, name="broadcast", daemon=True).start()
-    try:
-        return await ended
-    except ArealError as error:
-        raise RequestError(str(error)) from None
+    result, refusal = await ended
+    if refusal:
+        raise RequestError(refusal)
+    return cast("_T", result)
 
 
 class GroupRoutes:

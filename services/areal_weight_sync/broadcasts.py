@@ -22,6 +22,7 @@ class Broadcasts:
         self._members: dict[str, tuple[str, int]] = {}
         self._seats: dict[str, Seat] = {}
         self._version = (-1, -1)
+        self._answer: tuple[Offer, Seats] | None = None
 
     def seat(
         self, version: PolicyVersion, offer: Offer, members: Mapping[str, tuple[str, int]]
@@ -40,7 +41,19 @@ class Broadcasts:
         for server_id, (_, ranks) in self._members.items():
             self._seats[server_id] = Seat(offer, self._group, rank, size)
             rank += ranks
-        return Seats(self._group, size)
+        self._answer = offer, Seats(self._group, size)
+        return self._answer[1]
+
+    def given(self, version: PolicyVersion, offer: Offer) -> Seats | None:
+        """What was answered to the same offer of the same version before; None: nothing."""
+        if self._answer is None or (version.version, version.incarnation) != self._version:
+            return None
+        return self._answer[1] if self._answer[0] == offer else None
+
+    def end(self, server_id: str) -> None:
+        """It may have left its group: the next version gets a new one."""
+        if server_id in self._members:
+            self._group = ""
 
     def take(self, server_id: str, version: PolicyVersion) -> Seat | None:
         """A server's seat, once: what failed is not tried again.

@@ -22,7 +22,6 @@ Plain asyncio: Redis, NATS and HTTP come in through `Store`, feeds and the engin
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from operator import attrgetter
@@ -34,6 +33,7 @@ from areal.servers import InferenceServer, ServerState, SyncStatus
 from areal.transports.broadcast import Offer, Seats, buckets
 from areal.weights import PolicyVersion, build_manifest, check_same_tensors, stored_versions
 from areal_weight_sync.broadcasts import Broadcasts
+from areal_weight_sync.census import Census
 from areal_weight_sync.changes import Changes
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
@@ -92,9 +92,7 @@ class Coordinator:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._feeds: set[Feed] = set()
         self.changes = Changes()
-        # Summaries kept up to date, so that a watcher costs the same for 1,000 servers as for one.
-        self._shown: dict[str, tuple[ServerState, int]] = {}
-        self._census: Counter[tuple[ServerState, int]] = Counter()
+        self._census = Census()
         self._publishing = asyncio.Lock()
         self.broadcasts = Broadcasts()
         self._collected = -1
@@ -163,6 +161,8 @@ class Coordinator:
                 raise InvalidInput(f"version {version.version}: there is no version 0 yet")
             check_same_tensors(version, self._base)
             list(buckets(version.tensors))  # every dtype is one that a broadcast carries
+            if not self._current.stored and (given := self.broadcasts.given(version, offer)):
+                return given  # the answer was lost
             members = {
                 server_id: (member.record.boot_id, member.ranks)
                 for server_id, member in self._members.items()
@@ -190,9 +190,9 @@ class Coordinator:
         self._log.info("stored", version=version.version, path=version.path)
         if before.digest != version.digest:  # its trainer died before, this is the next one's
             self.confirmation.restart(version.version)
+            self.totals.confirmed_version = min(self.totals.confirmed_version, version.version - 1)
             for member in self._members.values():
-                if member.record.version == version.version:
-                    member.doubt()
+                member.disown(version)
         self._wake()
 
     def _wake(self) -> None:
@@ -257,7 +257,7 @@ class Coordinator:
         self._log.info("server_forgotten", server=server_id)
         del self._members[server_id], self._tasks[server_id]
         self.confirmation.forget(server_id)
-        self._count(server_id, None)
+        self._census.drop(server_id)
         self._announce(server_id)
 
     def servers(self) -> list[InferenceServer]:
@@ -306,7 +306,7 @@ class Coordinator:
 
     def changed(self, record: ServerRecord) -> None:
         """Counts and announces a server's new state."""
-        self._count(record.server_id, (record.state, record.version))
+        self._census.put(record.server_id, record.state, record.version)
         if record.state is SERVING and record.version > self.totals.confirmed_version:
             self.totals.confirmed_version = record.version
         self._announce(record.server_id)
@@ -349,11 +349,11 @@ class Coordinator:
     def status(self) -> SyncStatus:
         """The state now."""
         at = -1 if self._current is None else self._current.version
-        draining = sum(n for (state, _), n in self._census.items() if state is DRAINING)
+        draining = self._census.states()[DRAINING]
         return SyncStatus(
             current=self._current,
-            confirmed_servers=self._census[SERVING, at],
-            servers=len(self._shown) - draining,
+            confirmed_servers=self._census.number(SERVING, at),
+            servers=len(self._members) - draining,
             confirmed_version=self.totals.confirmed_version,
             updates=self.totals.published,
             update_seconds_mean=self.totals.mean_seconds,
@@ -364,10 +364,7 @@ class Coordinator:
 
     def states(self) -> dict[ServerState, int]:
         """Servers by state."""
-        counts = dict.fromkeys(ServerState, 0)
-        for (state, _), number in self._census.items():
-            counts[state] += number
-        return counts
+        return self._census.states()
 
     def _announce(self, server_id: str) -> None:
         if server_id:
@@ -375,22 +372,12 @@ class Coordinator:
         for feed in self._feeds:
             feed.put(server_id)
 
-    def _count(self, server_id: str, shown: tuple[ServerState, int] | None) -> None:
-        before = self._shown.pop(server_id, None)
-        if before is not None:
-            self._census[before] -= 1
-            if not self._census[before]:
-                del self._census[before]
-        if shown is not None:
-            self._shown[server_id] = shown
-            self._census[shown] += 1
-
     def _maybe_collect(self, record: ServerRecord) -> None:
         """Once every server that serves is at the current version, old folders can go."""
         current = self._current
         if self._root is None or current is None or record.version != current.version:
             return
-        if any(s is SERVING and v != current.version for s, v in self._census):
+        if self._census.versions(SERVING) != {current.version}:
             return
         if current.version != self._collected:
             self._collected = current.version

@@ -24,7 +24,6 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import cast
 
 from areal.errors import InvalidInput
 from areal.observability.logging import get_logger
@@ -35,7 +34,7 @@ from areal_weight_sync.confirmation import probe_prompt
 from areal_weight_sync.draining import empty
 from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
 from areal_weight_sync.hub import Hub, NotStoredError
-from areal_weight_sync.probing import ask_version
+from areal_weight_sync.probing import ask_version, inspect
 from areal_weight_sync.server_state import (
     DRAINING,
     JOINING,
@@ -44,6 +43,8 @@ from areal_weight_sync.server_state import (
     SYNCING,
     ServerRecord,
 )
+
+_ANEW = "version {} was made anew by another trainer"
 
 
 class Member:
@@ -89,6 +90,14 @@ class Member:
         self._doubted = True
         self.poke(deep=True)
 
+    def disown(self, version: PolicyVersion) -> None:
+        """A number means other weights from now on: does this server hold the abandoned ones?"""
+        if not self.record.holds_other(version):
+            return
+        if self.record.state is SERVING:
+            self._rejoin(_ANEW.format(version.version))
+        self.record.version = -1
+
     async def run(self) -> None:
         """Steps for ever."""
         while True:
@@ -112,7 +121,7 @@ class Member:
                     f"weights of version {doubted} differ from those of most servers",
                 )
             serving = record.state is SERVING
-            if target is not None and serving and record.version == target.version:
+            if target is not None and serving and record.holds(target):
                 await self._probe_in_turn(target)
             elif serving and not self._hub.slots.take(record.server_id, self.poke):
                 await self._probe_in_turn(self._served)  # not its turn yet: it serves on
@@ -136,7 +145,7 @@ class Member:
         if record.state is SERVING:
             record.failures = 0
         newest = self._hub.target
-        behind = newest is not None and newest.version != record.version
+        behind = newest is not None and not record.holds(newest)
         return 0.0 if behind else config.probe_interval_s
 
     async def _bring(self, target: PolicyVersion | None) -> None:
@@ -147,8 +156,8 @@ class Member:
             self._move(JOINING)
         if target is None:
             return
-        await asyncio.to_thread(self._hub.digests.verify, target)
-        if record.version != target.version or not await self._reconfirm(target):
+        if not record.holds(target) or not await self._reconfirm(target):
+            await asyncio.to_thread(self._hub.digests.verify, target)
             await self._update(target)
         if record.state is not SERVING and self._mute:
             await self._try_generation(target)
@@ -179,26 +188,29 @@ class Member:
         self.loading = target.path
         was_serving, grace = record.state is SERVING, None
         staged = await self._ahead(target)
-        pausing = not (staged and config.interrupt == "in_place")
+        mode = await self._mode(target)
+        pausing = not (staged and mode == "in_place")
         end_turn = await self._hub.pauses.turn() if pausing else None
         if was_serving:
             loop = asyncio.get_running_loop()
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
         else:
             self._move(SYNCING)
-        aborted = await engine.running() if config.interrupt == "abort" else 0
+        aborted = await engine.running() if mode == "abort" else 0
         start, deadline = time.perf_counter(), time.monotonic() + config.update_timeout_s
         confirmed, by_checksum = False, False
         try:
             if end_turn is not None:
-                await engine.pause(config.interrupt)
+                await engine.pause(mode)
                 end_turn()
             await engine.load(
                 target,
-                flush_cache=config.interrupt != "in_place",
+                flush_cache=mode != "in_place",
                 timeout=max(0.1, deadline - time.monotonic()),
             )
-            fingerprint = await self._inspect(target, max(0.1, deadline - time.monotonic()))
+            fingerprint = await inspect(
+                engine, target.name, self._version(), max(0.1, deadline - time.monotonic())
+            )
             by_checksum = fingerprint is not None
             if fingerprint is not None:
                 self._vote(target, fingerprint)
@@ -227,8 +239,15 @@ class Member:
         if was_serving:
             record.aborted_requests += aborted
             self._hub.updated(record, seconds if pausing else 0.0, aborted)
-        record.version = target.version
+        record.hold(target)
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
+
+    async def _mode(self, target: PolicyVersion) -> str:
+        """How the update interrupts requests."""
+        if self.record.state is SERVING or self.record.holds(target):
+            return self._hub.config.interrupt
+        # Other weights by this number: nothing of theirs may go on, or stay in the cache.
+        return "abort" if await self._version() == target.name else self._hub.config.interrupt
 
     async def _ahead(self, target: PolicyVersion) -> bool:
         """What is done before the pause; True: all but the swap."""
@@ -255,6 +274,7 @@ class Member:
         except EngineError as error:
             if seat is None or error.fault is not Fault.UPDATE_REFUSED:
                 raise
+            self._hub.broadcasts.end(self.record.server_id)
             self._log.warning("broadcast_missed", version=target.version, cause=str(error))
             raise NotStoredError(f"version {target.version} missed: {error}") from None
         finally:
@@ -323,29 +343,10 @@ class Member:
     def _rejoin(self, cause: str) -> None:
         """It is not what was confirmed any more: from the start."""
         self._log.warning("server_changed", cause=cause)
+        self._hub.confirmation.forget(self.record.server_id)
         self.record.version = -1
         self._move(JOINING, cause)
         self._poked.set()
-
-    async def _inspect(self, target: PolicyVersion, timeout: float) -> Fingerprint | None:
-        """Reported version and checksum, asked at once: every round trip here is a pause."""
-        checked, fingerprint = await asyncio.gather(
-            self._check_version(target),
-            self._engine.fingerprint(timeout),
-            return_exceptions=True,
-        )
-        for result in (checked, fingerprint):
-            if isinstance(result, BaseException):
-                raise result
-        return cast("Fingerprint | None", fingerprint)
-
-    async def _check_version(self, target: PolicyVersion) -> None:
-        reported = await self._version()
-        if reported != target.name:
-            raise EngineError(
-                Fault.WRONG_VERSION,
-                f"reports weight_version {reported!r}, expected {target.name!r}",
-            )
 
     def _vote(self, target: PolicyVersion, fingerprint: Fingerprint) -> None:
         outvoted = self._hub.confirmation.vote(target.version, self.record.server_id, fingerprint)
@@ -353,11 +354,13 @@ class Member:
             self._hub.recheck(outvoted)
 
     def _serve(self, target: PolicyVersion) -> None:
-        self._served = target
-        self.record.version = target.version
+        self._served, newest = target, self._hub.target
+        self.record.hold(target)
+        if newest is not None and self.record.holds_other(newest):
+            return self._rejoin(_ANEW.format(target.version))
         self.record.failures = 0
         self._move(SERVING)
-        self._hub.changed(self.record)
+        return self._hub.changed(self.record)
 
     def _leave_traffic(self) -> None:
         """The update takes long, or cannot be confirmed in the pause: requests go elsewhere."""
@@ -367,6 +370,7 @@ class Member:
     def _quarantine(self, error: EngineError) -> float:
         """Out of traffic; returns the time to the next try."""
         record, config = self.record, self._hub.config
+        self._hub.broadcasts.end(record.server_id)
         self._reported = False
         never_reached = record.state is JOINING and not record.boot_id
         if never_reached and error.fault is Fault.UNREACHABLE:

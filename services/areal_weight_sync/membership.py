@@ -70,8 +70,11 @@ class Membership:
                 for bucket in buckets(version.tensors):
                     request = self.request(bucket) | flags
                     await self._command("/update_weights_from_distributed", request, timeout)
-            finally:
-                await self._command("/end_weight_update", {}, timeout)
+            except EngineError:
+                with contextlib.suppress(EngineError):  # the first cause is the one to tell
+                    await self._command("/end_weight_update", {}, _LEAVE_S)
+                raise
+            await self._command("/end_weight_update", {}, timeout)
 
     @contextlib.asynccontextmanager
     async def failing(self) -> AsyncIterator[None]:

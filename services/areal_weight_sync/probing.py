@@ -20,10 +20,11 @@ at the first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import cast
 
 from areal.observability.logging import get_logger
-from areal_weight_sync.engine import Engine, EngineError, Fault
+from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
 
 # A deadline noticed so late says that this process had no time, not that a server is silent: a
 # starved weight-sync must not quarantine all servers at once.
@@ -73,3 +74,30 @@ async def ask_version(
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def inspect(
+    engine: Engine, expected: str, version: Awaitable[str], timeout: float
+) -> Fingerprint | None:
+    """Reported version and checksum, asked at once: every round trip here is a pause.
+
+    Args:
+        engine: A server that has just loaded.
+        expected: What it must say that it serves.
+        version: What it says; see `ask_version`.
+        timeout: Of the checksum, in seconds.
+
+    Raises:
+        EngineError: It says something else, or one of the two calls failed.
+    """
+    reported, fingerprint = await asyncio.gather(
+        version, engine.fingerprint(timeout), return_exceptions=True
+    )
+    for result in (reported, fingerprint):
+        if isinstance(result, BaseException):
+            raise result
+    if reported != expected:
+        raise EngineError(
+            Fault.WRONG_VERSION, f"reports weight_version {reported!r}, expected {expected!r}"
+        )
+    return cast("Fingerprint | None", fingerprint)

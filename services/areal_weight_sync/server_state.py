@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass, field
 
 from areal.errors import InvalidInput
 from areal.servers import InferenceServer, ServerState
+from areal.weights import PolicyVersion
 
 JOINING, SYNCING, SERVING = ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING
 DRAINING, QUARANTINED = ServerState.DRAINING, ServerState.QUARANTINED
@@ -67,6 +68,9 @@ class ServerRecord:
     state: ServerState = JOINING
     version: int = -1
     """Confirmed in this boot of the server; -1: none."""
+    digest: str = ""
+    """`PolicyVersion.digest` of it: a trainer that resumes may make a version anew, and its number
+    alone does not say which one this server has. Empty: an earlier release did not note it."""
     cause: str = ""
     since: float = field(default_factory=time.time)
     aborted_requests: int = 0
@@ -89,6 +93,18 @@ class ServerRecord:
             raise ValueError(f"server {self.server_id}: {self.state} -> {state} is not allowed")
         self.state, self.cause, self.since = state, cause, time.time()
         return True
+
+    def hold(self, version: PolicyVersion) -> None:
+        """Its weights are confirmed to be that version's."""
+        self.version, self.digest = version.version, version.digest
+
+    def holds(self, version: PolicyVersion) -> bool:
+        """Whether that version's weights are what was confirmed."""
+        return self.version == version.version and self.digest in ("", version.digest)
+
+    def holds_other(self, version: PolicyVersion) -> bool:
+        """Whether what was confirmed are other weights by the same number."""
+        return self.version == version.version and not self.holds(version)
 
     def public(self) -> InferenceServer:
         """What others see."""
@@ -120,6 +136,7 @@ class ServerRecord:
                 url=str(raw["url"]),
                 origin=str(raw.get("origin", "")),
                 version=int(raw["version"]),
+                digest=str(raw.get("digest", "")),
                 aborted_requests=int(raw["aborted_requests"]),
                 boot_id=str(raw["boot_id"]),
             )

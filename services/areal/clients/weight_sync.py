@@ -14,6 +14,7 @@ from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
 from areal.security import Security
 from areal.servers import InferenceServer, ServerChanges, SyncStatus
+from areal.transports.base import patience_s
 from areal.transports.broadcast import Offer, Seats
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
@@ -35,10 +36,10 @@ class WeightSyncClient(Client):
         super().__init__(address, security)
         self._stub = pb_grpc.WeightSyncServiceStub(self._channel)
 
-    async def publish_version(
-        self, version: PolicyVersion, *, timeout: float = 30.0, retry_for: float = 60.0
-    ) -> int:
-        """Makes a version current; returns at once, before any server has it. Idempotent.
+    async def publish_version(self, version: PolicyVersion, *, retry_for: float = 60.0) -> int:
+        """Makes a version current; returns before any server has it. Idempotent.
+
+        Its files are read and hashed first: one try may take `patience_s` of their size.
 
         Returns:
             The current version.
@@ -51,7 +52,7 @@ class WeightSyncClient(Client):
         response = await self._call(
             self._stub.PublishVersion,
             pb.PublishVersionRequest(version=version_to_pb(version)),
-            timeout=timeout,
+            timeout=patience_s(version.size_bytes),
             retry_for=retry_for,
         )
         return response.current_version

@@ -17,24 +17,18 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from areal.engines.process_group import GroupError, ProcessGroup, address_towards
+from areal.engines.process_group import ProcessGroup, address_towards
+from areal.errors import ArealError
 from areal.observability.logging import get_logger
 from areal.tensor_file import HostTensor, digest_of
 from areal.transports.base import NewVersion, Publisher, TransportError, in_threads
-from areal.transports.broadcast import (
-    BUCKET_S,
-    DTYPES,
-    JOIN_S,
-    Offer,
-    Seats,
-    buckets,
-)
+from areal.transports.broadcast import DTYPES, JOIN_S, Offer, Seats, bucket_s, buckets
 from areal.weights import PolicyVersion, WeightTensor, assemble_manifest
 
 _GIVE_UP_AFTER = 3
@@ -76,13 +70,19 @@ class DistributedPublisher:
         if self._failures >= _GIVE_UP_AFTER:
             return self._stored.publish(new, announce)
         manifest, ended = self._describe(new), queue.SimpleQueue[str]()
-        with socket.create_server((self._address(), 0)) as listener:
+        try:
+            parts = list(buckets(manifest.tensors))
+            listener = self._listen()
+        except ArealError as error:
+            self._failed(new.version, str(error))
+            return self._stored.publish(new, announce)
+        with listener:
             host, port = listener.getsockname()[:2]
             group = self._group[0] if self._group else ""
             seats = self._offer(manifest, Offer(host, port, self._backend, group))
             if seats.world_size:
                 work = threading.Thread(
-                    target=lambda: ended.put(self._send(new, manifest, seats, listener)),
+                    target=lambda: ended.put(self._send(new, parts, seats, listener)),
                     name="broadcast",
                     daemon=True,  # nothing but its deadlines ends it
                 )
@@ -91,13 +91,14 @@ class DistributedPublisher:
                 return self._stored.publish(new, announce)
             finally:
                 if seats.world_size:
-                    self._settle(new.version, ended, sum(1 for _ in buckets(manifest.tensors)))
+                    self._settle(new.version, ended, JOIN_S + sum(map(bucket_s, parts)) + _GRACE_S)
 
-    def _address(self) -> str:
+    def _listen(self) -> socket.socket:
         try:
-            return address_towards(*self._towards)
+            return socket.create_server((address_towards(*self._towards), 0))
         except OSError as error:
-            raise TransportError(f"endpoints.weight_sync {self._towards}: {error}") from None
+            where = "{}:{}".format(*self._towards)
+            raise TransportError(f"endpoints.weight_sync {where}: {error}") from None
 
     def _describe(self, new: NewVersion) -> PolicyVersion:
         """The manifest of a version without files."""
@@ -110,7 +111,11 @@ class DistributedPublisher:
         return replace(whole, files=(), path=str(self._root / new.name))
 
     def _send(
-        self, new: NewVersion, manifest: PolicyVersion, seats: Seats, listener: socket.socket
+        self,
+        new: NewVersion,
+        parts: Sequence[Sequence[WeightTensor]],
+        seats: Seats,
+        listener: socket.socket,
     ) -> str:
         """Why it failed; empty: it did not."""
         held, self._group = self._group, None
@@ -123,23 +128,26 @@ class DistributedPublisher:
                 )
             else:
                 group = held[1]
-            for bucket in buckets(manifest.tensors):
-                group.broadcast([_tensor(tensors[t.name], group.device) for t in bucket], BUCKET_S)
-        except GroupError as error:
-            return str(error)
+            for part in parts:
+                sent = [_tensor(tensors[tensor.name], group.device) for tensor in part]
+                group.broadcast(sent, bucket_s(part))
+        except Exception as error:  # whatever it is, the trainer waits for this answer
+            return str(error) or type(error).__name__
         self._group = seats.group, group
         return ""
 
-    def _settle(self, version: int, ended: queue.SimpleQueue[str], parts: int) -> None:
-        deadline = JOIN_S + parts * BUCKET_S + _GRACE_S
+    def _settle(self, version: int, ended: queue.SimpleQueue[str], deadline: float) -> None:
         try:
             cause = ended.get(timeout=deadline)
         except queue.Empty:
             cause = f"the broadcast has not ended within {deadline:.0f} s, and is left alone"
             self._failures = _GIVE_UP_AFTER
-        if not cause:
+        if cause:
+            self._failed(version, cause)
+        else:
             self._failures = 0
-            return
+
+    def _failed(self, version: int, cause: str) -> None:
         self._failures += 1
         self._log.warning(
             "transport_fell_back",

@@ -48,7 +48,7 @@ def pinned(session: TrainerSession, name: str, version: int | None) -> int | Non
     Raises:
         NotFound: Another version than the one that servers are brought to is asked for.
     """
-    served = session.published_version
+    served = session.served_version
     if version is None:
         return served if served == session.step else None
     if version != served:

@@ -38,6 +38,7 @@ from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
 from areal.observability.waits import Waits
 from areal.security import Security
+from areal.transports.base import patience_s
 from areal.transports.broadcast import Offer, Seats
 from areal.types import Purpose
 from areal.weights import PolicyVersion
@@ -98,6 +99,8 @@ class TrainerSession(Ranks):
         self.incarnation = 0
         self.resumed: Checkpoint | None = None
         self.published_version = 0
+        self.served_version = 0
+        """What servers are brought to: one more where its trainer died before it was stored."""
         self.last_taken_step = 0
         self.row: dict[str, Any] = {}
         """The metrics row of the step in progress."""
@@ -127,9 +130,11 @@ class TrainerSession(Ranks):
 
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
-        (self.resumed, self.incarnation, self.last_taken_step, self.published_version) = (
-            self.on_rank0(self._register, tuple[Checkpoint | None, int, int, int])
+        (self.resumed, self.incarnation, self.last_taken_step, self.served_version, unstored) = (
+            self.on_rank0(self._register, tuple[Checkpoint | None, int, int, int, bool])
         )
+        # One that its trainer's death left unstored is made, and published, anew.
+        self.published_version = self.served_version - int(unstored)
         self.step = self._checkpoints.last_step = self.resumed.step if self.resumed else 0
         if self.rank == 0:
             self._files = RunFiles(self.config.run_dir, self.step)
@@ -138,7 +143,7 @@ class TrainerSession(Ranks):
             "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
         )
 
-    def _register(self) -> tuple[Checkpoint | None, int, int, int]:
+    def _register(self) -> tuple[Checkpoint | None, int, int, int, bool]:
         newest = self.folder.newest()
         if newest is not None and self.config.checkpoint.recover == "never":
             raise errors.ConfigError(
@@ -173,8 +178,8 @@ class TrainerSession(Ranks):
             newest,
             registered.incarnation,
             registered.last_taken_step,
-            # One that its trainer's death left unstored is made, and published, anew.
-            versions.current_version - int(versions.unstored),
+            versions.current_version,
+            versions.unstored,
         )
 
     @contextlib.contextmanager
@@ -277,8 +282,9 @@ class TrainerSession(Ranks):
         self.ask_weight_sync(
             self.weight_sync.publish_version(version, retry_for=RETRY_S),
             f"publishing version {version.version}",
+            timeout=RETRY_S + patience_s(version.size_bytes),
         )
-        self.published_version = version.version
+        self.published_version = self.served_version = version.version
 
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Announces weights that are about to be broadcast (rank 0)."""

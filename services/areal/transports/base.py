@@ -23,6 +23,8 @@ from areal.weights import (
 # What a server may read beside the weights.
 _COMPANIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _MAX_THREADS = 4
+_LEAST_S = 30.0
+_SLOWEST_BYTES_PER_S = 64 << 20
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -64,6 +66,15 @@ class Publisher(Protocol):
             TransportError: It cannot be done this way.
             ArealError: `announce` was refused for another reason.
         """
+
+
+def patience_s(size_bytes: int) -> float:
+    """How long to wait for so many bytes to be carried, or read and hashed, before giving up.
+
+    30 s, and a second for each 64 MiB: slower than any volume or network that training can live
+    with.
+    """
+    return _LEAST_S + size_bytes / _SLOWEST_BYTES_PER_S
 
 
 def companions(model: Path) -> Iterator[Path]:

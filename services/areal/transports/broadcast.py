@@ -13,10 +13,12 @@ version gets a new one, of those that serve then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from areal.errors import InvalidInput
+from areal.transports.base import patience_s
 from areal.weights import WeightTensor
 
 JOIN_S = 10.0
@@ -24,8 +26,6 @@ JOIN_S = 10.0
 longer: the trainer's end tells them, and only a member that is stuck misses its own deadline."""
 MEMBER_JOIN_S = 12.0
 MEMBER_ANSWER_S = 15.0
-BUCKET_S = 30.0
-"""For each bucket, once all have joined."""
 BUCKET_BYTES = 512 << 20
 """What SGLang is told to receive at once: it allocates that much beside its weights."""
 
@@ -84,9 +84,7 @@ def buckets(tensors: Iterable[WeightTensor]) -> Iterator[list[WeightTensor]]:
             raise InvalidInput(
                 f"tensor {tensor.name} has dtype {tensor.dtype}, expected one of {sorted(DTYPES)}"
             )
-        own = _BYTES[tensor.dtype]
-        for length in tensor.shape:
-            own *= length
+        own = _size_of(tensor)
         if bucket and size + own > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
@@ -94,3 +92,12 @@ def buckets(tensors: Iterable[WeightTensor]) -> Iterator[list[WeightTensor]]:
         size += own
     if bucket:
         yield bucket
+
+
+def bucket_s(bucket: Sequence[WeightTensor]) -> float:
+    """How long each end waits for a bucket, once all have joined."""
+    return patience_s(sum(map(_size_of, bucket)))
+
+
+def _size_of(tensor: WeightTensor) -> int:
+    return math.prod(tensor.shape) * _BYTES[tensor.dtype]

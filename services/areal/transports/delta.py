@@ -153,11 +153,11 @@ class Delta:
         try:
             if not 0 < changed <= words.size:
                 raise ValueError(f"{changed} of {words.size} elements")
-            raw = zstandard.ZstdDecompressor().decompress(
-                self._raw[begin:end], max_output_size=size
-            )
-            if len(raw) != size:
-                raise ValueError(f"{len(raw)} bytes, expected {size}")
+            frame = self._raw[begin:end]
+            # Before it is unpacked: what a frame says here is allocated.
+            if (found := zstandard.frame_content_size(frame)) != size:
+                raise ValueError(f"{found} bytes, expected {size}")
+            raw = zstandard.ZstdDecompressor().decompress(frame)
             if dense:
                 words ^= _unplanes(raw, count, width)
                 return

@@ -67,7 +67,7 @@ class StreamPublisher:
             if published is None:
                 store.begin(new.name, to_json(manifest))
                 self._upload(new.name, blocks, {f.name: f.size_bytes for f in manifest.files})
-                published = at_path(manifest, Path(store.commit(new.name)))
+                published = at_path(manifest, Path(store.commit(new.name, manifest.size_bytes)))
         announce(published)
         if self._chain is not None:
             self._chain.advance(published, new)
@@ -91,7 +91,7 @@ class StreamPublisher:
             store.begin(new.name, to_json(manifest))
             small = [block for block in blocks if block[0] != SINGLE_FILE]
             self._upload(new.name, small + chunks, totals)
-            path = store.commit(new.name)
+            path = store.commit(new.name, manifest.size_bytes)
         except TransportError as error:  # its base is gone: the chain begins anew
             self._log.warning(
                 "delta_refused", version=new.version, base=file.base, cause=str(error)

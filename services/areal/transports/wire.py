@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from areal.errors import InvalidInput
 from areal.tensor_file import digest_of
-from areal.transports.base import TransportError
+from areal.transports.base import TransportError, patience_s
 from areal.weights import MANIFEST, PolicyVersion, WeightFile, from_json
 
 DIGEST_HEADER = "Areal-Digest"
@@ -100,9 +100,13 @@ class StoreConnection:
         response = self._send("PUT", f"/versions/{name}/{file}", data, headers)
         self._body(response, _MAX_ERROR_BYTES)
 
-    def commit(self, name: str) -> str:
-        """Ends an upload; returns the folder's path at the store."""
-        response = self._send("POST", f"/versions/{name}/commit", b"")
+    def commit(self, name: str, size_bytes: int = 0) -> str:
+        """Ends an upload of so many bytes, which the store now hashes.
+
+        Returns:
+            The folder's path at the store.
+        """
+        response = self._send("POST", f"/versions/{name}/commit", b"", wait=patience_s(size_bytes))
         answer: dict[str, Any] = json.loads(self._body(response, _MAX_ERROR_BYTES))
         return str(answer["path"])
 
@@ -144,10 +148,15 @@ class StoreConnection:
         path: str,
         body: bytes | memoryview | None = None,
         headers: Mapping[str, str] | None = None,
+        *,
+        wait: float = 0.0,
     ) -> http.client.HTTPResponse:
         try:
             self._http.request(method, path, body, {**self._headers, **(headers or {})})
+            self._http.sock.settimeout(max(wait, self._timeout))
             response = self._http.getresponse()
+            if self._http.sock is not None:  # else it ends with this answer
+                self._http.sock.settimeout(self._timeout)
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
             raise TransportError(
