@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from tests.unit.areal_weight_sync.coordinator_rig import Rig, rig_of
 from tests.unit.areal_weight_sync.test_weight_sync_broadcast import offer, unstored
-from tests.unit.areal_weight_sync.test_weight_sync_coordinator import Rig, rig_of
 from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 from tests.unit.areal_weight_sync.weight_sync_fakes import publish_folder
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 from tests.unit.areal_weight_sync.test_weight_sync_broadcast import REFUSED, offer, unstored
-from tests.unit.areal_weight_sync.test_weight_sync_coordinator import rig_of
 from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 
 from areal.servers import ServerState
