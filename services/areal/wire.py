@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +22,6 @@ from areal.types import (
 from areal.v1 import trajectory_pb2 as pb
 from areal.weights import MAX_POLICY_VERSION
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in ("float32", "float64", "int32", "int64", "bool", "uint8")
-}
-# Looking a dtype up by itself is ten times faster than asking numpy for its name.
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # 35 years: far within what a duration, a clock and Lua's numbers can hold.
 MAX_TIME_TO_LIVE_S = 2**40 / 1000
 # The arrays of a trajectory and their dtypes on the wire.
@@ -39,7 +32,9 @@ TRAJECTORY_ARRAYS = {
     "token_versions": "int32",
     "rewards": "float32",
 }
-_ARRAY_DTYPES = {name: _DTYPES[dtype] for name, dtype in TRAJECTORY_ARRAYS.items()}
+_ARRAY_DTYPES = {
+    name: np.dtype(dtype).newbyteorder("<") for name, dtype in TRAJECTORY_ARRAYS.items()
+}
 
 _STOP_REASONS = {reason.value: reason for reason in StopReason}
 STATE_TO_PB: dict[TaskState, pb.TaskState.ValueType] = {
@@ -52,69 +47,53 @@ PURPOSE_TO_PB: dict[Purpose, pb.Purpose.ValueType] = {
 PURPOSE_FROM_PB = {value: key for key, value in PURPOSE_TO_PB.items()}
 
 
-def array_to_pb(array: npt.NDArray[Any]) -> pb.Tensor:
-    """Encodes an array; raises InvalidInput for a dtype that does not travel."""
-    name = _NAMES.get(array.dtype)
-    if name is None:
-        name = array.dtype.name  # of the other byte order, or one that does not travel
-        if name not in _DTYPES:
-            raise InvalidInput(f"tensor dtype {name!r}: expected one of {', '.join(_DTYPES)}")
-        array = array.astype(_DTYPES[name])
-    return pb.Tensor(dtype=name, shape=array.shape, data=array.tobytes())
-
-
-def array_from_pb(tensor: pb.Tensor, field: str = "tensor") -> npt.NDArray[Any]:
-    """Decodes without a copy (the array is read-only); raises InvalidInput naming `field`."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise InvalidInput(f"{field}.dtype {tensor.dtype!r}: expected one of {', '.join(_DTYPES)}")
-    shape, data = tuple(tensor.shape), tensor.data
-    if min(shape, default=0) < 0:
-        raise InvalidInput(f"{field}.shape {list(shape)}: extents must not be negative")
-    expected = math.prod(shape) * dtype.itemsize
-    if expected != len(data):
-        raise InvalidInput(
-            f"{field}.data has {len(data)} bytes: expected {expected} for "
-            f"{tensor.dtype}{list(shape)}"
-        )
-    array = np.frombuffer(data, dtype=dtype)
-    return array if len(shape) == 1 else array.reshape(shape)
-
-
 def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     """Encodes a group: each array once for all its trajectories.
 
     Raises:
         InvalidInput: An array of a trajectory is not of its length.
     """
+    # Submessages are added in place: one that is made apart is copied into its parent by being
+    # serialized and parsed.
+    message = pb.TrajectoryGroup(group_id=group.group_id, traceparent=group.traceparent)
     trajectories = group.trajectories
-    message = pb.TrajectoryGroup(
-        group_id=group.group_id,
-        trajectories=[
-            pb.Trajectory(
-                trajectory_id=trajectory.trajectory_id,
-                length=len(trajectory.input_ids),
-                reward=trajectory.reward,
-                finish_reason=trajectory.finish_reason.value,
-                completion_text=trajectory.completion_text,
-            )
-            for trajectory in trajectories
-        ],
-        traceparent=group.traceparent,
-    )
     if not trajectories:
         return message
+    lengths = [len(trajectory.input_ids) for trajectory in trajectories]
+    shapes, total = [(length,) for length in lengths], sum(lengths)
+    for trajectory, length in zip(trajectories, lengths, strict=True):
+        message.trajectories.add(
+            trajectory_id=trajectory.trajectory_id,
+            length=length,
+            reward=trajectory.reward,
+            finish_reason=trajectory.finish_reason,
+            completion_text=trajectory.completion_text,
+        )
     for name, dtype in _ARRAY_DTYPES.items():
-        arrays = [np.asarray(getattr(each, name), dtype) for each in trajectories]
-        for array, of in zip(arrays, message.trajectories, strict=True):
-            if array.shape != (of.length,):
-                raise InvalidInput(
-                    f"trajectory {of.trajectory_id!r} {name}: length "
-                    f"{array.size if array.ndim == 1 else list(array.shape)}, expected {of.length} "
-                    "as input_ids"
-                )
-        message.tensors.add(name=name, tensor=array_to_pb(np.concatenate(arrays)))
+        arrays: list[Any] = [
+            np.asarray(getattr(each, name), dtype, order="C") for each in trajectories
+        ]
+        if [array.shape for array in arrays] != shapes:
+            raise _not_aligned(name, arrays, trajectories)
+        tensor = message.tensors.add(name=name).tensor
+        tensor.dtype = TRAJECTORY_ARRAYS[name]
+        tensor.shape.append(total)
+        tensor.data = b"".join(arrays)
     return message
+
+
+def _not_aligned(name: str, arrays: list[Any], trajectories: list[Trajectory]) -> InvalidInput:
+    """The first of those arrays that is not as long as its trajectory's tokens."""
+    array, of = next(
+        (array, of)
+        for array, of in zip(arrays, trajectories, strict=True)
+        if array.shape != (len(of.input_ids),)
+    )
+    return InvalidInput(
+        f"trajectory {of.trajectory_id!r} {name}: length "
+        f"{array.size if array.ndim == 1 else list(array.shape)}, expected {len(of.input_ids)} "
+        "as input_ids"
+    )
 
 
 def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
@@ -127,16 +106,19 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
     arrays = _arrays_from_pb(message)
     trajectories, start = [], 0
     for each in message.trajectories:
-        end = start + each.length
+        here = slice(start, start := start + each.length)
         trajectories.append(
             Trajectory(
-                trajectory_id=each.trajectory_id,
-                finish_reason=_finish_reason(each),
-                completion_text=each.completion_text,
-                **cast("dict[str, Any]", {name: a[start:end] for name, a in arrays.items()}),
+                each.trajectory_id,
+                arrays["input_ids"][here],
+                arrays["loss_mask"][here],
+                arrays["behavior_logprobs"][here],
+                arrays["token_versions"][here],
+                arrays["rewards"][here],
+                _finish_reason(each),
+                each.completion_text,
             )
         )
-        start = end
     return TrajectoryGroup(message.group_id, trajectories, message.traceparent)
 
 
@@ -174,29 +156,39 @@ def _arrays_from_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
     tensors = {t.name: t.tensor for t in message.tensors}
     arrays = {}
     for name, dtype in _ARRAY_DTYPES.items():
-        if name not in tensors:
+        tensor = tensors.get(name)
+        if tensor is None:
             raise InvalidInput(f"{who}: tensor {name!r} is missing")
-        array = array_from_pb(tensors[name], f"{who} {name}")
-        if array.dtype != dtype or array.ndim != 1:
-            raise InvalidInput(
-                f"{who} {name}: got {array.dtype}{list(array.shape)}, expected {dtype.name}[L]"
-            )
-        if array.size != total:
-            raise InvalidInput(
-                f"{who} {name}: length {array.size}, expected {total} as the trajectories together"
-            )
-        arrays[name] = array
+        data, shape = tensor.data, tensor.shape
+        if (
+            tensor.dtype != TRAJECTORY_ARRAYS[name]
+            or len(shape) != 1
+            or shape[0] != total
+            or len(data) != total * dtype.itemsize
+        ):
+            raise InvalidInput(f"{who} {name}{_fault(tensor, TRAJECTORY_ARRAYS[name], total)}")
+        arrays[name] = np.frombuffer(data, dtype)
     for name in ("behavior_logprobs", "rewards"):
         finite = np.isfinite(arrays[name])
-        if not finite.all():
+        if np.count_nonzero(finite) < total:
             raise InvalidInput(f"{_owner(message, ~finite)} {name}: a value is not finite")
     # A workflow may leave sampled tokens out of the loss, but cannot train on unsampled ones.
     unsampled = arrays["loss_mask"] & (arrays["token_versions"] < 0)
-    if unsampled.any():
+    if np.count_nonzero(unsampled):
         raise InvalidInput(
             f"{_owner(message, unsampled)}: token_versions must be >= 0 wherever loss_mask is set"
         )
     return arrays
+
+
+def _fault(tensor: pb.Tensor, dtype: str, total: int) -> str:
+    """Says what is wrong with a tensor that is not `total` values of that dtype."""
+    if tensor.dtype != dtype or len(tensor.shape) != 1:
+        return f": got {tensor.dtype[:20]!r} {list(tensor.shape[:8])}, expected {dtype}[L]"
+    if tensor.shape[0] != total:
+        return f": length {tensor.shape[0]}, expected {total} as the trajectories together"
+    expected = total * np.dtype(dtype).itemsize
+    return f".data has {len(tensor.data)} bytes: expected {expected} for {dtype}[{total}]"
 
 
 def _owner(message: pb.TrajectoryGroup, wrong: npt.NDArray[Any]) -> str:

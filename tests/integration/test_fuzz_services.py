@@ -26,16 +26,15 @@ from tests.grpc_fuzz import (
 from tests.http_fuzz import METHODS, fuzz_openapi, fuzz_route, fuzz_socket
 
 from areal.security import Security
-from areal.types import Purpose, Task, WorkflowSpec
+from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.v1 import (
     buffer_service_pb2,
     policy_pb2,
     reward_service_pb2,
     rollout_service_pb2,
-    trajectory_pb2,
     weight_sync_service_pb2,
 )
-from areal.wire import array_to_pb, task_to_pb
+from areal.wire import pack_group, task_to_pb
 from areal_inference.server import build_app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -103,23 +102,16 @@ _LEASE = buffer_service_pb2.LeaseRef(task_id="fuzz-0", token=1)
 def _completion() -> buffer_service_pb2.CompleteTasksRequest:
     import numpy as np
 
-    arrays = {
-        "input_ids": np.array([1, 2, 3], np.int32),
-        "loss_mask": np.array([0, 1, 1], np.bool_),
-        "behavior_logprobs": np.array([0, -1, -1], np.float32),
-        "token_versions": np.array([-1, 0, 0], np.int32),
-        "rewards": np.array([0, 0, 1], np.float32),
-    }
-    trajectory = trajectory_pb2.Trajectory(trajectory_id="fuzz-0/0", length=3, finish_reason="stop")
-    group = trajectory_pb2.TrajectoryGroup(
-        group_id="fuzz-0",
-        trajectories=[trajectory],
-        tensors=[
-            trajectory_pb2.NamedTensor(name=name, tensor=array_to_pb(array))
-            for name, array in arrays.items()
-        ],
+    trajectory = Trajectory(
+        trajectory_id="fuzz-0/0",
+        input_ids=np.array([1, 2, 3], np.int32),
+        loss_mask=np.array([0, 1, 1], np.bool_),
+        behavior_logprobs=np.array([0, -1, -1], np.float32),
+        token_versions=np.array([-1, 0, 0], np.int32),
+        rewards=np.array([0, 0, 1], np.float32),
     )
-    completion = buffer_service_pb2.Completion(lease=_LEASE, group=group.SerializeToString())
+    group = pack_group(TrajectoryGroup("fuzz-0", [trajectory]))
+    completion = buffer_service_pb2.Completion(lease=_LEASE, group=group)
     return buffer_service_pb2.CompleteTasksRequest(worker_id="fuzz", completions=[completion])
 
 

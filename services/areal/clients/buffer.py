@@ -206,17 +206,12 @@ class BufferClient(TrainerBufferClient):
             CapacityExceeded: Memory is near its limit; keep the lease and try again later.
         """
         return await self._hand_ins.offer(
-            worker_id,
-            lambda: pb.Completion(
-                lease=pb.LeaseRef(task_id=task_id, token=token),
-                group=pack_group(group, self._codec),
-            ),
+            worker_id, task_id, token, lambda: pack_group(group, self._codec)
         )
 
     async def _complete_tasks(
-        self, worker_id: str, completions: list[pb.Completion]
+        self, request: pb.CompleteTasksRequest
     ) -> Sequence[pb.CompletionResult]:
-        request = pb.CompleteTasksRequest(worker_id=worker_id, completions=completions)
         response = await self._call(self._stub.CompleteTasks, request, timeout=60.0, retry_for=60.0)
         return response.results
 

@@ -25,14 +25,16 @@ from areal.v1 import buffer_service_pb2 as pb
 # While the ledger checks and stores what one call brought, the next is encoded and sent.
 _CALLS = 2
 # A call takes no more once it has so much, so that there is something to overlap.
-_CALL_BYTES = 256 * 1024
+CALL_BYTES = 1024 * 1024
 
-Send = Callable[[str, list[pb.Completion]], Awaitable[Sequence[pb.CompletionResult]]]
+Send = Callable[[pb.CompleteTasksRequest], Awaitable[Sequence[pb.CompletionResult]]]
 
 
 class _Offer(NamedTuple):
     worker_id: str
-    encode: Callable[[], pb.Completion]
+    task_id: str
+    token: int
+    encode: Callable[[], bytes]
     recorded: asyncio.Future[bool]
 
 
@@ -44,19 +46,22 @@ class HandIns:
         self._waiting: deque[_Offer] = deque()
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def offer(self, worker_id: str, encode: Callable[[], pb.Completion]) -> bool:
-        """Sends what `encode` gives; True: recorded now, False: it had been recorded before.
+    async def offer(
+        self, worker_id: str, task_id: str, token: int, encode: Callable[[], bytes]
+    ) -> bool:
+        """Hands in the group that `encode` gives; True: recorded now, False: it had been before.
 
         Raises:
             ArealError: Of `encode`, of the ledger for this group, or of the call.
         """
-        offer = _Offer(worker_id, encode, asyncio.get_running_loop().create_future())
+        recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        offer = _Offer(worker_id, task_id, token, encode, recorded)
         self._waiting.append(offer)
         if len(self._calls) < _CALLS:
             call = asyncio.create_task(self._call())
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-        return await offer.recorded
+        return await recorded
 
     async def close(self) -> None:
         """Gives up what is under way; those who wait for it are cancelled."""
@@ -68,11 +73,11 @@ class HandIns:
 
     async def _call(self) -> None:
         while self._waiting:
-            offers, completions = self._next()
+            offers, request = self._next()
             if not offers:
                 continue
             try:
-                results = await self._send(offers[0].worker_id, completions)
+                results = await self._send(request)
                 for offer, result in zip(offers, results, strict=True):
                     _settle(offer, _outcome(result))
             except Exception as error:  # each of them is told
@@ -82,26 +87,30 @@ class HandIns:
                 for offer in offers:
                     offer.recorded.cancel()  # the call was cancelled; else this does nothing
 
-    def _next(self) -> tuple[list[_Offer], list[pb.Completion]]:
+    def _next(self) -> tuple[list[_Offer], pb.CompleteTasksRequest]:
         """The offers of the next call: of one worker, up to a size; nobody waits for the others."""
         offers: list[_Offer] = []
-        completions: list[pb.Completion] = []
+        request = pb.CompleteTasksRequest()
         size = 0
-        while self._waiting and size < _CALL_BYTES:
+        while self._waiting and size < CALL_BYTES:
             if offers and self._waiting[0].worker_id != offers[0].worker_id:
                 break
             offer = self._waiting.popleft()
             if offer.recorded.done():  # who offered it was cancelled
                 continue
             try:
-                completion = offer.encode()
+                group = offer.encode()
             except Exception as error:  # of this group alone
                 _settle(offer, error)
                 continue
             offers.append(offer)
-            completions.append(completion)
-            size += len(completion.group)
-        return offers, completions
+            # In place: a message made apart would be serialized and parsed to be copied here.
+            completion = request.completions.add(group=group)
+            completion.lease.task_id, completion.lease.token = offer.task_id, offer.token
+            size += len(group)
+        if offers:
+            request.worker_id = offers[0].worker_id
+        return offers, request
 
 
 def _outcome(result: pb.CompletionResult) -> bool | Exception:

@@ -42,6 +42,10 @@ def test_group_when_sent_and_received_then_equal(length, version):
     assert back.trajectories[0].finish_reason is StopReason.LENGTH
 
 
+def tensor_pb(array) -> pb.Tensor:
+    return pb.Tensor(dtype=array.dtype.name, shape=array.shape, data=array.tobytes())
+
+
 def broken(change) -> pb.TrajectoryGroup:
     message = wire.group_to_pb(TrajectoryGroup("t", [trajectory()]))
     change({t.name: t for t in message.tensors}, message)
@@ -52,26 +56,24 @@ def broken(change) -> pb.TrajectoryGroup:
     ("change", "words"),
     [
         (lambda t, m: setattr(t["rewards"].tensor, "dtype", "float16"), "float16"),
+        (lambda t, m: setattr(t["rewards"].tensor, "dtype", "int32"), r"got 'int32' \[5\]"),
+        (lambda t, m: t["rewards"].tensor.shape.append(1), r"expected float32\[L\]"),
         (lambda t, m: setattr(t["rewards"].tensor, "data", b"123"), "3 bytes"),
-        (lambda t, m: t["rewards"].tensor.shape.__setitem__(0, -5), "negative"),
+        (lambda t, m: t["rewards"].tensor.shape.__setitem__(0, -5), "length -5, expected 5"),
         (lambda t, m: setattr(t["loss_mask"], "name", "mask"), "loss_mask"),
         (lambda t, m: setattr(m.trajectories[0], "length", 4), "length 5, expected 4"),
         (lambda t, m: setattr(m.trajectories[0], "length", -5), "length -5"),
         (lambda t, m: setattr(m.trajectories[0], "finish_reason", "bored"), "bored"),
         (
-            lambda t, m: t["rewards"].tensor.CopyFrom(
-                wire.array_to_pb(np.full(5, np.nan, np.float32))
-            ),
+            lambda t, m: t["rewards"].tensor.CopyFrom(tensor_pb(np.full(5, np.nan, np.float32))),
             "not finite",
         ),
         (
-            lambda t, m: t["rewards"].tensor.CopyFrom(wire.array_to_pb(np.zeros(4, np.float32))),
+            lambda t, m: t["rewards"].tensor.CopyFrom(tensor_pb(np.zeros(4, np.float32))),
             "length 4",
         ),
         (
-            lambda t, m: t["token_versions"].tensor.CopyFrom(
-                wire.array_to_pb(np.full(5, -1, np.int32))
-            ),
+            lambda t, m: t["token_versions"].tensor.CopyFrom(tensor_pb(np.full(5, -1, np.int32))),
             "token_versions",
         ),
     ],
@@ -90,6 +92,18 @@ def test_group_when_its_trajectories_differ_in_length_then_each_gets_its_own_bac
             np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
 
 
+def test_group_when_arrays_are_of_another_type_or_order_then_the_same_bytes_are_sent():
+    plain, other = trajectory(5), trajectory(5)
+    other.input_ids = other.input_ids.astype(np.int64)
+    other.loss_mask = np.repeat(other.loss_mask, 2)[::2]
+    other.behavior_logprobs = other.behavior_logprobs.tolist()
+    other.token_versions = other.token_versions.astype(">i4")
+    other.rewards = other.rewards.astype(np.float64)
+    assert wire.pack_group(TrajectoryGroup("t", [other])) == wire.pack_group(
+        TrajectoryGroup("t", [plain])
+    )
+
+
 def test_group_when_a_value_is_wrong_then_the_error_names_its_trajectory():
     group = TrajectoryGroup("t", [trajectory(5), trajectory(9)])
     group.trajectories[1].trajectory_id = "t/1"
@@ -103,6 +117,10 @@ def test_group_when_arrays_are_not_aligned_then_refused_before_it_is_sent():
     long.rewards, short.rewards = np.zeros(6, np.float32), np.zeros(4, np.float32)
     with pytest.raises(InvalidInput, match="'t/0' rewards: length 6, expected 5"):
         wire.pack_group(TrajectoryGroup("t", [long, short]))
+    square = trajectory(4)
+    square.loss_mask = np.ones((4, 1), bool)
+    with pytest.raises(InvalidInput, match=r"'t/0' loss_mask: length \[4, 1\], expected 4"):
+        wire.pack_group(TrajectoryGroup("t", [square]))
 
 
 def test_group_when_empty_then_refused():

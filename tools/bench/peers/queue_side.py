@@ -1,11 +1,12 @@
 """One side of a queue for `tools/bench/ledger.py`: a rollout process or a trainer process.
 
-    python queue_side.py write|read ADDRESS_OF_THE_LEDGER REDIS_URL
+    python queue_side.py write|read ADDRESS_OF_THE_LEDGER ADDRESS_OF_THE_RELAY REDIS_URL
 
 A line of JSON in, a line out. `prepare` makes everything that is not measured: clients, groups,
 tasks and their leases. `go` moves the groups and answers when it began and ended (a clock that all
 processes share) and the CPU seconds it took. `ours` uses the clients that a rollout worker and a
-trainer use; `redis-py` writes and reads the same bytes and does nothing else.
+trainer use; `redis-py` writes and reads the same bytes and does nothing else; `gRPC relay` has a
+process do that behind gRPC, with the bytes as compressed as ours.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "services"))
 
+from relay import PUT, TAKE, WAIT_S, load, store
+
+from areal.clients.base import open_channel
 from areal.clients.buffer import BufferClient
+from areal.clients.hand_ins import CALL_BYTES
 from areal.clients.stores import connect_redis
+from areal.security import Security
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
-from areal.wire import group_to_pb
+from areal.v1 import buffer_service_pb2 as pb
+from areal.wire import group_to_pb, pack_group
 
 SAMPLES = 4
 # Five arrays of a trajectory: 4 + 1 + 4 + 4 + 4 bytes a token.
 TOKEN_BYTES = 17
 # Groups differ, so that no cache holds what is sent; making each from scratch would take long.
 DISTINCT = 32
-WAIT_S = 30.0
 
 Go = Callable[[], Awaitable[None]]
 
@@ -137,26 +143,21 @@ class Ours:
 
 
 class RedisAlone:
-    """The bound: SET of a batch in a pipeline, and its number to whoever waits for one."""
+    """SET of a batch in a pipeline, and its number to whoever waits for one; then GETDEL."""
 
     def __init__(self, url: str) -> None:
         self._redis = connect_redis(url)
 
     async def prepare_write(self, case: dict[str, Any]) -> Go:
         """Serializes some groups."""
-        tag, batch = case["tag"], case["batch"]
-        payloads = [
+        groups = itertools.cycle(
             group_to_pb(make_group(str(i), case["kib"], 0)).SerializeToString()
             for i in range(DISTINCT)
-        ]
-        payload = itertools.cycle(payloads)
+        )
+        batch = case["batch"]
 
         async def write(start: int) -> None:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for at in range(start, start + batch):
-                    pipe.set(f"raw:{tag}:{at}", next(payload))
-                pipe.rpush(f"raw:{tag}", start)
-                await pipe.execute()
+            await store(self._redis, case["tag"], start, list(itertools.islice(groups, batch)))
 
         await self._redis.ping()
         batches = [lambda s=s: write(s) for s in range(0, case["count"], batch)]
@@ -164,23 +165,59 @@ class RedisAlone:
 
     async def prepare_read(self, case: dict[str, Any]) -> Go:
         """Connects."""
-        tag, batch = case["tag"], case["batch"]
 
         async def read() -> None:
-            found = await self._redis.blpop([f"raw:{tag}"], WAIT_S)
-            assert found is not None
-            start = int(found[1])
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for at in range(start, start + batch):
-                    pipe.getdel(f"raw:{tag}:{at}")
-                assert all(await pipe.execute())
+            assert len(await load(self._redis, case["tag"])) == case["batch"]
 
         await self._redis.ping()
-        return lambda: at_once(case["together"], [read] * (case["count"] // batch))
+        return lambda: at_once(case["together"], [read] * (case["count"] // case["batch"]))
 
 
-async def serve(side: str, address: str, url: str) -> None:
-    contenders: dict[str, Ours | RedisAlone] = {"ours": Ours(address), "redis-py": RedisAlone(url)}
+class Relay:
+    """`store` and `load` behind gRPC: as large messages as our client's, a batch with one call."""
+
+    def __init__(self, address: str) -> None:
+        channel = open_channel(address, Security())
+        self._put = channel.unary_unary(PUT, pb.CompleteTasksRequest.SerializeToString)
+        self._take = channel.unary_unary(
+            TAKE, response_deserializer=pb.FetchGroupsResponse.FromString
+        )
+
+    async def prepare_write(self, case: dict[str, Any]) -> Go:
+        """Packs some groups."""
+        packed = [pack_group(make_group(str(i), case["kib"], 0)) for i in range(DISTINCT)]
+        groups, each = itertools.cycle(packed), case["batch"]
+        while each > 1 and each * len(packed[0]) > CALL_BYTES:
+            each //= 2  # the messages of a batch are equal, so that any of them make one up
+
+        async def write(start: int) -> None:
+            request = pb.CompleteTasksRequest(worker_id=f"{case['tag']} {start}")
+            for group in itertools.islice(groups, each):
+                request.completions.add(group=group)
+            await self._put(request)
+
+        async def write_batch(start: int) -> None:
+            await asyncio.gather(*(write(at) for at in range(start, start + case["batch"], each)))
+
+        batches = [lambda s=s: write_batch(s) for s in range(0, case["count"], case["batch"])]
+        return lambda: at_once(case["together"], batches)
+
+    async def prepare_read(self, case: dict[str, Any]) -> Go:
+        """Knows what to ask for."""
+        request = f"{case['tag']} {case['batch']}".encode()
+
+        async def read() -> None:
+            assert len((await self._take(request)).groups) == case["batch"]
+
+        return lambda: at_once(case["together"], [read] * (case["count"] // case["batch"]))
+
+
+async def serve(side: str, address: str, relay: str, url: str) -> None:
+    contenders: dict[str, Ours | RedisAlone | Relay] = {
+        "ours": Ours(address),
+        "gRPC relay": Relay(relay),
+        "redis-py": RedisAlone(url),
+    }
     go: Go | None = None
     print("ready", flush=True)
     loop = asyncio.get_running_loop()
@@ -199,4 +236,4 @@ async def serve(side: str, address: str, url: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(*sys.argv[1:4]))
+    uvloop.run(serve(*sys.argv[1:5]))

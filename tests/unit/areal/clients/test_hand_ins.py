@@ -20,10 +20,9 @@ class Ledger:
         self.open = asyncio.Semaphore(0)
         self.away = False
 
-    async def send(
-        self, worker_id: str, completions: list[pb.Completion]
-    ) -> list[pb.CompletionResult]:
-        ids = [completion.lease.task_id for completion in completions]
+    async def send(self, request: pb.CompleteTasksRequest) -> list[pb.CompletionResult]:
+        assert request.worker_id == "w"
+        ids = [completion.lease.task_id for completion in request.completions]
         self.calls.append(ids)
         await self.open.acquire()
         if self.away:
@@ -36,8 +35,8 @@ class Ledger:
         ]
 
 
-def completion(task_id: str, size: int = 10) -> Callable[[], pb.Completion]:
-    return lambda: pb.Completion(lease=pb.LeaseRef(task_id=task_id), group=bytes(size))
+def group(size: int = 10) -> Callable[[], bytes]:
+    return lambda: bytes(size)
 
 
 async def settle() -> None:
@@ -48,7 +47,7 @@ async def settle() -> None:
 async def test_offer_when_alone_then_sent_at_once() -> None:
     ledger = Ledger()
     ledger.open.release()
-    assert await HandIns(ledger.send).offer("w", completion("a"))
+    assert await HandIns(ledger.send).offer("w", "a", 1, group())
     assert ledger.calls == [["a"]]
 
 
@@ -57,7 +56,7 @@ async def test_offers_when_calls_are_under_way_then_the_next_one_takes_all_that_
     hand_ins = HandIns(ledger.send)
     offers = []
     for name in "abcde":
-        offers.append(asyncio.create_task(hand_ins.offer("w", completion(name))))
+        offers.append(asyncio.create_task(hand_ins.offer("w", name, 1, group())))
         await settle()
     assert ledger.calls == [["a"], ["b"]]
     ledger.open.release()
@@ -74,7 +73,7 @@ async def test_offers_when_large_then_a_call_takes_no_more_than_its_size() -> No
         ledger.open.release()
     hand_ins = HandIns(ledger.send)
     names = ["a", "b", "c", "d", "e"]
-    await asyncio.gather(*(hand_ins.offer("w", completion(name, 140_000)) for name in names))
+    await asyncio.gather(*(hand_ins.offer("w", name, 1, group(600_000)) for name in names))
     assert ledger.calls == [["a", "b"], ["c", "d"], ["e"]]
 
 
@@ -82,15 +81,15 @@ async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
     ledger = Ledger()
     hand_ins = HandIns(ledger.send)
 
-    def broken() -> pb.Completion:
+    def broken() -> bytes:
         raise InvalidInput("rewards: length 4")
 
     ledger.open.release()
     results = await asyncio.gather(
-        hand_ins.offer("w", completion("a")),
-        hand_ins.offer("w", broken),
-        hand_ins.offer("w", completion("lost")),
-        hand_ins.offer("w", completion("b")),
+        hand_ins.offer("w", "a", 1, group()),
+        hand_ins.offer("w", "broken", 1, broken),
+        hand_ins.offer("w", "lost", 1, group()),
+        hand_ins.offer("w", "b", 1, group()),
         return_exceptions=True,
     )
     assert ledger.calls == [["a", "lost", "b"]]
@@ -105,12 +104,12 @@ async def test_offer_when_the_call_fails_then_all_of_it_hear_and_the_next_goes_o
     ledger.away = True
     hand_ins = HandIns(ledger.send)
     ledger.open.release()
-    both = [hand_ins.offer("w", completion(name)) for name in "ab"]
+    both = [hand_ins.offer("w", name, 1, group()) for name in "ab"]
     for result in await asyncio.gather(*both, return_exceptions=True):
         assert isinstance(result, Unavailable)
     ledger.away = False
     ledger.open.release()
-    assert await hand_ins.offer("w", completion("c"))
+    assert await hand_ins.offer("w", "c", 1, group())
 
 
 async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None:
@@ -118,7 +117,7 @@ async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None
     hand_ins = HandIns(ledger.send)
     offers = []
     for name in "abcd":
-        offers.append(asyncio.create_task(hand_ins.offer("w", completion(name))))
+        offers.append(asyncio.create_task(hand_ins.offer("w", name, 1, group())))
         await settle()
     offers[2].cancel()
     for _ in range(3):
@@ -135,7 +134,7 @@ async def test_close_when_offers_are_open_then_they_are_cancelled(sent: int) -> 
     hand_ins = HandIns(ledger.send)
     offers = []
     for number in range(sent):
-        offers.append(asyncio.create_task(hand_ins.offer("w", completion(str(number)))))
+        offers.append(asyncio.create_task(hand_ins.offer("w", str(number), 1, group())))
         await settle()
     await hand_ins.close()
     results = await asyncio.gather(*offers, return_exceptions=True)
