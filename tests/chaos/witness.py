@@ -29,6 +29,8 @@ from areal.clients.rollout import RolloutClient
 from areal.types import Purpose, Task, Trajectory, WorkflowSpec
 
 NEW_TOKENS = 40
+ARITHMETIC = 1e-3
+"""A logprob by the same weights, keys and values may differ so much between two engines."""
 RLVR = {
     "reward_fn": "math",
     "gconfig": {"n_samples": 2, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS},
@@ -80,7 +82,10 @@ class Witness:
                 await asyncio.wait_for(ended.wait(), 0.1)
 
     def check(self, tolerance: float) -> Check:
-        """Largest difference of a logprob from that of the version it names, and of the next."""
+        """Largest difference of a logprob from that of the version it names, and of the next.
+
+        tolerance: of those that more than one earlier version's keys and values may explain.
+        """
         own: list[float] = []
         following: list[float] = []
         unknown = changed = inherited = 0
@@ -93,8 +98,10 @@ class Witness:
                 unknown += 1
                 continue
             off = float(np.abs(here - answer.behavior_logprobs[at]).max())
-            if off > tolerance and (found := self._inherited(int(versions[0]), answer, at)) < off:
-                off, inherited = found, inherited + 1
+            if off > ARITHMETIC:
+                found = self._inherited(int(versions[0]), answer, at)
+                inherited += int(found < ARITHMETIC)
+                off = min(off, found)
             own.append(off)
             if (then := self._score(int(versions[0]) + 1, answer, at)) is not None:
                 following.append(float(np.abs(then - answer.behavior_logprobs[at]).max()))
