@@ -1,4 +1,4 @@
-"""The Lua scripts: generated tables, the prelude, then the script's own lines."""
+"""The Lua scripts: generated tables, the prelude, the script's own lines as `main`, main.lua."""
 
 from __future__ import annotations
 
@@ -61,10 +61,12 @@ def load_scripts(config: LedgerConfig) -> dict[str, Script]:
         f"local ALLOWED = {transitions_as_lua()}\n"
         f"local CONFIG = {config.as_lua()}\n" + (folder / "prelude.lua").read_text()
     )
+    tail = (folder / "main.lua").read_text()
     scripts = {}
     for name in NAMES:
         parts = _PARTS.get(name, (f"{name}.lua",))
-        text = "\n".join([head, *((folder / part).read_text() for part in parts)])
+        body = "".join((folder / part).read_text() for part in parts)
+        text = f"{head}\nlocal function main()\n{body}\nend\n{tail}"
         scripts[name] = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
     return scripts
 

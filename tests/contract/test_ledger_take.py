@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.ledger_support import Book
+from tests.ledger_support import Book, open_book
 
 from areal.errors import NotFound, WorkflowError, WrongStep
 
@@ -133,6 +133,21 @@ async def test_take_of_named_tasks_when_others_fill_the_bound_then_they_run_firs
     await book.complete("mine", token)
     assert await book.take(1, "mine") == ("taken", ["mine"])
     assert await book.state("other0") == "completed"
+
+
+async def test_take_when_refused_after_it_gave_a_group_up_then_totals_and_indexes_say_so(
+    redis_process: str,
+) -> None:
+    async with open_book(redis_process, max_regenerations=0) as book:
+        await book.register(size=1, eta=1)
+        await book.run("fresh", "stale")
+        await book.register(size=1, eta=0)
+        assert await book.take(1, "fresh") == ("taken", ["fresh"])
+        with pytest.raises(WorkflowError, match="stale is dead_lettered"):
+            await book.take(2, "stale")
+        assert await book.counts() == {"batched": 1, "dead_lettered": 1}
+        assert [task.task_id async for task in book.store.dead_letters(5)] == ["stale"]
+        assert await book.redis.zcard(f"{book.prefix}completed") == 0  # type: ignore[attr-defined]
 
 
 async def test_take_of_named_tasks_when_none_is_accepted_then_an_error_says_so(

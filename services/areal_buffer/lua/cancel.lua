@@ -11,7 +11,7 @@ else
     sources[#sources + 1] = 'completed'
   end
   for _, source in ipairs(sources) do
-    for _, id in ipairs(call('ZRANGE', P .. source, 0, 499 - #ids)) do ids[#ids + 1] = id end
+    for _, id in ipairs(look('ZRANGE', P .. source, 0, 499 - #ids)) do ids[#ids + 1] = id end
     if #ids >= 500 then break end
   end
 end
@@ -19,8 +19,7 @@ local cancelled = 0
 for _, id in ipairs(ids) do
   local task = read_task(id)
   if task and ALLOWED[task.state .. '>cancelled'] then
-    call('HSET', task.key, 'reason', ARGV[2])
-    move(task, 'cancelled')
+    move(task, 'cancelled', {'reason', ARGV[2]})
     cancelled = cancelled + 1
   end
 end

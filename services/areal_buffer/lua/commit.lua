@@ -2,10 +2,10 @@
 -- Returns the last committed step.
 fence(ARGV[1])
 local step, retained = tonumber(ARGV[2]), tonumber(ARGV[3])
-local limit = limits()
-if step > limit.last_taken then
+local meta = read_meta()
+if step > meta.last_taken then
   fail('WrongStep', 'CommitStep ' .. int(step) .. ': the last step taken is ' ..
-    int(limit.last_taken))
+    int(meta.last_taken))
 end
 local function ids(of_step)
   local found = {}
@@ -14,19 +14,19 @@ local function ids(of_step)
   end
   return found
 end
-for each = limit.last_committed + 1, step do
+for each = meta.last_committed + 1, step do
   for _, id in ipairs(ids(each)) do move(read_task(id), 'trained') end
 end
-for each = limit.let_go + 1, retained do
+for each = meta.let_go + 1, retained do
   for _, id in ipairs(ids(each)) do
-    call('DEL', P .. 'group:' .. id)
+    delete(P .. 'group:' .. id)
     call('HDEL', P .. 'task:' .. id, 'body', 'partial', 'failed_servers', 'lengths', 'head',
       'worker', 'floor', 'want', 'deadline', 'reason', 'done_token')
   end
-  call('DEL', P .. 'batch:' .. int(each))
+  delete(P .. 'batch:' .. int(each))
   call('HDEL', P .. 'batch_incarnations', int(each))
 end
-local committed = math.max(step, limit.last_committed)
-call('HSET', META, 'last_committed', int(committed),
-  'let_go', int(math.max(retained, limit.let_go)))
+local committed = math.max(step, meta.last_committed)
+set(META, 'last_committed', int(committed))
+set(META, 'let_go', int(math.max(retained, meta.let_go)))
 return committed

@@ -20,24 +20,21 @@ local function complete(at, payload)
   -- Above the limit only what the next batch needs is let in: the trainer can always go on, and
   -- at most B groups pass the limit.
   if ARGV[at + 6] == '1' and
-    (task.purpose == 'serve' or count('train:completed') >= limits().batch_size) then
+    (task.purpose == 'serve' or count('train:completed') >= read_meta().batch_size) then
     fail('CapacityExceeded', 'task ' .. task.id ..
       ': the ledger is near its memory limit; keep the lease and complete again later')
   end
 
   task.head = math.max(head, 0)
-  call('HSET', task.key, 'done_token', token, 'head', int(task.head), 'lengths', ARGV[at + 3])
+  local serve = task.purpose == 'serve'
+  move(task, serve and 'delivered' or 'completed',
+    {'done_token', token, 'head', int(task.head), 'lengths', ARGV[at + 3]})
   call('HDEL', task.key, 'partial')
-  call('HINCRBY', META, 'trajectories', ARGV[at + 4])
-  call('HINCRBY', META, 'generated_tokens', ARGV[at + 5])
+  add(META, 'trajectories', ARGV[at + 4])
+  add(META, 'generated_tokens', ARGV[at + 5])
   local key = P .. 'group:' .. task.id
   call('RENAME', payload, key)
-  if task.purpose == 'serve' then
-    call('PEXPIRE', key, CONFIG.serve_result_ttl_ms)
-    move(task, 'delivered')
-  else
-    move(task, 'completed')
-  end
+  if serve then call('PEXPIRE', key, CONFIG.serve_result_ttl_ms) end
   return 1
 end
 
@@ -46,12 +43,11 @@ for number = 1, #KEYS - 1 do
   local payload = KEYS[number + 1]
   local ok, result = pcall(complete, 7 * number - 6, payload)
   if not ok then
-    -- pcall gives what was raised, or its text with the place in front: servers differ.
-    local refusal = string.match(type(result) == 'table' and result.err or result, 'AREAL .*')
-    if not refusal then error(result) end
-    result = {err = refusal}
+    local refused = refusal(result)
+    if not refused then error(result) end
+    result = {err = refused}
   end
-  if result ~= 1 then call('DEL', payload) end
+  if result ~= 1 then delete(payload) end
   results[number] = result
 end
 return results

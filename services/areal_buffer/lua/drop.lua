@@ -1,7 +1,7 @@
 -- ARGV: ids; none: up to 500 dead letters
 -- Takes dead letters off the list for good; their state and the counters stay as they are.
 -- Returns how many.
-local ids = #ARGV > 0 and ARGV or call('ZRANGE', P .. 'dead', 0, 499)
+local ids = #ARGV > 0 and ARGV or look('ZRANGE', P .. 'dead', 0, 499)
 local dropped = 0
 for _, id in ipairs(ids) do
   if call('ZREM', P .. 'dead', id) == 1 then

@@ -1,60 +1,68 @@
 -- ARGV: worker id, max tasks, boot of the worker (0: its id is of this life only)
 -- Returns {reason, leases}; a lease: {id, body, token, policy version, partial, failed servers}.
-local worker, wanted, boot = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local worker, most, boot = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if boot > 0 then begin_life(worker, boot) end
-local limit = limits()
-local slots = limit.max_concurrent - count('all:running')
-local headroom, why = admission(limit)
+local meta = read_meta()
+local slots = meta.max_concurrent_rollouts - count('all:running')
+local headroom, why = admission(meta)
 local bytes = 0
-local function first(which) return call('ZRANGE', P .. 'queue:' .. which, 0, 0)[1] end
+
+-- The queues, in order and as far as this call can reach; `at`: where each has got to.
+local function queue(which, room)
+  room = math.min(room, most, slots)
+  return room > 0 and look('ZRANGE', P .. 'queue:' .. which, 0, room - 1) or {}
+end
+local queues = {wanted = queue('wanted', most), serve = queue('serve', most),
+  train = queue('train', math.max(headroom, 1))}
+local at = {wanted = 1, serve = 1, train = 1}
+local function first(which) return queues[which][at[which]] end
 
 local function lease(id)
   local task = read_task(id)
   local stored = call('HMGET', task.key, 'body', 'partial', 'failed_servers')
   local partial = stored[2] or ''
   -- Work of an earlier attempt is worth continuing only while its tokens are fresh enough.
-  if partial ~= '' and task.purpose == 'train' and limit.version - task.floor > limit.eta then
+  if partial ~= '' and task.purpose == 'train' and
+    meta.policy_version - task.floor > meta.max_head_offpolicyness then
     partial = ''
     call('HDEL', task.key, 'partial')
   end
-  if partial == '' then task.floor = limit.version end
+  if partial == '' then task.floor = meta.policy_version end
   bytes = bytes + #(stored[1] or '') + #partial
-  local token = call('HINCRBY', META, 'token', 1)
-  call('HSET', task.key, 'token', token, 'worker', worker, 'floor', int(task.floor))
+  meta.token = meta.token + 1
+  add(META, 'token', 1)
+  move(task, 'running', {'token', int(meta.token), 'worker', worker, 'floor', int(task.floor)},
+    NOW + CONFIG.lease_ttl_ms)
   call('HDEL', task.key, 'revoked')
-  move(task, 'running', NOW + CONFIG.lease_ttl_ms)
-  return {id, stored[1] or '', token, limit.version, partial, stored[3] or ''}
+  return {id, stored[1] or '', meta.token, meta.policy_version, partial, stored[3] or ''}
 end
 
 local leases = {}
 local serve_turn = call('HGET', META, 'turn') ~= 'serve'
 local blocked = false
 -- An answer that no message can carry would lose its leases: the rest comes with the next call.
-while #leases < wanted and slots > 0 and bytes < 32 * 1024 * 1024 do
+while #leases < most and slots > 0 and bytes < 32 * 1024 * 1024 do
   -- What rollout_batch waits for goes first and past the admission bound, for without exactly
   -- these the trainer cannot go on, however many other groups fill the bound.
-  local train = first('wanted')
-  if not train then
-    train = first('train')
-    if train and headroom <= 0 then train, blocked = nil, true end
-  end
-  local serve = first('serve')
-  local id
-  if serve and (serve_turn or not train) then id, serve_turn = serve, false
-  elseif train then id, serve_turn, headroom = train, true, headroom - 1 end
-  if not id then break end
+  local train = first('wanted') and 'wanted' or first('train') and 'train'
+  if train == 'train' and headroom <= 0 then train, blocked = nil, true end
+  local from
+  if first('serve') and (serve_turn or not train) then from, serve_turn = 'serve', false
+  elseif train then from, serve_turn, headroom = train, true, headroom - 1 end
+  if not from then break end
   slots = slots - 1
-  leases[#leases + 1] = lease(id)
+  leases[#leases + 1] = lease(first(from))
+  at[from] = at[from] + 1
 end
 
 if #leases == 0 then
   wait_for('lease')
   if slots <= 0 then
-    why = 'admission: max_concurrent_rollouts ' .. int(limit.max_concurrent) .. ' are running'
+    why = 'admission: max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ' are running'
   elseif not blocked then
     why = 'queue empty'
   end
   return {why, {}}
 end
-call('HSET', META, 'turn', serve_turn and 'train' or 'serve')
+set(META, 'turn', serve_turn and 'train' or 'serve')
 return {'', leases}

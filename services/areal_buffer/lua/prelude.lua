@@ -36,13 +36,94 @@ local function int(number) return string.format('%.0f', number) end
 -- Ends the script with areal.errors.<kind>.
 local function fail(kind, message) error({err = 'AREAL ' .. kind .. ' ' .. message}) end
 
-local function meta(field) return tonumber(call('HGET', META, field) or 0) end
+-- A script writes the records of tasks at once. What it changes of totals and indexes, which all its
+-- tasks share, is collected here: one command then does for all of them. It is written when the
+-- script ends, however it ends (main.lua), and before the script reads that key (`look`).
+local FIELDS_TO_SET = {}   -- hash -> field -> value
+local SUMS = {}            -- hash -> field -> what to add
+local MEMBERS = {}         -- sorted set -> member -> score, or false: goes
+local GONE = {}            -- keys to delete
 
-local function count(which) return tonumber(call('HGET', COUNTS, which) or 0) end
+local function collect(pending, key, name, value)
+  local found = pending[key]
+  if not found then
+    found = {}
+    pending[key] = found
+  end
+  found[name] = value
+end
+
+local function set(hash, field, value) collect(FIELDS_TO_SET, hash, field, value) end
+
+local function add(hash, field, number)
+  collect(SUMS, hash, field, (SUMS[hash] and SUMS[hash][field] or 0) + number)
+end
+
+local function put(index, id, score) collect(MEMBERS, P .. index, id, score) end
+
+local function remove(index, id) collect(MEMBERS, P .. index, id, false) end
+
+local function delete(key) GONE[#GONE + 1] = key end
+
+-- A command with any number of arguments: as many at a time as Lua can pass.
+local function call_all(command, key, arguments)
+  for at = 1, #arguments, 1000 do
+    call(command, key, unpack(arguments, at, math.min(at + 999, #arguments)))
+  end
+end
+
+-- Writes what was collected for one key.
+local function settle(key)
+  local values, sums, members = FIELDS_TO_SET[key], SUMS[key], MEMBERS[key]
+  if values then
+    local arguments = {}
+    for field, value in pairs(values) do
+      arguments[#arguments + 1], arguments[#arguments + 2] = field, value
+    end
+    call_all('HSET', key, arguments)
+    FIELDS_TO_SET[key] = nil
+  end
+  if sums then
+    for field, number in pairs(sums) do
+      if number ~= 0 then call('HINCRBY', key, field, int(number)) end
+    end
+    SUMS[key] = nil
+  end
+  if members then
+    local enter, leave = {}, {}
+    for id, score in pairs(members) do
+      if score then enter[#enter + 1], enter[#enter + 2] = score, id
+      else leave[#leave + 1] = id end
+    end
+    call_all('ZREM', key, leave)
+    call_all('ZADD', key, enter)
+    MEMBERS[key] = nil
+  end
+end
+
+local function settle_all()
+  for _, pending in ipairs({FIELDS_TO_SET, SUMS, MEMBERS}) do
+    for key in pairs(pending) do settle(key) end
+  end
+  for at = 1, #GONE, 1000 do call('DEL', unpack(GONE, at, math.min(at + 999, #GONE))) end
+end
+
+-- Reads a total or an index as this script has left it.
+local function look(command, key, ...)
+  settle(key)
+  return call(command, key, ...)
+end
+
+-- The numbers of tasks in these states, each "<all, train or serve>:<state>".
+local function count(...)
+  local found = look('HMGET', COUNTS, ...)
+  for i, number in ipairs(found) do found[i] = tonumber(number or 0) end
+  return unpack(found)
+end
 
 -- Refuses every incarnation but the newest.
 local function fence(incarnation)
-  local current = meta('incarnation')
+  local current = tonumber(call('HGET', META, 'incarnation') or 0)
   if tonumber(incarnation) ~= current then
     fail('StaleIncarnation', 'trainer incarnation ' .. incarnation .. ': the current one is ' ..
       int(current) .. '; a newer trainer has registered, this one must stop')
@@ -59,23 +140,24 @@ local function wake(kind)
   end
   if FLAGS[kind] then
     FLAGS[kind] = false
-    call('HSET', META, 'waiting:' .. kind, '0')
+    set(META, 'waiting:' .. kind, '0')
     call('PUBLISH', P .. 'wake', kind)
   end
 end
 
-local function wait_for(kind) call('HSET', META, 'waiting:' .. kind, '1') end
+local function wait_for(kind) set(META, 'waiting:' .. kind, '1') end
 
 local FIELDS = {'state', 'purpose', 'seq', 'token', 'done_token', 'floor', 'want', 'deadline',
-  'head', 'lengths', 'step', 'reason', 'revoked'}
+  'head', 'lengths', 'reason'}
 local NUMBERS = {seq = true, token = true, done_token = true, floor = true, deadline = true,
-  head = true, step = true}
+  head = true}
 
 -- The record's small fields, or nil. Absent numbers are 0, absent strings ''.
 local function read_task(id)
-  local values = call('HMGET', P .. 'task:' .. id, unpack(FIELDS))
+  local key = P .. 'task:' .. id
+  local values = call('HMGET', key, unpack(FIELDS))
   if not values[1] then return nil end
-  local task = {id = id, key = P .. 'task:' .. id}
+  local task = {id = id, key = key}
   for i, field in ipairs(FIELDS) do
     if NUMBERS[field] then task[field] = tonumber(values[i] or 0)
     else task[field] = values[i] or '' end
@@ -89,68 +171,72 @@ end
 
 local function enter_queue(task)
   local which = task.purpose
-  if task.want ~= '' and task.want == (call('HGET', META, 'want') or '') then which = 'wanted' end
-  call('ZADD', P .. 'queue:' .. which, int(task.seq), task.id)
-  if task.deadline > 0 then call('ZADD', P .. 'deadlines', int(task.deadline), task.id) end
+  if task.want ~= '' and task.want == (look('HGET', META, 'want') or '') then which = 'wanted' end
+  put('queue:' .. which, task.id, int(task.seq))
+  if task.deadline > 0 then put('deadlines', task.id, int(task.deadline)) end
 end
 
 -- Drops what only living tasks need. Ended train tasks keep a small record, so that their id
 -- stays taken; serve tasks go altogether when their time has come.
 local function enter_end(task, to)
-  call('HSET', task.key, 'ended', int(NOW))
-  if task.deadline > 0 then call('ZREM', P .. 'deadlines', task.id) end
+  if task.deadline > 0 then remove('deadlines', task.id) end
   if to == 'dead_lettered' then
-    call('ZADD', P .. 'dead', int(NOW), task.id)
+    put('dead', task.id, int(NOW))
     call('HDEL', task.key, 'partial')
   elseif task.purpose == 'serve' then
     call('PEXPIRE', task.key, CONFIG.serve_result_ttl_ms)
   elseif to ~= 'trained' then
     call('HDEL', task.key, 'body', 'partial', 'failed_servers')
   end
-  if to ~= 'trained' and to ~= 'delivered' then call('DEL', P .. 'group:' .. task.id) end
+  if to ~= 'trained' and to ~= 'delivered' then delete(P .. 'group:' .. task.id) end
 end
 
 -- The only place where a task changes state: checks the transition, keeps the counters adding up
 -- to the number submitted, keeps the indexes, wakes who waits. `score` for running: lease expiry.
-local function move(task, to, score)
+-- `changes`: other fields of the record and their values, written with the state.
+local function move(task, to, changes, score)
   local from = task.state
-  if from == 'new' then
-    call('HINCRBY', META, 'submitted', 1)
-  else
-    if not ALLOWED[from .. '>' .. to] then
-      fail('LeaseLost', 'task ' .. task.id .. ' is ' .. from .. ': cannot become ' .. to)
-    end
-    call('HINCRBY', COUNTS, 'all:' .. from, -1)
-    call('HINCRBY', COUNTS, task.purpose .. ':' .. from, -1)
+  if from ~= 'new' and not ALLOWED[from .. '>' .. to] then
+    fail('LeaseLost', 'task ' .. task.id .. ' is ' .. from .. ': cannot become ' .. to)
   end
-  call('HINCRBY', COUNTS, 'all:' .. to, 1)
-  call('HINCRBY', COUNTS, task.purpose .. ':' .. to, 1)
-  call('HSET', task.key, 'state', to)
+  -- The record first: should Redis refuse this write, the totals and indexes stay as they were.
+  local record = changes or {}
+  record[#record + 1], record[#record + 2] = 'state', to
+  if not LIVE[to] then record[#record + 1], record[#record + 2] = 'ended', int(NOW) end
+  call('HSET', task.key, unpack(record))
   task.state = to
 
+  if from == 'new' then
+    add(META, 'submitted', 1)
+  else
+    add(COUNTS, 'all:' .. from, -1)
+    add(COUNTS, task.purpose .. ':' .. from, -1)
+  end
+  add(COUNTS, 'all:' .. to, 1)
+  add(COUNTS, task.purpose .. ':' .. to, 1)
+
   if from == 'queued' then
-    if call('ZREM', P .. 'queue:' .. task.purpose, task.id) == 0 then
-      call('ZREM', P .. 'queue:wanted', task.id)
-    end
+    remove('queue:' .. task.purpose, task.id)
+    remove('queue:wanted', task.id)
   elseif from == 'running' then
-    call('ZREM', P .. 'running:' .. task.purpose, task.id)
-    call('ZREM', P .. 'floors', task.id)
+    remove('running:' .. task.purpose, task.id)
+    remove('floors', task.id)
   elseif from == 'completed' then
-    call('ZREM', P .. 'completed', task.id)
-    if to == 'queued' then call('DEL', P .. 'group:' .. task.id) end
+    remove('completed', task.id)
+    if to == 'queued' then delete(P .. 'group:' .. task.id) end
   elseif from == 'dead_lettered' then
-    call('ZREM', P .. 'dead', task.id)
+    remove('dead', task.id)
     call('HDEL', task.key, 'ended')
   end
 
   if to == 'queued' then
     enter_queue(task)
   elseif to == 'running' then
-    call('ZADD', P .. 'running:' .. task.purpose, int(score), task.id)
-    if task.purpose == 'train' then call('ZADD', P .. 'floors', int(task.floor), task.id) end
+    put('running:' .. task.purpose, task.id, int(score))
+    if task.purpose == 'train' then put('floors', task.id, int(task.floor)) end
   elseif to == 'completed' then
-    call('ZADD', P .. 'completed', int(task.head * HEAD_UNIT + task.seq), task.id)
-    if task.deadline > 0 then call('ZREM', P .. 'deadlines', task.id) end
+    put('completed', task.id, int(task.head * HEAD_UNIT + task.seq))
+    if task.deadline > 0 then remove('deadlines', task.id) end
   elseif not LIVE[to] then
     enter_end(task, to)
   end
@@ -174,45 +260,43 @@ local ATTEMPTS = {
 -- Ends an attempt: back to the front of the queue, or to the dead letters once the limit of that
 -- cause is reached. An empty cause counts against nothing.
 local function end_attempt(task, cause, detail, traceback)
-  call('HSET', task.key, 'reason', detail)
   if cause ~= '' then
     local limit = ATTEMPTS[cause]
     local attempts = call('HINCRBY', task.key, limit.field, 1)
-    if cause == 'too_stale' then call('HINCRBY', META, 'regenerated', 1) end
+    if cause == 'too_stale' then add(META, 'regenerated', 1) end
     if attempts >= limit.limit then
-      call('HSET', task.key, 'cause', cause, 'traceback', traceback or '',
-        'reason', cause .. ' after ' .. int(attempts) .. ': ' .. detail)
-      move(task, 'dead_lettered')
+      move(task, 'dead_lettered', {'cause', cause, 'traceback', traceback or '',
+        'reason', cause .. ' after ' .. int(attempts) .. ': ' .. detail})
       return
     end
   end
-  move(task, 'queued')
+  move(task, 'queued', {'reason', detail})
 end
 
-local function limits()
-  local values = call('HMGET', META, 'policy_version', 'last_taken', 'last_committed', 'let_go',
-    'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts')
-  return {
-    version = tonumber(values[1] or 0),
-    last_taken = tonumber(values[2] or 0),
-    last_committed = tonumber(values[3] or 0),
-    let_go = tonumber(values[4] or 0),
-    batch_size = tonumber(values[5] or CONFIG.batch_size),
-    eta = tonumber(values[6] or CONFIG.max_head_offpolicyness),
-    max_concurrent = tonumber(values[7] or CONFIG.max_concurrent_rollouts),
-  }
+-- The ledger's own record. Absent numbers are 0, or what the experiment file says.
+local META_FIELDS = {'incarnation', 'policy_version', 'last_taken', 'last_committed', 'let_go',
+  'last_size', 'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts', 'take_step',
+  'take_since', 'staleness_max', 'sealed', 'seq', 'token', 'submitted', 'last_sweep'}
+local function read_meta()
+  local values, meta = look('HMGET', META, 'want', unpack(META_FIELDS)), {}
+  for i, field in ipairs(META_FIELDS) do
+    meta[field] = tonumber(values[i + 1] or CONFIG[field] or 0)
+  end
+  meta.want = values[1] or ''
+  return meta
 end
 
 -- Groups that may still start: areal.staleness.admission_headroom.
-local function admission(limit)
+local function admission(meta)
   -- Only the newest batch can be ahead. It counts until the version moves, even if committed and
   -- let go by then: what starts now starts from the weights before it.
-  local ahead = limit.last_taken > limit.version and meta('last_size') or 0
-  local running, completed = count('train:running'), count('train:completed')
-  local headroom = (limit.eta + 1) * limit.batch_size - running - completed - ahead
-  return headroom, 'admission: ' .. int(running) .. ' running + ' .. int(completed) ..
-    ' completed + ' .. int(ahead) .. ' batched ahead of version ' .. int(limit.version) ..
-    ', at most (' .. int(limit.eta) .. ' + 1) * ' .. int(limit.batch_size)
+  local ahead = meta.last_taken > meta.policy_version and meta.last_size or 0
+  local running, completed = count('train:running', 'train:completed')
+  local eta, size = meta.max_head_offpolicyness, meta.batch_size
+  return (eta + 1) * size - running - completed - ahead,
+    'admission: ' .. int(running) .. ' running + ' .. int(completed) .. ' completed + ' ..
+    int(ahead) .. ' batched ahead of version ' .. int(meta.policy_version) ..
+    ', at most (' .. int(eta) .. ' + 1) * ' .. int(size)
 end
 
 -- The first call of a worker's newer life ends all leases of the lives before: nobody works on them.
@@ -230,7 +314,7 @@ local function begin_life(worker, boot)
   end
   if known == 0 then return end
   for _, purpose in ipairs({'train', 'serve'}) do
-    for _, id in ipairs(call('ZRANGE', P .. 'running:' .. purpose, 0, -1)) do
+    for _, id in ipairs(look('ZRANGE', P .. 'running:' .. purpose, 0, -1)) do
       if call('HGET', P .. 'task:' .. id, 'worker') == worker then
         end_attempt(read_task(id), 'suspected_poison', 'worker ' .. worker .. ' died and was started again')
       end
@@ -248,9 +332,16 @@ end
 
 -- Forgets the list that rollout_batch waits for: its tasks queue like any other.
 local function dissolve_wanted()
-  for _, id in ipairs(call('ZRANGE', P .. 'queue:wanted', 0, -1)) do
-    call('ZADD', P .. 'queue:train', call('ZSCORE', P .. 'queue:wanted', id), id)
+  local found = look('ZRANGE', P .. 'queue:wanted', 0, -1, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    put('queue:train', found[i], found[i + 1])
+    remove('queue:wanted', found[i])
   end
-  call('DEL', P .. 'queue:wanted')
-  call('HSET', META, 'want', '')
+  set(META, 'want', '')
+end
+
+-- What a script was refused with by `fail`, from what pcall caught: that itself, or its text with
+-- the place in front, for servers differ. Nil: a fault.
+local function refusal(caught)
+  return string.match(type(caught) == 'table' and caught.err or tostring(caught), 'AREAL .*')
 end

@@ -1,25 +1,27 @@
 -- ARGV: resume step, batch size, eta, max concurrent rollouts
 -- Returns {incarnation, last taken step, last committed step}.
 local step = tonumber(ARGV[1])
-local limit = limits()
-if step < limit.let_go then
+local meta = read_meta()
+if step < meta.let_go then
   fail('WrongStep', 'resume_step ' .. int(step) .. ': the batches after it were let go; ' ..
-    'the oldest resumable step is ' .. int(limit.let_go))
+    'the oldest resumable step is ' .. int(meta.let_go))
 end
-if step > limit.last_taken then
-  if meta('submitted') > 0 or meta('incarnation') > 0 then
+if step > meta.last_taken then
+  if meta.submitted > 0 or meta.incarnation > 0 then
     fail('WrongStep', 'resume_step ' .. int(step) .. ': the ledger has given out batches up to ' ..
-      'step ' .. int(limit.last_taken) .. ' only')
+      'step ' .. int(meta.last_taken) .. ' only')
   end
   -- An empty ledger, e.g. a new Redis: go on from the checkpoint, with nothing to replay.
-  call('HSET', META, 'policy_version', ARGV[1], 'last_taken', ARGV[1], 'last_committed', ARGV[1],
-    'let_go', ARGV[1])
-  limit = limits()
+  for _, field in ipairs({'policy_version', 'last_taken', 'last_committed', 'let_go'}) do
+    set(META, field, int(step))
+    meta[field] = step
+  end
 end
-local incarnation = call('HINCRBY', META, 'incarnation', 1)
-call('HSET', META, 'batch_size', ARGV[2], 'max_head_offpolicyness', ARGV[3],
-  'max_concurrent_rollouts', ARGV[4])
+set(META, 'incarnation', int(meta.incarnation + 1))
+set(META, 'batch_size', ARGV[2])
+set(META, 'max_head_offpolicyness', ARGV[3])
+set(META, 'max_concurrent_rollouts', ARGV[4])
 dissolve_wanted()
 wake('lease')
 wake('take')
-return {incarnation, limit.last_taken, limit.last_committed}
+return {meta.incarnation + 1, meta.last_taken, meta.last_committed}

@@ -2,23 +2,23 @@
 -- Returns the ids that are lost.
 local lost = {}
 local expiry = NOW + CONFIG.lease_ttl_ms
-local limit, headroom, slots
+local headroom, slots
 for i = 2, #ARGV, 2 do
   local id, token = ARGV[i], ARGV[i + 1]
   local values = call('HMGET', P .. 'task:' .. id, 'state', 'token', 'purpose', 'revoked')
   local kept = values[2] == token and values[1] == 'running'
   if kept then
-    call('ZADD', P .. 'running:' .. values[3], 'XX', int(expiry), id)
+    put('running:' .. values[3], id, int(expiry))
   elseif values[2] == token and values[1] == 'queued' and not values[4] then
     -- Expired but not yet given away: the worker goes on, if there is room again.
-    if not limit then
-      limit = limits()
-      headroom, slots = admission(limit), limit.max_concurrent - count('all:running')
+    if not slots then
+      local meta = read_meta()
+      headroom, slots = admission(meta), meta.max_concurrent_rollouts - count('all:running')
     end
     if slots > 0 and (values[3] == 'serve' or headroom > 0) then
       slots = slots - 1
       if values[3] == 'train' then headroom = headroom - 1 end
-      move(read_task(id), 'running', expiry)
+      move(read_task(id), 'running', {}, expiry)
       kept = true
     end
   end

@@ -1,10 +1,10 @@
 -- ARGV: ids; none: up to 500 dead letters
 -- Returns how many were queued again.
-local ids = #ARGV > 0 and ARGV or call('ZRANGE', P .. 'dead', 0, 499)
+local ids = #ARGV > 0 and ARGV or look('ZRANGE', P .. 'dead', 0, 499)
 local retried = 0
 for _, id in ipairs(ids) do
   -- What was dropped is no longer on the list and stays where it is.
-  if call('ZSCORE', P .. 'dead', id) then
+  if look('ZSCORE', P .. 'dead', id) then
     local task = read_task(id)
     call('HDEL', task.key, 'attempts', 'infra', 'regen', 'failed_servers', 'cause', 'traceback',
       'reason', 'deadline', 'revoked')

@@ -1,19 +1,19 @@
 -- Takes back expired leases and ends tasks past their time to live; at most 500 of each.
 -- After an outage (of Redis, or of every buffer process) it extends all leases instead: their
 -- holders could not renew. Returns {leases extended, leases expired, tasks expired, gap in ms}.
-local last = meta('last_sweep')
-call('HSET', META, 'last_sweep', int(NOW))
+local last = read_meta().last_sweep
+set(META, 'last_sweep', int(NOW))
 local gap = last > 0 and NOW - last or 0
 local extended, requeued, expired = 0, 0, 0
 for _, purpose in ipairs({'train', 'serve'}) do
   local running = P .. 'running:' .. purpose
   if gap > 2 * CONFIG.sweep_interval_ms then
-    for _, id in ipairs(call('ZRANGE', running, 0, -1)) do
+    for _, id in ipairs(look('ZRANGE', running, 0, -1)) do
       call('ZADD', running, 'GT', int(NOW + CONFIG.lease_ttl_ms), id)
       extended = extended + 1
     end
   end
-  for _, id in ipairs(call('ZRANGEBYSCORE', running, '-inf', int(NOW), 'LIMIT', 0, 500)) do
+  for _, id in ipairs(look('ZRANGEBYSCORE', running, '-inf', int(NOW), 'LIMIT', 0, 500)) do
     local task = read_task(id)
     local worker = call('HGET', task.key, 'worker') or ''
     end_attempt(task, 'suspected_poison', 'lease expired: worker ' .. worker .. ' was silent for ' ..
@@ -21,10 +21,9 @@ for _, purpose in ipairs({'train', 'serve'}) do
     requeued = requeued + 1
   end
 end
-for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'deadlines', '-inf', int(NOW), 'LIMIT', 0, 500)) do
+for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'deadlines', '-inf', int(NOW), 'LIMIT', 0, 500)) do
   local task = read_task(id)
-  call('HSET', task.key, 'reason', 'time to live passed while ' .. task.state)
-  move(task, 'expired')
+  move(task, 'expired', {'reason', 'time to live passed while ' .. task.state})
   expired = expired + 1
 end
 return {extended, requeued, expired, gap}

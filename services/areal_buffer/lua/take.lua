@@ -2,44 +2,46 @@
 -- Returns {state, waiting_for, replay, queued, running, completed, entries}.
 fence(ARGV[1])
 local step = tonumber(ARGV[2])
-local limit = limits()
+local meta = read_meta()
 
 local function answer(state, why, replay, entries)
   if state == 'waiting' then wait_for('take') end
-  return {state, why, replay, count('train:queued'), count('train:running'),
-    count('train:completed'), entries or {}}
+  local queued, running, completed = count('train:queued', 'train:running', 'train:completed')
+  return {state, why, replay, queued, running, completed, entries or {}}
 end
 
-if step <= limit.last_taken then
-  if step <= limit.let_go then
+if step <= meta.last_taken then
+  if step <= meta.let_go then
     fail('WrongStep', 'TakeBatch step ' .. int(step) .. ': its payload was let go; the oldest ' ..
-      'step still kept is ' .. int(limit.let_go + 1))
+      'step still kept is ' .. int(meta.let_go + 1))
   end
   local first = call('HGET', P .. 'batch_incarnations', int(step))
   return answer('taken', '', first ~= ARGV[1] and 1 or 0,
     call('LRANGE', P .. 'batch:' .. int(step), 0, -1))
 end
-if step ~= limit.last_taken + 1 then
+if step ~= meta.last_taken + 1 then
   fail('WrongStep', 'TakeBatch step ' .. int(step) .. ': the next step is ' ..
-    int(limit.last_taken + 1))
+    int(meta.last_taken + 1))
 end
 
 -- The first call for a step: version step - 1 is confirmed, which opens admission.
-if meta('take_step') ~= step then
-  call('HSET', META, 'take_step', int(step), 'take_since', int(NOW))
+if meta.take_step ~= step then
+  meta.take_since = NOW
+  set(META, 'take_step', int(step))
+  set(META, 'take_since', int(NOW))
 end
-if limit.version < step - 1 then
-  limit.version = step - 1
-  call('HSET', META, 'policy_version', int(limit.version))
+if meta.policy_version < step - 1 then
+  meta.policy_version = step - 1
+  set(META, 'policy_version', int(meta.policy_version))
   wake('lease')
 end
-if ARGV[3] == '1' and limit.last_taken > limit.last_committed then
+if ARGV[3] == '1' and meta.last_taken > meta.last_committed then
   return answer('checkpoint_first', 'the ledger is near its memory limit: save a checkpoint and ' ..
-    'commit step ' .. int(limit.last_taken), 0)
+    'commit step ' .. int(meta.last_taken), 0)
 end
 
-local oldest = step - 1 - limit.eta
-local late = NOW - meta('take_since') >= CONFIG.straggler_deadline_ms
+local oldest = step - 1 - meta.max_head_offpolicyness
+local late = NOW - meta.take_since >= CONFIG.straggler_deadline_ms
 
 local function too_stale(task)
   return end_attempt(task, 'too_stale', 'head version ' .. int(task.head) .. ' at step ' ..
@@ -48,7 +50,7 @@ end
 
 -- Gives up on running groups that can no longer be fresh enough.
 local function revoke(highest_floor)
-  for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'floors', '-inf', int(highest_floor))) do
+  for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'floors', '-inf', int(highest_floor))) do
     local task = read_task(id)
     call('HSET', task.key, 'revoked', 1)
     call('HDEL', task.key, 'partial')
@@ -58,44 +60,43 @@ local function revoke(highest_floor)
 end
 
 local function batch(tasks)
-  local entries, staleness, highest = {}, 0, meta('staleness_max')
+  local entries, staleness, highest = {}, 0, meta.staleness_max
   for i, task in ipairs(tasks) do
     entries[i] = task.id .. '\n' .. int(task.head) .. '\n' .. task.lengths
     staleness = staleness + step - 1 - task.head
     highest = math.max(highest, step - 1 - task.head)
-    call('HSET', task.key, 'step', int(step))
-    call('RPUSH', P .. 'batch:' .. int(step), entries[i])
-    move(task, 'batched')
+    move(task, 'batched', {'step', int(step)})
   end
-  call('HINCRBY', META, 'staleness_sum', int(staleness))
-  call('HINCRBY', META, 'staleness_count', #tasks)
-  call('HSET', META, 'staleness_max', int(highest), 'last_taken', int(step),
-    'last_size', #tasks)
+  call_all('RPUSH', P .. 'batch:' .. int(step), entries)
+  add(META, 'staleness_sum', staleness)
+  add(META, 'staleness_count', #tasks)
+  set(META, 'staleness_max', int(highest))
+  set(META, 'last_taken', int(step))
+  set(META, 'last_size', #tasks)
   call('HSET', P .. 'batch_incarnations', int(step), ARGV[1])
   dissolve_wanted()
   return answer('taken', '', 0, entries)
 end
 
-if #ARGV > 3 then return take_named(step, oldest, too_stale, batch, answer) end
+if #ARGV > 3 then return take_named(meta, step, oldest, too_stale, batch, answer) end
 
-if (call('HGET', META, 'want') or '') ~= '' then dissolve_wanted() end
-for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'completed', '-inf',
+if meta.want ~= '' then dissolve_wanted() end
+for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'completed', '-inf',
   '(' .. int(math.max(oldest, 0) * HEAD_UNIT))) do
   too_stale(read_task(id))
 end
 if late then revoke(oldest - 1) end
 
-local size = count('train:completed')
-if size < limit.batch_size then
-  local open = count('train:queued') + count('train:running')
-  if meta('sealed') == 0 or open > 0 then
-    local _, admission_now = admission(limit)
-    return answer('waiting', int(size) .. ' of ' .. int(limit.batch_size) .. ' groups are ' ..
-      'completed; ' .. int(count('train:queued')) .. ' queued; ' .. admission_now, 0)
+local size, queued, running = count('train:completed', 'train:queued', 'train:running')
+if size < meta.batch_size then
+  if meta.sealed == 0 or queued + running > 0 then
+    local _, admission_now = admission(meta)
+    return answer('waiting', int(size) .. ' of ' .. int(meta.batch_size) .. ' groups are ' ..
+      'completed; ' .. int(queued) .. ' queued; ' .. admission_now, 0)
   end
   if size == 0 then return answer('exhausted', 'sealed, and every task has ended', 0) end
 else
-  local stragglers = call('ZCOUNT', P .. 'floors', '-inf', int(oldest))
+  local stragglers = look('ZCOUNT', P .. 'floors', '-inf', int(oldest))
   if stragglers > 0 and not late then
     return answer('waiting', int(stragglers) .. ' running groups leased at version ' ..
       int(oldest) .. ' or before, which would be too stale for the next batch', 0)
@@ -104,7 +105,7 @@ else
 end
 
 local tasks = {}
-for i, id in ipairs(call('ZRANGE', P .. 'completed', 0, limit.batch_size - 1)) do
+for i, id in ipairs(look('ZRANGE', P .. 'completed', 0, meta.batch_size - 1)) do
   tasks[i] = read_task(id)
 end
 return batch(tasks)

@@ -1,10 +1,10 @@
 -- Part of take.lua: rollout_batch's own tasks, in its order, once all of them have ended.
-local function take_named(step, oldest, too_stale, batch, answer)
+local function take_named(meta, step, oldest, too_stale, batch, answer)
   local want = redis.sha1hex(int(step) .. '\n' .. table.concat(ARGV, '\n', 4))
-  local fresh = (call('HGET', META, 'want') or '') ~= want
+  local fresh = meta.want ~= want
   if fresh then
     dissolve_wanted()
-    call('HSET', META, 'want', want)
+    set(META, 'want', want)
   end
   local ready, gone, queued, running = {}, {}, 0, 0
   for i = 4, #ARGV do
@@ -16,7 +16,7 @@ local function take_named(step, oldest, too_stale, batch, answer)
       task.want = want
       call('HSET', task.key, 'want', want)
       if task.state == 'queued' then
-        call('ZREM', P .. 'queue:train', task.id)
+        remove('queue:train', task.id)
         enter_queue(task)
         wake('lease')
       end
