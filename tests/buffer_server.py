@@ -15,6 +15,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.ports import free_port
 
+from areal.clients.buffer import BufferClient
+
 
 @contextmanager
 def start_buffer(
@@ -60,3 +62,14 @@ def start_buffer(
             process.kill()
             process.wait(5)
             log.close()
+
+
+async def register(client: BufferClient, resume_step: int = 0) -> int:
+    """As a trainer with batches of two; returns its incarnation."""
+    registration = await client.register_trainer(
+        resume_step=resume_step,
+        batch_size=2,
+        max_head_offpolicyness=1,
+        max_concurrent_rollouts=64,
+    )
+    return registration.incarnation

@@ -280,3 +280,9 @@ async def generate(session: aiohttp.ClientSession, url: str, tokens: int, versio
     async with session.post(f"{url}/generate", json=body) as response:
         assert response.status == 200, await response.text()
         return await response.json()
+
+
+async def generate_info(url: str) -> dict:
+    """The `meta_info` of four tokens from a server at version 1."""
+    async with aiohttp.ClientSession() as session:
+        return (await generate(session, url, 4, 1))["meta_info"]

@@ -1,0 +1,78 @@
+"""The generation client in front of servers on loopback, and what a good answer is."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from tests.fake_sglang import token_at
+
+from areal.engines.server_table import ServerTable
+from areal.engines.sglang import SGLangClient
+from areal.engines.sglang_protocol import ModelLimits
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+
+PROMPT = [1, 2, 3]
+EOS = 199
+
+
+class Observer:
+    def __init__(self):
+        self.done, self.kinds, self.kept = [], [], []
+
+    def request_done(self, seconds, tokens):
+        self.done.append(tokens)
+
+    def interruption(self, kind):
+        self.kinds.append(kind)
+
+    def salvaged(self, tokens):
+        self.kept.append(tokens)
+
+
+@asynccontextmanager
+async def serving(*servers, request_timeout_s=10.0, setup_timeout_s=1.0, context=1000):
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server.running())
+        table, reports = ServerTable(), []
+
+        async def report(url, cause):
+            reports.append((url, cause))
+
+        client = SGLangClient(
+            table,
+            ModelLimits(vocab_size=200, context_length=context, eos_token_ids=(EOS,)),
+            report=report,
+            observer=Observer(),
+            request_timeout_s=request_timeout_s,
+            setup_timeout_s=setup_timeout_s,
+        )
+        client.reports, client.observer = reports, client._observer
+        await client.start()
+        stack.push_async_callback(client.close)
+        table.update([server.listed() for server in servers])
+        yield client
+
+
+def empty(prompt=PROMPT):
+    return LLMResponse(list(prompt), [], [], [], StopReason.ABORT)
+
+
+def request(n=6, prompt=PROMPT, **more):
+    return LLMRequest(list(prompt), GenerationHyperparameters(max_new_tokens=n, **more))
+
+
+def check(response, n, prompt=PROMPT):
+    """The very tokens and logprobs of an uninterrupted run."""
+    start = len(prompt)
+    assert response.output_tokens == [token_at(start + i) for i in range(n)]
+    assert response.output_logprobs == pytest.approx([-(start + i) / 100 for i in range(n)])
+    assert len(response.output_versions) == n
+
+
+async def until(condition, timeout=5.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "condition never held"
+        await asyncio.sleep(0.005)
