@@ -13,9 +13,7 @@ import aiohttp
 import torch
 from safetensors.torch import load_file
 from tests.inference_server import make_model
-from tests.integration.weight_sync_rig import Process, WeightSyncRig, inference
-from tests.nats_server import NatsServer
-from tests.redis_server import RedisServer
+from tests.integration.weight_sync_rig import Process, WeightSyncRig, inference, rig_with_stores
 
 from areal.engines.distributed import DistributedPublisher
 from areal.engines.publishing import host_tensors
@@ -98,15 +96,10 @@ async def running_world(tmp_path: Path) -> AsyncIterator[World]:
     model = tmp_path / "model"
     # Larger than what sockets hold: a broadcast to somebody who does not read blocks.
     make_model(model, vocab_size=300, hidden_size=512, intermediate_size=2048)
-    redis, nats = RedisServer(tmp_path / "redis"), NatsServer(tmp_path / "nats")
-    async with AsyncExitStack() as stack:
-        for store in (redis, nats):
-            store.start()
-            stack.callback(store.kill)
-        rig = WeightSyncRig(
-            tmp_path, redis.url, nats.url, model, probe_interval_s=0.2, transport="distributed"
-        )
-        stack.push_async_callback(rig.close)
+    async with (
+        rig_with_stores(tmp_path, model, transport="distributed") as rig,
+        AsyncExitStack() as stack,
+    ):
         await rig.started()
         made = World(tmp_path, rig, stack)
         for _ in range(2):

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
 from safetensors.torch import load_file
-from tests.integration.weight_sync_rig import Process, WeightSyncRig, generate, inference
-from tests.nats_server import NatsServer
-from tests.redis_server import RedisServer
+from tests.integration.weight_sync_rig import Process, generate, inference, rig_with_stores
 
 from areal.cli_versions import list_versions
 from areal.engines.publishing import host_tensors
-from areal.models.tiny import make_tiny_model
 from areal.servers import ServerState
 from areal.transports.base import NewVersion
 from areal.transports.chain import DeltaChain
@@ -27,20 +23,12 @@ from areal.weights import PolicyVersion
 
 @pytest.mark.slow
 async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.set_num_threads(1)
-    model = tmp_path / "model"
-    make_tiny_model(model, seed=0)
-    redis, nats = RedisServer(tmp_path / "redis"), NatsServer(tmp_path / "nats")
-    async with AsyncExitStack() as stack:
-        for store in (redis, nats):
-            store.start()
-            stack.callback(store.kill)
-        rig = WeightSyncRig(
-            tmp_path, redis.url, nats.url, model, probe_interval_s=0.2, transport="stream"
-        )
-        stack.push_async_callback(rig.close)
+    async with (
+        rig_with_stores(tmp_path, tiny_model, transport="stream") as rig,
+        AsyncExitStack() as stack,
+    ):
         # As a server without a volume starts: its model comes from the store, which is not up yet.
         fetch = Process(
             tmp_path / "fetch.log",
@@ -58,14 +46,16 @@ async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in
         await rig.until(url, ServerState.SERVING, 0)
 
         published: list[PolicyVersion] = []
-        tensors = load_file(model / "model.safetensors")
+        tensors = load_file(tiny_model / "model.safetensors")
         publisher = StreamPublisher(rig.store, {}, 10.0, chain=DeltaChain())
 
         def publish(version: int) -> None:
             for tensor in tensors.values():  # few elements, so that later versions are deltas
                 tensor.view(-1)[version::50] += 0.01
             copies = [(name, tensor.clone()) for name, tensor in tensors.items()]
-            publisher.publish(NewVersion(version, 1, host_tensors(copies), model), published.append)
+            publisher.publish(
+                NewVersion(version, 1, host_tensors(copies), tiny_model), published.append
+            )
 
         async with aiohttp.ClientSession() as session:
             running = asyncio.create_task(generate(session, url, 400, 0))

@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 from aiohttp import web
+from tests.nats_server import NatsServer
 from tests.ports import free_port
+from tests.redis_server import RedisServer
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig, save_config
@@ -178,6 +182,23 @@ class WeightSyncRig:
     async def close(self) -> None:
         await self.client.close()
         self.process.stop()
+
+
+@asynccontextmanager
+async def rig_with_stores(
+    tmp_path: Path, model: Path, **weight_sync
+) -> AsyncIterator[WeightSyncRig]:
+    """A rig over a Redis and a NATS of its own; the caller starts it."""
+    redis, nats = RedisServer(tmp_path / "redis"), NatsServer(tmp_path / "nats")
+    async with AsyncExitStack() as stack:
+        for store in (redis, nats):
+            store.start()
+            stack.callback(store.kill)
+        rig = WeightSyncRig(
+            tmp_path, redis.url, nats.url, model, probe_interval_s=0.2, **weight_sync
+        )
+        stack.push_async_callback(rig.close)
+        yield rig
 
 
 class BadServer:
