@@ -59,11 +59,21 @@ def check_replays(rig: TrainerRig, steps: int) -> int:
     return len(batches) - steps
 
 
+def assert_trained_once(rig: TrainerRig, steps: int) -> None:
+    """Each step has one row, every group of theirs was trained on, and none is left over."""
+    assert [row["step"] for row in rig.rows()] == list(range(1, steps + 1))
+    counts = rig.counts()
+    assert counts["trained"] == steps * BATCH, counts
+    live = ("queued", "running", "completed", "batched")
+    assert not any(counts.get(state) for state in live), counts
+
+
 def until_steps(rig: TrainerRig, trainer: TrainerProcess, step: int) -> None:
     """Waits until a trainer has begun a step."""
     eventually(
         lambda: trainer.popen.poll() is not None or any(x["step"] >= step for x in rig.seen()),
         f"step {step}",
         120.0,
+        lambda: rig.trainer_log,
     )
     assert trainer.popen.poll() is None, rig.trainer_log[-3000:]

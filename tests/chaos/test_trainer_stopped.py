@@ -12,9 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.chaos.replays import check_batches, check_replays, prefilled, until_steps
-from tests.chaos.trainer_rig import BATCH, RECIPE, TrainerRig, trainer_rig
-from tests.integration.stack_tools import areal_background, eventually
+from tests.chaos.replays import (
+    assert_trained_once,
+    check_batches,
+    check_replays,
+    prefilled,
+    until_steps,
+)
+from tests.chaos.trainer_rig import BATCH, trainer_rig, whole_run
+from tests.integration.stack_tools import eventually
 from tests.service_process import free_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -23,24 +29,10 @@ STEPS = 12
 STOPPED_S = 65.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from areal.models.tiny import make_tiny_model
-
-    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
-
-
-def assert_trained_once(rig: TrainerRig) -> None:
-    assert [row["step"] for row in rig.rows()] == list(range(1, STEPS + 1))
-    counts = rig.counts()
-    assert counts["trained"] == STEPS * BATCH
-    assert not any(counts.get(live) for live in ("queued", "running", "completed", "batched"))
-
-
 def test_trainer_when_stopped_for_a_minute_with_a_batch_then_it_goes_on_with_it(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    common = (*prefilled(model, STEPS), "pace_s=0.5")
+    common = (*prefilled(tiny_model, STEPS), "pace_s=0.5")
     with trainer_rig(tmp_path, "stopped", *common, generation=False) as rig:
         expected = rig.prefill(STEPS * BATCH)
         trainer = rig.trainer()
@@ -51,13 +43,13 @@ def test_trainer_when_stopped_for_a_minute_with_a_batch_then_it_goes_on_with_it(
         assert trainer.popen.wait(120.0) == 0, rig.trainer_log[-4000:]
         assert check_batches(rig, expected, STEPS) == 0, "no step was taken twice"
         assert {line["incarnation"] for line in rig.seen()} == {1}
-        assert_trained_once(rig)
+        assert_trained_once(rig, STEPS)
 
 
 def test_trainer_when_replaced_while_it_is_stopped_then_it_ends_by_name_and_changes_nothing(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    common = (*prefilled(model, STEPS), "pace_s=0.5")
+    common = (*prefilled(tiny_model, STEPS), "pace_s=0.5")
     with trainer_rig(tmp_path, "replaced", *common, generation=False) as rig:
         expected = rig.prefill(STEPS * BATCH)
         first = rig.trainer()
@@ -70,8 +62,9 @@ def test_trainer_when_replaced_while_it_is_stopped_then_it_ends_by_name_and_chan
                 second.popen.poll() is not None
                 or any(x["incarnation"] == 2 and x["step"] >= 6 for x in rig.seen())
             ),
-            f"the second one's step 6; {rig.trainer_log[-3000:]}",
+            "the second one's step 6",
             120.0,
+            lambda: rig.trainer_log,
         )
         first.popen.send_signal(signal.SIGCONT)
         assert first.popen.wait(60.0) == 1, rig.trainer_log[-4000:]
@@ -79,34 +72,29 @@ def test_trainer_when_replaced_while_it_is_stopped_then_it_ends_by_name_and_chan
         assert second.popen.wait(120.0) == 0, rig.trainer_log[-4000:]
         assert check_batches(rig, expected, STEPS) > 0
         assert max(x["step"] for x in rig.seen() if x["incarnation"] == 1) == 5
-        assert_trained_once(rig)
+        assert_trained_once(rig, STEPS)
 
 
 def test_run_when_its_only_rank_is_stopped_for_good_then_it_is_replaced_by_name(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     """A whole `areal run`: the launcher waits for a sign of life, 50 s, then starts another."""
-    rig = TrainerRig(tmp_path, "single", ())
-    stack = rig.stack
-    launcher = areal_background(
-        *("run", str(RECIPE), *rig.overrides, f"model.path={model}", "pace_s=0.3"),
-        *(f"total_train_steps={STEPS}", "checkpoint.freq_steps=4"),
-        cwd=tmp_path,
-        log=tmp_path / "run.log",
-    )
-    try:
+    with whole_run(tmp_path, "single", tiny_model, f"total_train_steps={STEPS}") as (rig, launcher):
+        stack = rig.stack
         eventually(
             lambda: launcher.poll() is not None or any(x["step"] >= 6 for x in rig.seen()),
-            f"step 6; {stack.log('trainer')[-3000:]}",
+            "step 6",
             180.0,
+            lambda: stack.log("trainer"),
         )
         assert launcher.poll() is None, (tmp_path / "run.log").read_text()
         victim, began = psutil.Process(stack.process("trainer")["pid"]), time.monotonic()
         victim.suspend()
         eventually(
             lambda: stack.process("trainer")["restarts"] == 1,
-            f"another trainer; {stack.log('trainer')[-3000:]}",
+            "another trainer",
             120.0,
+            lambda: stack.log("trainer"),
         )
         said = next(x for x in stack.log("launcher").splitlines() if "; restart " in x)
         print(f"replaced after {time.monotonic() - began:.1f} s: {said}")
@@ -115,9 +103,6 @@ def test_run_when_its_only_rank_is_stopped_for_good_then_it_is_replaced_by_name(
         assert not victim.is_running()
         assert launcher.wait(180.0) == 0, (tmp_path / "run.log").read_text()
         stack.assert_gone()
-    finally:
-        launcher.kill()
-        stack.clean_up()
     assert check_replays(rig, STEPS) > 0
     assert [row["step"] for row in rig.rows()] == list(range(1, STEPS + 1))
     summary = json.loads((rig.run_dir / "summary.json").read_text())

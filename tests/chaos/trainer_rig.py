@@ -233,8 +233,9 @@ class TrainerRig:
             before, more, delay = len(self.seen()), rng.randint(1, 5), rng.uniform(0.0, 0.3)
             eventually(
                 lambda: trainer.popen.poll() is not None or len(self.seen()) >= before + more,
-                f"{more} steps; {self.trainer_log[-3000:]}",
+                f"{more} steps",
                 90.0,
+                lambda: self.trainer_log,
             )
             time.sleep(delay)
             where = f"{delay:.2f} s into step {self.seen()[-1]['step']}"
@@ -257,3 +258,22 @@ def trainer_rig(cwd: Path, trial: str, *overrides: str, generation: bool) -> Ite
         yield rig
     finally:
         rig.stop()
+
+
+@contextmanager
+def whole_run(
+    cwd: Path, trial: str, model: Path, *overrides: str
+) -> Iterator[tuple[TrainerRig, subprocess.Popen[bytes]]]:
+    """`areal run` of one trial, whose launcher starts trainers; it says what it does in run.log."""
+    rig = TrainerRig(cwd, trial, ())
+    launcher = areal_background(
+        *("run", str(RECIPE), *rig.overrides, f"model.path={model}"),
+        *("checkpoint.freq_steps=4", "pace_s=0.3", *overrides),
+        cwd=cwd,
+        log=cwd / "run.log",
+    )
+    try:
+        yield rig, launcher
+    finally:
+        launcher.kill()
+        rig.stack.clean_up()

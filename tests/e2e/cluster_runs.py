@@ -1,4 +1,4 @@
-"""What the runs on clusters share: a small model, arguments, and the books."""
+"""What the runs on clusters share: arguments, and the books."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.integration.stack_tools import RunningStack
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples" / "arithmetic_grpo.py"
 BATCH, SAMPLES = 8, 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from areal.models.tiny import make_tiny_model
-
-    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
 
 
 def arguments(model: Path, trial: str, steps: int, allocation: str) -> list[str]:

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.e2e.cluster_runs import arguments, check_books, model, rows_of
+from tests.e2e.cluster_runs import arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal_background, eventually
 
 from areal.launchers.tags import end_tagged, find_tagged
-
-__all__ = ["model"]
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -32,14 +30,14 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def test_ray_when_a_server_is_killed_then_the_run_finishes_and_nothing_is_left(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     steps = 6
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "ray")
     log = tmp_path / "out.jsonl"
     launcher = areal_background(
         *("run", "--on", "ray", "--json"),
-        *arguments(model, "ray", steps, "sglang:d2+fsdp:d2"),
+        *arguments(tiny_model, "ray", steps, "sglang:d2+fsdp:d2"),
         "stack.ranks_per_node=1",
         cwd=tmp_path,
         log=log,
@@ -67,11 +65,13 @@ def test_ray_when_a_server_is_killed_then_the_run_finishes_and_nothing_is_left(
     check_books(summary, steps)
 
 
-def test_ray_when_the_driver_is_killed_then_its_processes_end(model: Path, tmp_path: Path) -> None:
+def test_ray_when_the_driver_is_killed_then_its_processes_end(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "orphan")
     log = tmp_path / "out.log"
     launcher = areal_background(
-        *("run", "--on", "ray", *arguments(model, "orphan", 50, "sglang:d1+fsdp:d1")),
+        *("run", "--on", "ray", *arguments(tiny_model, "orphan", 50, "sglang:d1+fsdp:d1")),
         cwd=tmp_path,
         log=log,
     )

@@ -8,16 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster_runs import BATCH, SAMPLES, arguments, check_books, model, rows_of
+from tests.e2e.cluster_runs import BATCH, SAMPLES, arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-__all__ = ["model"]
-
 
 def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     steps = 5
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "killed")
@@ -25,7 +23,7 @@ def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
     launcher = areal_background(
         "run",
         "--json",
-        *arguments(model, "killed", steps, "sglang:d2+fsdp:d1"),
+        *arguments(tiny_model, "killed", steps, "sglang:d2+fsdp:d1"),
         cwd=tmp_path,
         log=log,
     )
@@ -59,11 +57,11 @@ def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
 
 
 def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     steps = 4
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "again")
-    command = arguments(model, "again", steps, "sglang:d1+fsdp:d2")
+    command = arguments(tiny_model, "again", steps, "sglang:d1+fsdp:d2")
     launcher = areal_background("run", *command, cwd=tmp_path, log=tmp_path / "out.log")
     try:
         eventually(lambda: len(rows_of(stack)) >= 1, "a step", 150.0)
@@ -88,14 +86,14 @@ def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(
 
 
 def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
-    model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "fails.py"
     recipe.write_text("def main(argv):\n    raise RuntimeError('the moon is in the way')\n")
     stack = RunningStack(tmp_path / "runs" / "experiment" / "trial0")
     try:
         done = areal(
-            *("run", str(recipe), f"model.path={model}", "model.context_length=64"),
+            *("run", str(recipe), f"model.path={tiny_model}", "model.context_length=64"),
             *("allocation_mode=sglang:d1+fsdp:d1", "stack.max_restarts=1"),
             cwd=tmp_path,
         )

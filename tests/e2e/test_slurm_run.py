@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster_runs import arguments, check_books, model, rows_of
+from tests.e2e.cluster_runs import arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal_background, eventually
 from tests.slurm_cluster import jobs, missing_programs, slurm_cluster
 
 from areal.launchers.tags import end_tagged, find_tagged
-
-__all__ = ["model"]
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -37,14 +35,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 def test_slurm_when_two_nodes_train_and_a_server_is_killed_then_it_finishes_and_ends_clean(
-    cluster: dict[str, str], model: Path, tmp_path: Path
+    cluster: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     steps = 6
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "two")
     log = tmp_path / "out.jsonl"
     launcher = areal_background(
         *("run", "--on", "slurm", "--json"),
-        *arguments(model, "two", steps, "sglang:d2+fsdp:d2"),
+        *arguments(tiny_model, "two", steps, "sglang:d2+fsdp:d2"),
         *("stack.ranks_per_node=1", "stack.slurm.cpus_per_node=1"),
         cwd=tmp_path,
         log=log,
@@ -79,12 +77,12 @@ def test_slurm_when_two_nodes_train_and_a_server_is_killed_then_it_finishes_and_
 
 
 def test_slurm_when_interrupted_then_the_job_ends_and_the_next_one_resumes(
-    cluster: dict[str, str], model: Path, tmp_path: Path
+    cluster: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     steps = 4
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "again")
     command = [
-        *("run", "--on", "slurm", *arguments(model, "again", steps, "sglang:d1+fsdp:d1")),
+        *("run", "--on", "slurm", *arguments(tiny_model, "again", steps, "sglang:d1+fsdp:d1")),
         "stack.slurm.cpus_per_node=2",
     ]
     launcher = areal_background(*command, cwd=tmp_path, log=tmp_path / "first.log")
@@ -111,11 +109,11 @@ def test_slurm_when_interrupted_then_the_job_ends_and_the_next_one_resumes(
 
 
 def test_slurm_when_the_job_cannot_start_then_the_error_is_the_output_of_the_job(
-    cluster: dict[str, str], model: Path, tmp_path: Path
+    cluster: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "out.log"
     launcher = areal_background(
-        *("run", "--on", "slurm", *arguments(model, "bad", 2, "sglang:d1+fsdp:d1")),
+        *("run", "--on", "slurm", *arguments(tiny_model, "bad", 2, "sglang:d1+fsdp:d1")),
         *("stack.slurm.cpus_per_node=1", "stack.slurm.setup=echo no such module; exit 3"),
         cwd=tmp_path,
         log=log,

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ def areal_background(*arguments: str, cwd: Path, log: Path) -> subprocess.Popen[
         )
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout: float) -> Any:
-    """The condition's first truthy value; AssertionError naming `what` when time is over."""
+def eventually(
+    condition: Callable[[], Any], what: str, timeout: float, log: Callable[[], str] = str
+) -> Any:
+    """The condition's first truthy value; when time is over, an error with `what` and the log."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}\n{log()[-3000:]}"
         time.sleep(0.05)
     return value
 
@@ -126,3 +129,19 @@ class RunningStack:
             if lives(launcher, "areal.cli"):
                 psutil.Process(launcher).kill()
             end_tagged(stack["stack_id"], leaders=leaders_of(stack))
+
+
+@contextmanager
+def running_stack(folder: Path, experiment: str, *overrides: str) -> Iterator[RunningStack]:
+    """From `areal up` to `areal down`, after which nothing of it is left."""
+    stack = RunningStack(folder / "runs" / experiment / "t0")
+    names = (f"experiment_name={experiment}", "trial_name=t0")
+    try:
+        started = areal("up", "--detach", *names, *overrides, cwd=folder)
+        assert started.returncode == 0, started.stderr + stack.log("launcher")
+        yield stack
+        stopped = areal("down", cwd=folder)
+        assert stopped.returncode == 0, stopped.stderr
+        stack.assert_gone()
+    finally:
+        stack.clean_up()

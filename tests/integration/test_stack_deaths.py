@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.integration.stack_tools import (
-    RunningStack,
-    areal,
-    areal_background,
-    eventually,
-)
+from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -28,19 +23,12 @@ PROCESSES = tuple(name for wave in WAVES for name in wave)
 Start = Callable[[], tuple[RunningStack, subprocess.Popen[bytes]]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from areal.models.tiny import make_tiny_model
-
-    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
-
-
 @pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[Start]:
+def start(tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts `areal up` in the foreground; the same trial each time."""
     stack = RunningStack(tmp_path / "runs" / "deaths" / "t0")
     arguments = (
-        f"model.path={model}",
+        f"model.path={tiny_model}",
         "model.context_length=128",
         "experiment_name=deaths",
         "trial_name=t0",

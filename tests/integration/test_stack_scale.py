@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
+from tests.integration.stack_tools import (
+    RunningStack,
+    areal,
+    areal_background,
+    eventually,
+    running_stack,
+)
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -15,28 +21,15 @@ TASKS = 24
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[RunningStack]:
-    from areal.models.tiny import make_tiny_model
-
-    model = make_tiny_model(tmp_path / "tiny", seed=0)
-    running = RunningStack(tmp_path / "runs" / "scale" / "t0")
-    arguments = (
-        f"model.path={model}",
+def stack(tiny_model: Path, tmp_path: Path) -> Iterator[RunningStack]:
+    overrides = (
+        f"model.path={tiny_model}",
         "model.context_length=1024",
-        "experiment_name=scale",
-        "trial_name=t0",
         "allocation_mode=sglang:d2+fsdp:d1",
         "gconfig.max_new_tokens=300",
     )
-    try:
-        started = areal("up", "--detach", *arguments, cwd=tmp_path)
-        assert started.returncode == 0, started.stderr + running.log("launcher")
+    with running_stack(tmp_path, "scale", *overrides) as running:
         yield running
-        stopped = areal("down", cwd=tmp_path)
-        assert stopped.returncode == 0, stopped.stderr
-        running.assert_gone()
-    finally:
-        running.clean_up()
 
 
 def status(folder: Path) -> dict:

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from tests.integration.stack_tools import RunningStack, areal, eventually
+from tests.integration.stack_tools import RunningStack, areal, eventually, running_stack
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -24,33 +24,16 @@ TASKS = 100
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from areal.models.tiny import make_tiny_model
-
-    return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))
-
-
-@pytest.fixture(scope="module")
-def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("serve")
-    running = RunningStack(folder / "runs" / "serve" / "t0")
-    arguments = (
-        f"model.path={model}",
+    overrides = (
+        f"model.path={tiny_model}",
         "model.context_length=128",
-        "experiment_name=serve",
-        "trial_name=t0",
         "allocation_mode=sglang:d2+fsdp:d1",
         "gconfig.max_new_tokens=8",
     )
-    try:
-        started = areal("up", "--detach", *arguments, cwd=folder)
-        assert started.returncode == 0, started.stderr + running.log("launcher")
+    with running_stack(folder, "serve", *overrides) as running:
         yield running
-        stopped = areal("down", cwd=folder)
-        assert stopped.returncode == 0, stopped.stderr
-        running.assert_gone()
-    finally:
-        running.clean_up()
 
 
 class ReflectionClient:
@@ -236,10 +219,10 @@ def test_logs_when_a_process_is_named_then_its_log(stack: RunningStack, tmp_path
 
 
 def test_up_when_the_trial_runs_already_then_one_line_with_its_pid(
-    stack: RunningStack, model: Path
+    stack: RunningStack, tiny_model: Path
 ) -> None:
     again = areal(
-        *("up", "--detach", f"model.path={model}", "experiment_name=serve", "trial_name=t0"),
+        *("up", "--detach", f"model.path={tiny_model}", "experiment_name=serve", "trial_name=t0"),
         cwd=stack.run_dir.parent.parent.parent,
     )
     assert again.returncode == 2
