@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import pytest
+from tests.ports import free_port
 
 STORES = f"areal/stores:{os.environ.get('AREAL_TAG', 'dev')}"
 IMAGES = {"redis": ("redis:8-alpine", STORES), "nats": ("nats:2-alpine", STORES)}
@@ -47,9 +47,7 @@ class ContainerStore:
     def __init__(self, store: str) -> None:
         self._store = store
         self._image = image_of(store)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = {
             "redis": f"redis://127.0.0.1:{self.port}/0",
             "nats": f"nats://127.0.0.1:{self.port}",

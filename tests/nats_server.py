@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.store_process import StoreProcess
 
 
 def find_server() -> str:
@@ -23,41 +23,21 @@ def find_server() -> str:
     return path
 
 
-class NatsServer:
-    """One server; may be killed and started again on the same port and files."""
+class NatsServer(StoreProcess):
+    """With JetStream."""
+
+    log = "nats.log"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        super().__init__(folder)
         self.url = f"nats://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        log = self.folder / "nats.log"
+    def command(self) -> list[str]:
         options = ["-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self.folder / "js")]
-        self._process = subprocess.Popen([find_server(), *options, "-l", str(log)])
-        deadline = time.monotonic() + 15
-        while not self._answers():
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                raise RuntimeError(f"nats on port {self.port} did not start: {log.read_text()}")
-            time.sleep(0.02)
+        return [find_server(), *options, "-l", str(self.folder / self.log)]
 
-    def kill(self) -> None:
-        """kill -9."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
-                return connection.recv(16).startswith(b"INFO")
-        except OSError:
-            return False
+    def greets(self, connection: socket.socket) -> bool:
+        return connection.recv(16).startswith(b"INFO")
 
 
 @contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.store_process import StoreProcess
 
 
 def find_server() -> str:
@@ -21,20 +21,17 @@ def find_server() -> str:
     return str(get_binary_path())
 
 
-class RedisServer:
-    """One server; may be killed and started again on the same port and files."""
+class RedisServer(StoreProcess):
+    """Append-only; `appendfsync` as in its configuration."""
+
+    log = "redis.log"
 
     def __init__(self, folder: Path, appendfsync: str = "everysec") -> None:
-        self.folder = folder
+        super().__init__(folder)
         self._appendfsync = appendfsync
-        self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
         self.url = f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def command(self) -> list[str]:
         options = {
             "port": self.port,
             "bind": "127.0.0.1",
@@ -42,40 +39,14 @@ class RedisServer:
             "appendonly": "yes",
             "appendfsync": self._appendfsync,
             "save": "",
-            "logfile": "redis.log",
+            "logfile": self.log,
         }
         arguments = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        self._process = subprocess.Popen([find_server(), *arguments])
-        deadline = time.monotonic() + 15
-        while not self._answers():
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                log = (self.folder / "redis.log").read_text()[-2000:]
-                raise RuntimeError(f"redis on port {self.port} did not start: {log}")
-            time.sleep(0.02)
+        return [find_server(), *arguments]
 
-    def kill(self) -> None:
-        """kill -9: nothing is flushed."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def send_signal(self, signum: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(signum)
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(16).startswith(b"+PONG")
-        except OSError:
-            return False
+    def greets(self, connection: socket.socket) -> bool:
+        connection.sendall(b"PING\r\n")
+        return connection.recv(16).startswith(b"+PONG")
 
 
 @contextmanager

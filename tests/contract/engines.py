@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ from typing import Any
 import aiohttp
 import torch
 from tests.inference_server import REPOSITORY, running_server
+from tests.ports import free_port
 
 SERVE = REPOSITORY / "tools" / "sglang_cpu" / "serve.sh"
 START_TIMEOUT_S = 300.0
@@ -152,9 +152,7 @@ def running_engine(
 @contextmanager
 def running_sglang(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, int]]:
     """A real SGLang server on a free port: its url, and the process that answers there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(SERVE), "--model-path", str(model), "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(

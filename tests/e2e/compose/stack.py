@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +11,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 
 class Project:
@@ -126,10 +127,3 @@ def docker(*arguments: str) -> str:
     if done.returncode:
         raise AssertionError(f"docker {' '.join(arguments)}: {done.stderr[-2000:]}")
     return done.stdout
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.ports import free_port
 from tests.unit.areal.launchers.supervised import FAST, Recorder, until
 
 from areal.launchers.probes import http_probe
@@ -38,9 +38,7 @@ threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
 
 
 def answering(log: Path, main: str) -> ProcessSpec:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return ProcessSpec(
         "trainer",
         (sys.executable, "-c", ANSWERS + main, str(port)),
