@@ -48,7 +48,7 @@ def trouble(completion):
     return 1.0
 
 async def judge(completion):
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0 if completion == "takes its time" else 0.2)
     if completion == "slow": await asyncio.sleep(600)
     if completion == "block": time.sleep(600)
     if completion == "raise": raise TimeoutError("the judge's own")
@@ -98,6 +98,16 @@ async def reward_client(service: ServiceProcess) -> AsyncIterator[RewardClient]:
 
 def _workers(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
+
+
+async def _in_work(service: ServiceProcess) -> None:
+    """Waits until the service has an item that is not scored yet."""
+    async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"http://{service.metrics}/metrics") as reply:
+                if "areal_reward_waiting_items 1.0" in await reply.text():
+                    return
+            await asyncio.sleep(0.01)
 
 
 async def _gone(processes: list[psutil.Process], deadline_s: float = 5.0) -> bool:
@@ -250,9 +260,11 @@ async def test_score_when_many_call_at_once_then_all_workers_share_and_stay_smal
 
 async def test_service_when_terminated_then_accepted_work_is_answered(tmp_path):
     async with reward_service(tmp_path) as service, reward_client(service) as client:
-        call = asyncio.create_task(client.score("judge", DIGEST, {}, [ScoreItem("p", "x")]))
-        await asyncio.sleep(0.1)
+        item = ScoreItem("p", "takes its time")
+        call = asyncio.create_task(client.score("judge", DIGEST, {}, [item]))
+        await _in_work(service)
         workers = _workers(service.pid)
+        assert workers
         assert await service.stop(signal.SIGTERM) == 0
         assert await call == [0.5]
         assert await _gone(workers)
@@ -267,7 +279,10 @@ async def test_service_when_killed_then_no_worker_is_left(tmp_path, word):
         call = asyncio.create_task(
             client.score("trouble", DIGEST, {}, [ScoreItem("p", word)], retry_for=0)
         )
-        await asyncio.sleep(0.5)
+        if word == "hang":
+            await _in_work(service)
+        else:
+            await call  # now its worker is idle
         workers = _workers(service.pid)
         assert workers
         await service.stop(signal.SIGKILL)
