@@ -6,7 +6,6 @@ A real nameserver over UDP, the Kubernetes API over real HTTP; behind them the r
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from tests.dns_server import DnsServer
 from tests.kubernetes_api import FakeKubernetes
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeEngine, FakeStore, make_model
+from tests.waiting import until
 
 from areal.server_sources import parse_source
 from areal.servers import ServerState
@@ -181,11 +181,8 @@ class Stack:
         servers = self.coordinator.servers()
         return {s.server_id.rpartition(":")[0] for s in servers if s.state is SERVING}
 
-    async def until(self, condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
-        end = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < end, f"{what}: {self.coordinator.servers()}"
-            await asyncio.sleep(0.01)
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        await until(condition, what, state=self.coordinator.servers)
 
     async def until_serving(self, *addresses: str) -> None:
         await self.until(lambda: self.serving() == set(addresses), f"serving {addresses}")

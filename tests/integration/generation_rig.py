@@ -1,7 +1,5 @@
 """The generation client in front of servers on loopback, and what a good answer is."""
 
-import asyncio
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -69,10 +67,3 @@ def check(response, n, prompt=PROMPT):
     assert response.output_tokens == [token_at(start + i) for i in range(n)]
     assert response.output_logprobs == pytest.approx([-(start + i) / 100 for i in range(n)])
     assert len(response.output_versions) == n
-
-
-async def until(condition, timeout=5.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "condition never held"
-        await asyncio.sleep(0.005)

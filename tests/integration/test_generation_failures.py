@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from aiohttp import web
 from tests.fake_sglang import FakeSGLang, answer
-from tests.integration.generation_rig import PROMPT, check, empty, request, serving, until
+from tests.integration.generation_rig import PROMPT, check, empty, request, serving
+from tests.waiting import until
 
 from areal.engines.sglang import GenerationFailed
 from areal.errors import WaitTimeout
@@ -27,7 +28,7 @@ async def test_generate_when_a_stream_breaks_then_goes_on_elsewhere_from_its_tok
     async with serving(dying, good) as client:
         client.table.update([dying.listed()])
         task = asyncio.create_task(client.generate(request(600), empty(), min_version=4))
-        await until(lambda: client.reports)
+        await until(lambda: client.reports, "a report")
         client.table.update([dying.listed(), good.listed()])
         response = await task
     check(response, 600)
@@ -90,7 +91,7 @@ async def test_generate_when_a_server_misbehaves_then_reports_it_and_another_ans
     async with serving(broken, good) as client:
         client.table.update([broken.listed()])
         task = asyncio.create_task(client.generate(request(6), empty(), min_version=3))
-        await until(lambda: client.reports)
+        await until(lambda: client.reports, "a report")
         client.table.update([broken.listed(), good.listed()])
         response = await task
     check(response, 6)
@@ -110,7 +111,7 @@ async def test_generate_when_server_is_dead_then_another_answers():
         dead = InferenceServer("d", "http://127.0.0.1:9", ServerState.SERVING, 0)
         client.table.update([dead, good.listed()])
         responses = await asyncio.gather(*[client.generate(request(6), empty()) for _ in range(50)])
-        await until(lambda: client.reports)
+        await until(lambda: client.reports, "a report")
     for response in responses:
         check(response, 6)
     # One burst, one report.

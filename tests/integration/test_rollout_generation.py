@@ -6,7 +6,8 @@ import time
 import pytest
 from aiohttp import web
 from tests.fake_sglang import FakeSGLang, answer, token_at
-from tests.integration.generation_rig import EOS, PROMPT, check, empty, request, serving, until
+from tests.integration.generation_rig import EOS, PROMPT, check, empty, request, serving
+from tests.waiting import until
 
 from areal.engines.sglang import Interrupted
 from areal.errors import InvalidInput, WaitTimeout

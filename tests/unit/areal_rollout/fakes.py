@@ -6,6 +6,8 @@ import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from tests.waiting import until
+
 from areal.clients.buffer_types import Lease
 from areal.engines.sglang import Interrupted
 from areal.errors import LeaseLost
@@ -235,13 +237,10 @@ class Rig:
         await self.until(lambda: self.ledger.ended >= count and not self.executor.running)
 
     async def until(self, condition):
-        try:
-            async with asyncio.timeout(20.0):
-                while not condition():  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
-        except TimeoutError:
-            raise AssertionError(
-                f"waited 20 s: {self.executor.running} episodes and "
-                f"{self.generation.running} of their calls run, "
-                f"{self.ledger.ended} tasks ended, {dict(self.observer.outcomes)}"
-            ) from None
+        await until(condition, state=self._state)
+
+    def _state(self):
+        return (
+            f"{self.executor.running} episodes and {self.generation.running} of their calls run, "
+            f"{self.ledger.ended} tasks ended, {dict(self.observer.outcomes)}"
+        )

@@ -19,13 +19,6 @@ from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.fsdp.model import logprobs_of
 from areal.engines.fsdp.weights import load_model
 from areal.errors import InvalidInput
-from areal.models.tiny import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, hidden_size=32)
 
 
 @pytest.fixture

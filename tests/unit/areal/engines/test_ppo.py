@@ -2,24 +2,13 @@ import math
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import (
-    assert_gradients_close,
-    gradients,
-    make_batch,
-)
+from tests.unit.areal.engines.train_fixtures import assert_gradients_close, gradients, make_batch
 
 from areal.algorithms import packing
 from areal.config_train import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.errors import InvalidInput
-from areal.models.tiny import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, hidden_size=32)
 
 
 @pytest.fixture

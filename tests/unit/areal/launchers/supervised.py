@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from areal.launchers.probes import Probe
@@ -37,10 +34,3 @@ def file_probe(file: Path) -> Probe:
         return "" if file.exists() else f"no {file.name} yet"  # noqa: ASYNC240
 
     return probe
-
-
-async def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        await asyncio.sleep(0.01)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.areal.launchers.supervised import FAST, Recorder, file_probe, python, until
+from tests.unit.areal.launchers.supervised import FAST, Recorder, file_probe, python
+from tests.waiting import until
 
 from areal.errors import WaitTimeout
 from areal.launchers.processes import ProcessSpec
@@ -52,7 +53,9 @@ async def test_service_when_killed_then_restarted_and_reported(
     await process.wait_up(60.0)
     first = process.pid
     os.kill(first, signal.SIGKILL)
-    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP, "the restart")
+    await until(
+        lambda: process.restarts == 1 and process.state is ProcessState.UP, "the restart", 60.0
+    )
     assert process.pid not in (0, first)
     assert recorder.texts("warning") == ["service ended with signal 9; restart 1 of 3 in 0.0 s"]
     await process.stop(0.0)
@@ -173,7 +176,7 @@ async def test_wait_up_when_never_ready_then_names_process_log_and_last_lines(
     process = Supervised(spec, stack_id, FAST, Recorder())
     process.start()
     log = tmp_path / "inference-0.log"
-    await until(lambda: log.exists() and log.read_text(), "its first line")
+    await until(lambda: log.exists() and log.read_text(), "its first line", 60.0)
     with pytest.raises(
         WaitTimeout, match=r"for readiness on inference-0 \(log .*inference-0.log: still loading"
     ):
@@ -217,7 +220,7 @@ sys.exit(1)
         report,
     )
     job.start()
-    await until(job.ended.done, "its end")
+    await until(job.ended.done, "its end", 60.0)
     first, second = report.texts("warning")
     assert first.startswith("job ended with exit code 1: rank_silent cause=rank 1 sleeps; restart")
     assert second.startswith("job ended with exit code 1; restart")

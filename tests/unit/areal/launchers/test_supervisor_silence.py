@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.ports import free_port
-from tests.unit.areal.launchers.supervised import FAST, Recorder, until
+from tests.unit.areal.launchers.supervised import FAST, Recorder
+from tests.waiting import until
 
 from areal.launchers.probes import http_probe
 from areal.launchers.processes import ProcessSpec
@@ -60,7 +61,9 @@ async def test_job_when_stopped_by_sigstop_then_killed_and_started_again_by_name
     await process.wait_up(60.0)
     stopped = process.pid
     os.kill(stopped, signal.SIGSTOP)
-    await until(lambda: process.restarts == 1 and process.state is ProcessState.UP, "the restart")
+    await until(
+        lambda: process.restarts == 1 and process.state is ProcessState.UP, "the restart", 60.0
+    )
     assert process.pid not in (0, stopped)
     assert not psutil.pid_exists(stopped)
     (text,) = recorder.texts("warning")
@@ -99,7 +102,7 @@ time.sleep(100)
     process.start()
     await process.wait_up(60.0)
     hang.touch()
-    await until(lambda: process.restarts >= 1, "the restart")
+    await until(lambda: process.restarts >= 1, "the restart", 60.0)
     assert "trainer gave no sign of life for" in recorder.texts("warning")[0]
     await process.stop(0.0)
 

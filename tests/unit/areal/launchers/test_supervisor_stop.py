@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import psutil
-from tests.unit.areal.launchers.supervised import FAST, Recorder, file_probe, python, until
+from tests.unit.areal.launchers.supervised import FAST, Recorder, file_probe, python
+from tests.waiting import until
 
 from areal.launchers.supervisor import Supervised, Supervisor
 from areal.launchers.tags import find_tagged
@@ -58,10 +59,10 @@ async def test_death_when_grandchild_has_its_own_session_then_swept(
     )
     process = Supervised(python("trainer", code, tmp_path, job=True), stack_id, FAST, Recorder())
     process.start()
-    await until(lambda: flag.exists() and flag.read_text(), "the grandchild")
+    await until(lambda: flag.exists() and flag.read_text(), "the grandchild", 60.0)
     orphan = psutil.Process(int(flag.read_text()))
     os.kill(process.pid, signal.SIGKILL)
-    await until(lambda: not orphan.is_running(), "the end of the orphan")
+    await until(lambda: not orphan.is_running(), "the end of the orphan", 60.0)
     await process.stop(0.0)
     assert not find_tagged(stack_id)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from tests.waiting import until
 
 from areal.config_services import EndpointsConfig
 from areal.observability.poller import StackPoller
@@ -24,11 +25,6 @@ from areal.v1 import (
     weight_sync_service_pb2,
     weight_sync_service_pb2_grpc,
 )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the poller has no event for it
-        await asyncio.sleep(0.01)
 
 
 class Buffer(buffer_service_pb2_grpc.BufferServiceServicer):
@@ -139,11 +135,11 @@ async def test_poll_when_trainer_restarts_then_repeated_steps_replace_lost_ones(
     poller.listen(seen.append)
     poller.start()
     async with asyncio.timeout(10):
-        await until(lambda: len(poller.snapshot.rows) == 3)
+        await until(lambda: len(poller.snapshot.rows) == 3, "rows")
         service.trainer.incarnation, service.trainer.rewards = 2, [0.1]
-        await until(lambda: len(poller.snapshot.rows) == 1)
+        await until(lambda: len(poller.snapshot.rows) == 1, "rows")
         service.trainer.rewards = [0.1, 0.25]
-        await until(lambda: len(poller.snapshot.rows) == 2)
+        await until(lambda: len(poller.snapshot.rows) == 2, "rows")
     await poller.close()
     assert [r["reward_mean"] for r in poller.snapshot.rows] == [0.1, 0.25]
     assert [r["step"] for r in seen] == [1, 2, 3, 2]
@@ -155,7 +151,7 @@ async def test_poll_when_tokens_grow_then_rate_is_per_second(
     poller = StackPoller(upstream[1], interval_s=0.05)
     poller.start()
     async with asyncio.timeout(10):
-        await until(lambda: poller.snapshot.tokens_per_s > 0)
+        await until(lambda: poller.snapshot.tokens_per_s > 0, "a rate")
     await poller.close()
     assert 1_000 < poller.snapshot.tokens_per_s < 50_000
 
