@@ -39,6 +39,7 @@ class Membership:
         """Waits for all the others, unless it is in that group already."""
         if self._group == seat.group:
             return
+        self._group = self._group or seat.offer.group  # joined in this service's former life
         await self._leave()
         self._group = seat.group  # from here on there may be something to leave
         request = {

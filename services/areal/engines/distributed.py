@@ -95,7 +95,9 @@ class DistributedPublisher:
 
     def _listen(self) -> socket.socket:
         try:
-            return socket.create_server((address_towards(*self._towards), 0))
+            address = address_towards(*self._towards)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, 0), family=family)
         except OSError as error:
             where = "{}:{}".format(*self._towards)
             raise TransportError(f"endpoints.weight_sync {where}: {error}") from None

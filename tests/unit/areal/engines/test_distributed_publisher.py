@@ -91,3 +91,12 @@ def test_broadcast_when_this_process_fails_then_the_trainer_goes_on_at_once(
     assert rig.stored.versions == [1, 2, 3, 4]
     assert len(rig.offers) == 3  # given up
     assert "out of memory" in capsys.readouterr().out
+
+
+def test_offer_when_the_way_to_weight_sync_is_ipv6_then_servers_are_told_that_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "ProcessGroup", Breaking)
+    rig = Rig(tmp_path, "[::1]:9")
+    rig.publish(1, torch.ones(2))
+    assert [offer.address for offer in rig.offers] == ["::1"]
