@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 from areal.clients.stores import connect_redis
 from areal.errors import ArealError
 from areal.observability.waits import Waits
-from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
+from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.wire import pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
-from areal_buffer.records import FinishedGroup, NewTask
+from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
 from areal_buffer.redis_store import RedisStore
 
 
@@ -89,6 +89,20 @@ async def complete(store: RedisStore, token: int, group: FinishedGroup, *, full:
     return result
 
 
+def returned(
+    task_id: str, token: int, cause: str = "", partial: bytes = b"", failed_server: str = ""
+) -> ReturnedLease:
+    return ReturnedLease(task_id, token, cause, "why", "where", partial, failed_server)
+
+
+async def give_back(store: RedisStore, lease: ReturnedLease) -> TaskState:
+    """Gives one lease back; raises what it was refused for."""
+    (result,) = await store.give_back([lease])
+    if isinstance(result, ArealError):
+        raise result
+    return result
+
+
 def ledger_config(url: str, **changes: object) -> LedgerConfig:
     values: dict[str, object] = {
         "namespace": f"test/{uuid.uuid4().hex[:12]}",
@@ -135,6 +149,9 @@ class Book:
         self, task_id: str, token: int, version: int = 0, full: bool = False
     ) -> bool:
         return await complete(self.store, token, finished(task_id, version), full=full)
+
+    async def give_back(self, task_id: str, token: int, cause: str = "", **more: object) -> str:
+        return await give_back(self.store, returned(task_id, token, cause, **more))  # type: ignore[arg-type]
 
     async def run(self, *ids: str, version: int = 0) -> None:
         """Submits, leases and completes exactly these."""

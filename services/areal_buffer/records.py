@@ -48,6 +48,21 @@ class FinishedGroup:
 
 
 @dataclass(frozen=True)
+class ReturnedLease:
+    """A lease that is given back, validated."""
+
+    task_id: str
+    token: int
+    cause: str
+    """Which limit counts it: workflow_error, suspected_poison; empty: none."""
+    detail: str
+    traceback: str
+    partial: bytes
+    """The journal for the next attempt."""
+    failed_server: str
+
+
+@dataclass(frozen=True)
 class TakenGroup:
     """A group of a batch, without its payload."""
 

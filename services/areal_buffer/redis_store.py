@@ -17,6 +17,7 @@ from areal_buffer.config import LedgerConfig
 from areal_buffer.records import (
     FinishedGroup,
     NewTask,
+    ReturnedLease,
     Stats,
     StoredLease,
     StoredTask,
@@ -209,22 +210,24 @@ class RedisStore:
         """Ends a task by its workflow's choice."""
         await self._scripts.run("reject", task_id, token, reason)
 
-    async def return_task(
-        self,
-        task_id: str,
-        token: int,
-        cause: str,
-        *,
-        detail: str,
-        traceback: str,
-        partial: bytes,
-        failed_server: str,
-    ) -> TaskState:
-        """Gives a lease back; cause '' counts against nothing."""
-        state = await self._scripts.run(
-            "return_task", task_id, token, cause, detail, traceback, partial, failed_server
-        )
-        return TaskState(_text(state))
+    async def give_back(
+        self, leases: Sequence[ReturnedLease]
+    ) -> list[TaskState | errors.ArealError]:
+        """Gives leases back, each by itself; for each its task's state, or why it was refused."""
+        results: list[TaskState | errors.ArealError] = []
+        if not leases:
+            return results
+        for chunk in _chunks(leases, lambda lease: len(lease.partial) + len(lease.traceback)):
+            args: list[str | int | bytes] = []
+            for each in chunk:
+                args += [each.task_id, each.token, each.cause, each.detail, each.traceback]
+                args += [each.partial, each.failed_server]
+            for reply in await self._scripts.run("return", *args):
+                if isinstance(reply, RedisError):
+                    results.append(translate(reply))
+                else:
+                    results.append(TaskState(_text(reply)))
+        return results
 
     async def sweep(self) -> Swept:
         """One bounded sweep of leases and deadlines."""

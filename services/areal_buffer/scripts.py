@@ -32,7 +32,7 @@ NAMES = (
     "renew",
     "complete",
     "reject",
-    "return_task",
+    "return",
     "cancel",
     "ended",
     "register",

@@ -22,17 +22,11 @@ from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.messages import record_message, stats_message, take_message
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import FinishedGroup
+from areal_buffer.records import FinishedGroup, ReturnedLease
 from areal_buffer.redis_store import RedisStore
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Which limit an attempt's end counts against, in the words of the scripts.
-_CAUSES = {
-    pb.RETURN_CAUSE_DRAIN: "",
-    pb.RETURN_CAUSE_WORKFLOW_ERROR: "workflow_error",
-    pb.RETURN_CAUSE_INFRASTRUCTURE: "suspected_poison",
-}
 _MAX_RESPONSE_BYTES = 96 * 1024 * 1024
 _MAX_DEAD_LETTERS = 1000
 
@@ -143,32 +137,25 @@ class BufferServicer(BufferServiceServicer):
         await self._store.reject(*self._lease(request.lease), check.line(request.reason))
         return pb.RejectTaskResponse()
 
-    async def ReturnTask(
-        self, request: pb.ReturnTaskRequest, context: Context
-    ) -> pb.ReturnTaskResponse:
-        """Gives a lease back."""
-        task_id, token = self._lease(request.lease)
-        if request.cause not in _CAUSES:
-            raise InvalidInput(
-                f"cause {request.cause}: expected DRAIN, WORKFLOW_ERROR or INFRASTRUCTURE"
-            )
-        if len(request.partial) > self._config.max_group_bytes:
-            raise InvalidInput(
-                f"task {task_id!r} partial has {len(request.partial)} bytes: at most "
-                f"{self._config.max_group_bytes} (rollout.max_group_bytes)"
-            )
-        if len(request.failed_server) > 300 or "\n" in request.failed_server:
-            raise InvalidInput(f"failed_server {request.failed_server[:80]!r}: expected an address")
-        state = await self._store.return_task(
-            task_id,
-            token,
-            _CAUSES[request.cause],
-            detail=check.line(request.detail),
-            traceback=check.traceback_text(request.traceback),
-            partial=b"" if self._memory.full else request.partial,
-            failed_server=request.failed_server,
-        )
-        return pb.ReturnTaskResponse(state=STATE_TO_PB[state])
+    async def ReturnTasks(
+        self, request: pb.ReturnTasksRequest, context: Context
+    ) -> pb.ReturnTasksResponse:
+        """Validates and gives back leases, each by itself."""
+        if (got := len(request.returns)) > check.MAX_TASKS_PER_CALL:
+            raise InvalidInput(f"returns: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
+        # Near the memory limit the next attempts start afresh.
+        keep, limit = not self._memory.full, self._config.max_group_bytes
+        checked = [check.check_return(each, limit, keep=keep) for each in request.returns]
+        leases = [each for each in checked if isinstance(each, ReturnedLease)]
+        states = iter(await self._store.give_back(leases))
+        response = pb.ReturnTasksResponse()
+        for each in checked:
+            result = next(states) if isinstance(each, ReturnedLease) else each
+            if isinstance(result, ArealError):
+                response.results.add(error=type(result).__name__, message=check.line(str(result)))
+            else:
+                response.results.add(state=STATE_TO_PB[result])
+        return response
 
     async def CancelTasks(
         self, request: pb.BufferServiceCancelTasksRequest, context: Context

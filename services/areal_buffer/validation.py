@@ -14,7 +14,7 @@ from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.weights import MAX_POLICY_VERSION
 from areal.wire import check_group_pb, parse_json_object, task_from_pb
-from areal_buffer.records import FinishedGroup, NewTask
+from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
 
 MAX_TASKS_PER_CALL = 10_000
 MAX_LEASES_PER_CALL = 1_000
@@ -25,6 +25,13 @@ _MAX_KWARGS_BYTES = 64 * 1024
 _MAX_TASK_BYTES = 4 * (MAX_DATA_BYTES + _MAX_KWARGS_BYTES) + 4096
 _MAX_TRACEBACK_CHARS = 16_000
 _MAX_LINE_CHARS = 2_000
+_MAX_SERVER_CHARS = 300
+# Which limit an attempt's end counts against, in the words of the scripts.
+_CAUSES = {
+    pb.RETURN_CAUSE_DRAIN: "",
+    pb.RETURN_CAUSE_WORKFLOW_ERROR: "workflow_error",
+    pb.RETURN_CAUSE_INFRASTRUCTURE: "suspected_poison",
+}
 # A bitmap of 2^27 positions is 16 MiB.
 _MAX_POSITION_INDEX = 2**27
 _MAX_EPOCH = 2**31
@@ -170,6 +177,44 @@ def check_completion(
         return check_group(completion, max_group_bytes, codec)
     except InvalidInput as error:
         return error
+
+
+def check_return(
+    message: pb.Return, max_partial_bytes: int, *, keep: bool
+) -> ReturnedLease | InvalidInput:
+    """A lease that is given back, or why not: one of several is refused by itself.
+
+    Args:
+        message: As it came.
+        max_partial_bytes: A longer journal is refused.
+        keep: Whether there is room for journals; else it is dropped.
+    """
+    try:
+        task_id = check_task_id(message.lease.task_id, "lease.task_id")
+        token = check_number(message.lease.token, "lease.token", 1)
+    except InvalidInput as error:
+        return error
+    if message.cause not in _CAUSES:
+        return InvalidInput(
+            f"cause {message.cause}: expected DRAIN, WORKFLOW_ERROR or INFRASTRUCTURE"
+        )
+    if (size := len(message.partial)) > max_partial_bytes:
+        return InvalidInput(
+            f"task {task_id!r} partial has {size} bytes: at most {max_partial_bytes} "
+            "(rollout.max_group_bytes)"
+        )
+    server = message.failed_server
+    if len(server) > _MAX_SERVER_CHARS or "\n" in server:
+        return InvalidInput(f"failed_server {server[:80]!r}: expected an address")
+    return ReturnedLease(
+        task_id=task_id,
+        token=token,
+        cause=_CAUSES[message.cause],
+        detail=line(message.detail),
+        traceback=traceback_text(message.traceback),
+        partial=message.partial if keep else b"",
+        failed_server=server,
+    )
 
 
 def line(text: str) -> str:

@@ -3,9 +3,9 @@
                  room          lease                arun_episode                 hand in
     lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> HANDING_IN ─ CompleteTasks
         ^                                        ├─ None ───────────────────────── RejectTask
-        │                                        ├─ raised ─────────────────────── ReturnTask
+        │                                        ├─ raised ─────────────────────── ReturnTasks
         │                                        └─ stopped: lost lease ─────────> dropped
-        └────────────── room again <─────────────────────── overdue, drain ─────── ReturnTask
+        └────────────── room again <─────────────────────── overdue, drain ─────── ReturnTasks
 
 | who         | consumes       | waits for                    | unblocked by                       |
 |-------------|----------------|------------------------------|------------------------------------|
@@ -314,17 +314,25 @@ class Executor:
             cause = (
                 ReturnCause.INFRASTRUCTURE if failure.infrastructure else ReturnCause.WORKFLOW_ERROR
             )
-            partial = b"" if cause is ReturnCause.WORKFLOW_ERROR else self._journal(episode)
+            again = cause is not ReturnCause.WORKFLOW_ERROR
             return Returned(
-                cause, failure.detail, failure.traceback, failure.failed_server, partial
+                cause,
+                failure.detail,
+                failure.traceback,
+                failure.failed_server,
+                (lambda: self._journal(episode)) if again else bytes,
             )
 
     async def _stopped(self, episode: Episode) -> Returned:
         """The ending of an episode that was cut short."""
         if episode.stop is Stop.OVERDUE:
             return Returned(ReturnCause.WORKFLOW_ERROR, *episode.overdue)
-        await self._settled.wait()  # set by drain, which has a deadline
-        return Returned(ReturnCause.DRAIN, "the worker is draining", partial=self._journal(episode))
+        if episode.stop is None:
+            # For drain, which has a deadline, and calls one after the other by cancelling them.
+            await self._settled.wait()
+        return Returned(
+            ReturnCause.DRAIN, "the worker is draining", partial=lambda: self._journal(episode)
+        )
 
     def _replay(self, lease: Lease) -> dict[CallKey, LLMResponse] | None:
         try:
@@ -349,12 +357,17 @@ class Executor:
         deadline = time.monotonic() + timeout
         self._draining = True
         self._room.set()
-        await self._generation.interrupt(0.4 * timeout)
-        # A lease call that is under way may still bring tasks: they are given back at once.
-        await _either(self._run_ended, self._config.lease_wait_s + 1.0)
-        self._settled.set()
-        for episode in list(self._episodes.values()):
+        await asyncio.gather(
+            self._generation.interrupt(0.4 * timeout),
+            # A lease call that is under way may still bring tasks: they are given back at once.
+            _either(self._run_ended, self._config.lease_wait_s + 1.0),
+        )
+        # Leases are given back in the order in which their episodes are stopped: what is lost if
+        # the time does not suffice is what cost the least.
+        held = sorted(self._episodes.values(), key=_tokens, reverse=True)
+        for episode in held:
             self._stop(episode, Stop.DRAIN)
+        self._settled.set()
         tasks = [e.task for e in self._episodes.values() if e.task is not None]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=max(0.1, deadline - time.monotonic()))
@@ -369,6 +382,11 @@ class Executor:
             now = time.monotonic()
             self._observer.busy(now - self._busy_since)
             self._busy_since = now
+
+
+def _tokens(episode: Episode) -> int:
+    """What would be generated again."""
+    return 0 if episode.engine is None else episode.engine.generated_tokens
 
 
 async def _either(event: asyncio.Event, timeout: float) -> None:

@@ -15,7 +15,7 @@ _INFRASTRUCTURE = (Unavailable, WaitTimeout, CapacityExceeded)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ReturnTask is told."""
+    """What ReturnTasks is told."""
 
     infrastructure: bool
     """A server, the reward service or the network failed; else it is the workflow's fault."""

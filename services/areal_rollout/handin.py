@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from areal.clients.backoff import Backoff
@@ -32,7 +33,8 @@ class Returned:
     detail: str
     traceback: str = ""
     failed_server: str = ""
-    partial: bytes = b""
+    partial: Callable[[], bytes] = bytes
+    """Encodes the journal; by itself: there is none."""
 
 
 # What an episode comes to; None: the workflow rejects the task.
@@ -63,8 +65,8 @@ class HandIn:
                 if isinstance(ending, TrajectoryGroup) or ending is None:
                     detail = f"the ledger refuses the group: {error}"
                     ending = Returned(ReturnCause.WORKFLOW_ERROR, detail)
-                elif ending.partial:
-                    ending = replace(ending, partial=b"")
+                elif ending.partial is not bytes:
+                    ending = replace(ending, partial=bytes)
                 else:
                     self._log.error("ending_refused", task_id=task_id, error=str(error))
                     return "lost"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from areal.clients.buffer_types import Lease, ReturnCause
@@ -44,10 +44,10 @@ class Ledger(Protocol):
         *,
         detail: str,
         traceback: str,
-        partial: bytes,
+        partial: Callable[[], bytes],
         failed_server: str,
     ) -> Awaitable[Any]:
-        """Gives a lease back."""
+        """Gives a lease back; those of many leave in the order of the calls."""
         ...
 
 

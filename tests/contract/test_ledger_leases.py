@@ -125,8 +125,7 @@ async def test_lease_when_journals_pass_a_message_then_the_rest_comes_with_the_n
     await book.submit(*ids)
     journal = bytes(20 * 1024 * 1024)
     for task_id, token in (await book.lease(4)).items():
-        nothing = {"detail": "", "traceback": "", "failed_server": ""}
-        await book.store.return_task(task_id, token, "", partial=journal, **nothing)
+        await book.give_back(task_id, token, partial=journal)
     assert sorted(await book.lease(4)) == ["a", "b"]
     assert sorted(await book.lease(4)) == ["c", "d"]
 

@@ -18,7 +18,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.contract.ledger_model import Model
-from tests.ledger_support import Book, complete, finished, new_task, open_book
+from tests.ledger_support import (
+    Book,
+    complete,
+    finished,
+    give_back,
+    new_task,
+    open_book,
+    returned,
+)
 
 from areal.errors import ArealError
 from areal.observability.waits import Waits
@@ -205,15 +213,7 @@ class LedgerMachine(RuleBasedStateMachine):
         task_id, token = self.lease_at(at)
         self.same(
             lambda: self.model.give_back(task_id, token, cause, partial),
-            self.store.return_task(
-                task_id,
-                token,
-                cause,
-                detail="",
-                traceback="",
-                partial=partial,
-                failed_server="",
-            ),
+            give_back(self.store, returned(task_id, token, cause, partial)),
         )
 
     @precondition(lambda self: self.issued)

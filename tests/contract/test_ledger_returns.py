@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.ledger_support import Book
+from tests.ledger_support import Book, returned
 
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, LeaseLost, NotFound
 from areal.types import Purpose
 
 
@@ -27,28 +27,55 @@ async def test_expiry_when_repeated_then_suspected_poison_and_retry_brings_it_ba
     assert await book.complete("a", token)
 
 
-async def give_back(book: Book, task_id: str, token: int, cause: str, **more: object) -> str:
-    options: dict[str, object] = {
-        "detail": "why",
-        "traceback": "where",
-        "partial": b"",
-        "failed_server": "",
-        **more,
-    }
-    return await book.store.return_task(task_id, token, cause, **options)  # type: ignore[arg-type]
-
-
 async def test_return_when_causes_differ_then_each_has_its_own_limit(book: Book) -> None:
     await book.submit("a")
     for cause in ("", "", "", "workflow_error", "suspected_poison", "suspected_poison"):
         token = (await book.lease())["a"]
-        assert await give_back(book, "a", token, cause) == "queued"
+        assert await book.give_back("a", token, cause) == "queued"
     token = (await book.lease())["a"]
-    assert await give_back(book, "a", token, "workflow_error") == "dead_lettered"
-    assert await give_back(book, "a", token, "workflow_error") == "dead_lettered"  # idempotent
+    assert await book.give_back("a", token, "workflow_error") == "dead_lettered"
+    assert await book.give_back("a", token, "workflow_error") == "dead_lettered"  # idempotent
     letter = await anext(book.store.dead_letters(10))
     assert (letter.cause, letter.traceback) == ("workflow_error", "where")
     assert (letter.attempts, letter.infrastructure_attempts) == (2, 2)
+
+
+async def test_return_when_of_many_some_are_refused_then_the_others_are_given_back(
+    book: Book,
+) -> None:
+    await book.submit("a", "b", "c", "d")
+    tokens = await book.lease(4)
+    await book.complete("c", tokens["c"])
+    given = [
+        returned("a", tokens["a"], partial=b"journal"),
+        returned("b", tokens["b"] + 100),
+        returned("x", 1),
+        returned("c", tokens["c"]),
+        returned("a", tokens["a"], partial=b"journal"),  # again: nothing changes
+        returned("d", tokens["d"], "workflow_error"),
+    ]
+    lost = (LeaseLost, NotFound, LeaseLost)
+    for _ in range(2):  # all of it again: nothing changes
+        results = await book.store.give_back(given)
+        assert [results[0], results[4], results[5]] == ["queued"] * 3
+        assert tuple(type(each) for each in results[1:4]) == lost
+        assert "task b: lease" in str(results[1])
+    assert await book.counts() == {"queued": 2, "running": 1, "completed": 1}
+    async for record in book.store.read(["a", "d"], groups=False):
+        assert record.attempts == (1 if record.task_id == "d" else 0)
+    leases, _ = await book.store.lease("w", 1)
+    assert (leases[0].task_id, leases[0].partial) == ("a", b"journal")
+
+
+async def test_return_when_many_then_each_script_call_is_bounded(book: Book) -> None:
+    ids = [f"t{number}" for number in range(1100)]
+    await book.register(concurrent=2000, size=1100)
+    await book.submit(*ids)
+    tokens = {**await book.lease(600), **await book.lease(600)}
+    assert await book.store.give_back([]) == []
+    results = await book.store.give_back([returned(each, tokens[each]) for each in ids])
+    assert results == ["queued"] * 1100
+    assert await book.counts() == {"queued": 1100}
 
 
 async def test_drop_when_dead_then_off_the_list_for_good_and_still_counted(book: Book) -> None:
@@ -56,7 +83,7 @@ async def test_drop_when_dead_then_off_the_list_for_good_and_still_counted(book:
     await book.submit("s", purpose=Purpose.SERVE)
     for _ in range(2):
         for task_id, token in (await book.lease(3)).items():
-            await give_back(book, task_id, token, "workflow_error")
+            await book.give_back(task_id, token, "workflow_error")
     await book.submit("alive")
     assert await book.store.drop_dead_letters(["a", "s", "alive", "ghost"]) == 2
     assert await book.store.drop_dead_letters(["a"]) == 0
@@ -79,14 +106,14 @@ async def test_return_when_repeated_then_counted_once(book: Book) -> None:
     await book.submit("a")
     token = (await book.lease())["a"]
     for _ in range(5):
-        assert await give_back(book, "a", token, "workflow_error") == "queued"
+        assert await book.give_back("a", token, "workflow_error") == "queued"
     assert await book.counts() == {"queued": 1}
 
 
 async def test_return_when_partial_then_next_lease_has_it_and_front_of_queue(book: Book) -> None:
     await book.submit("a", "b")
     token = (await book.lease())["a"]
-    await give_back(book, "a", token, "", partial=b"journal", failed_server="s1:1")
+    await book.give_back("a", token, "", partial=b"journal", failed_server="s1:1")
     lease = (await book.store.lease("w2", 1))[0][0]
     assert (lease.task_id, lease.partial, lease.failed_servers) == ("a", b"journal", ("s1:1",))
 
@@ -95,12 +122,12 @@ async def test_partial_when_continued_then_tokens_of_the_first_lease_count(book:
     await book.register(eta=1)
     await book.submit("x")
     token = (await book.lease())["x"]
-    await give_back(book, "x", token, "", partial=b"journal")
+    await book.give_back("x", token, "", partial=b"journal")
     await book.submit("a", "b")
     leases = await book.lease(3)  # x again at version 0, a and b
     for each in ("a", "b"):
         await book.complete(each, leases[each])
-    await give_back(book, "x", leases["x"], "", partial=b"journal")
+    await book.give_back("x", leases["x"], "", partial=b"journal")
     assert await book.take(1) == ("taken", ["a", "b"])
     await book.take(2)  # version 1
     lease = (await book.store.lease("w", 1))[0][0]
@@ -114,11 +141,11 @@ async def test_partial_when_too_stale_for_any_batch_then_dropped(book: Book) -> 
     await book.register(size=1, eta=1)
     await book.submit("x")
     token = (await book.lease())["x"]
-    await give_back(book, "x", token, "", partial=b"journal")
+    await book.give_back("x", token, "", partial=b"journal")
     await book.submit("a")
     leases = await book.lease(2)
     await book.complete("a", leases["a"])
-    await give_back(book, "x", leases["x"], "", partial=b"journal")
+    await book.give_back("x", leases["x"], "", partial=b"journal")
     assert await book.take(1) == ("taken", ["a"])
     await book.redis.hset(f"{book.prefix}meta", "policy_version", 2)
     lease = (await book.store.lease("w", 1))[0][0]

@@ -132,7 +132,7 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
     await buffer.submit_tasks([make_task("a"), make_task("b")])
     leases, _ = await buffer.lease_tasks("w1", 1, 1)
     assert (
-        await buffer.return_task("a", leases[0].token, ReturnCause.DRAIN, partial=b"half")
+        await buffer.return_task("a", leases[0].token, ReturnCause.DRAIN, partial=lambda: b"half")
         is TaskState.QUEUED
     )
     for left in (2, 1, 0):

@@ -69,9 +69,13 @@ def _words(stack: FuzzedStack) -> Words:
                 rollout_service_pb2.SubmitTasksRequest(tasks=[task]),
             ],
             "CompleteTasks": [_completion()],
-            "ReturnTask": [
-                buffer_service_pb2.ReturnTaskRequest(
-                    lease=_LEASE, cause=buffer_service_pb2.RETURN_CAUSE_DRAIN, partial=b"x"
+            "ReturnTasks": [
+                buffer_service_pb2.ReturnTasksRequest(
+                    returns=[
+                        buffer_service_pb2.Return(
+                            lease=_LEASE, cause=buffer_service_pb2.RETURN_CAUSE_DRAIN, partial=b"x"
+                        )
+                    ]
                 )
             ],
             "RegisterTrainer": [

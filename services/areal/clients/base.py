@@ -24,6 +24,8 @@ _ERROR_KEY = "areal-error"
 
 _CLASS_OF: dict[grpc.StatusCode, type[errors.ArealError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    # Not by us, that raises CancelledError: the server has too many calls waiting, or is going.
+    grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInput,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.CapacityExceeded,

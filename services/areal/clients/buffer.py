@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from areal.clients.base import LONG_POLL_MARGIN_S, to_duration
 from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
@@ -52,11 +52,19 @@ class BufferClient(TrainerBufferClient):
     def __init__(self, address: str, security: Security | None = None) -> None:
         """Opens a channel to host:port."""
         super().__init__(address, security)
-        self._hand_ins = HandIns(self._complete_tasks)
+        self._hand_ins = HandIns(
+            lambda worker_id: pb.CompleteTasksRequest(worker_id=worker_id), self._complete_tasks
+        )
+        self._returns = HandIns(
+            # The ledger knows a worker by its lease.
+            lambda _: pb.ReturnTasksRequest(),
+            self._return_tasks,
+        )
 
     async def close(self) -> None:
         """Ends hand-ins under way, closes the channel."""
         await self._hand_ins.close()
+        await self._returns.close()
         await super().close()
 
     # -- submitting ---------------------------------------------------------------------------
@@ -205,9 +213,14 @@ class BufferClient(TrainerBufferClient):
                 lease's version; return the task.
             CapacityExceeded: Memory is near its limit; keep the lease and try again later.
         """
-        return await self._hand_ins.offer(
-            worker_id, task_id, token, lambda: pack_group(group, self._codec)
-        )
+
+        def add(request: pb.CompleteTasksRequest) -> int:
+            packed = pack_group(group, self._codec)
+            lease = request.completions.add(group=packed).lease
+            lease.task_id, lease.token = task_id, token
+            return len(packed)
+
+        return (await self._hand_ins.offer(worker_id, add)).recorded
 
     async def _complete_tasks(
         self, request: pb.CompleteTasksRequest
@@ -238,12 +251,13 @@ class BufferClient(TrainerBufferClient):
         *,
         detail: str = "",
         traceback: str = "",
-        partial: bytes = b"",
+        partial: Callable[[], bytes] = bytes,
         failed_server: str = "",
-        timeout: float = 30.0,
-        retry_for: float = 30.0,
     ) -> TaskState:
         """Gives a lease back.
+
+        Calls at the same time share messages, in their order; tried again for half a minute while
+        the ledger is away.
 
         Args:
             task_id: The leased task.
@@ -251,26 +265,37 @@ class BufferClient(TrainerBufferClient):
             cause: Decides which limit counts.
             detail: One line for people.
             traceback: Where, for the dead-letter list.
-            partial: Journal for the next attempt; refused above max_group_bytes.
+            partial: Gives the journal for the next attempt when its message is made, so that those
+                of many are encoded while the ledger takes the ones before; refused above
+                max_group_bytes.
             failed_server: The inference server that failed, which the next attempt avoids.
-            timeout: Seconds for one try.
-            retry_for: Seconds to retry while the ledger is away or silent.
 
         Returns:
             QUEUED, or DEAD_LETTERED when a limit was reached.
+
+        Raises:
+            LeaseLost: The task was re-leased or has ended.
+            InvalidInput: The journal is too large, or another field malformed.
         """
-        request = pb.ReturnTaskRequest(
-            lease=pb.LeaseRef(task_id=task_id, token=token),
-            cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.name}"),
-            detail=detail,
-            traceback=traceback,
-            partial=partial,
-            failed_server=failed_server,
-        )
-        response = await self._call(
-            self._stub.ReturnTask, request, timeout=timeout, retry_for=retry_for
-        )
-        return STATE_FROM_PB[response.state]
+
+        def add(request: pb.ReturnTasksRequest) -> int:
+            journal = partial()
+            request.returns.add(
+                lease=pb.LeaseRef(task_id=task_id, token=token),
+                cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.name}"),
+                detail=detail,
+                traceback=traceback,
+                partial=journal,
+                failed_server=failed_server,
+            )
+            # The short fields count too, so that a call holds no more than it may.
+            return 256 + len(journal) + len(traceback)
+
+        return STATE_FROM_PB[(await self._returns.offer("", add)).state]
+
+    async def _return_tasks(self, request: pb.ReturnTasksRequest) -> Sequence[pb.ReturnResult]:
+        response = await self._call(self._stub.ReturnTasks, request, timeout=30.0, retry_for=30.0)
+        return response.results
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Finished groups on their way to the ledger: what is ready goes together.
+"""Ends of leases on their way to the ledger: what is ready goes together.
 
     offer() ──> waiting ──┬─ call 1 ─ CompleteTasks ──> each offer's own result
                           └─ call 2 ─ encodes the next ones meanwhile
@@ -8,8 +8,10 @@
 | waiting | nothing         | one of two calls   | its answer: at once if fewer are active |
 | sent    | the ledger      | CompleteTasks      | its answer, or its deadline and retries |
 
-Nothing waits for company: a lone group leaves at once; those that become ready while both calls
-are under way share the next one, and with it a round trip and an fsync.
+Finished groups and leases given back each have a `HandIns` of their own; for those it is
+ReturnTasks. Nothing waits for company: a lone one leaves at once; those that become ready while
+both calls are under way share the next one, and with it a round trip and an fsync. They leave in
+the order in which they were offered.
 """
 
 from __future__ import annotations
@@ -17,51 +19,72 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from areal import errors
-from areal.v1 import buffer_service_pb2 as pb
 
 # While the ledger checks and stores what one call brought, the next is encoded and sent.
 _CALLS = 2
 # A call takes no more once it has so much, so that there is something to overlap.
 CALL_BYTES = 1024 * 1024
 
-Send = Callable[[pb.CompleteTasksRequest], Awaitable[Sequence[pb.CompletionResult]]]
+
+class Result(Protocol):
+    """The ledger's answer to one of many; an error's name says that it was refused."""
+
+    error: str
+    message: str
 
 
-class _Offer(NamedTuple):
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT", bound=Result)
+
+
+class _Offer(NamedTuple, Generic[RequestT, ResultT]):
     worker_id: str
-    task_id: str
-    token: int
-    encode: Callable[[], bytes]
-    recorded: asyncio.Future[bool]
+    add: Callable[[RequestT], int]
+    result: asyncio.Future[ResultT]
 
 
-class HandIns:
+class HandIns(Generic[RequestT, ResultT]):
     """Shares calls between those who hand in at the same time."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(
+        self,
+        new: Callable[[str], RequestT],
+        send: Callable[[RequestT], Awaitable[Sequence[ResultT]]],
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            new: An empty request of a worker.
+            send: One call; as many results as were added, in their order.
+        """
+        self._new = new
         self._send = send
-        self._waiting: deque[_Offer] = deque()
+        self._waiting: deque[_Offer[RequestT, ResultT]] = deque()
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def offer(
-        self, worker_id: str, task_id: str, token: int, encode: Callable[[], bytes]
-    ) -> bool:
-        """Hands in the group that `encode` gives; True: recorded now, False: it had been before.
+    async def offer(self, worker_id: str, add: Callable[[RequestT], int]) -> ResultT:
+        """Sends what `add` adds to a request; returns the ledger's result for it.
+
+        Args:
+            worker_id: A request is of one worker.
+            add: Encodes it when its request is made, in place, for a message made apart would be
+                serialized and parsed to be copied there; returns its size in bytes, above 0. When
+                it raises, it has added nothing.
 
         Raises:
-            ArealError: Of `encode`, of the ledger for this group, or of the call.
+            ArealError: Of `add`, of the ledger for this one, or of the call.
         """
-        recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        offer = _Offer(worker_id, task_id, token, encode, recorded)
+        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        offer = _Offer(worker_id, add, result)
         self._waiting.append(offer)
         if len(self._calls) < _CALLS:
             call = asyncio.create_task(self._call())
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-        return await recorded
+        return await result
 
     async def close(self) -> None:
         """Gives up what is under way; those who wait for it are cancelled."""
@@ -69,7 +92,7 @@ class HandIns:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
         for offer in self._waiting:
-            offer.recorded.cancel()
+            offer.result.cancel()
 
     async def _call(self) -> None:
         while self._waiting:
@@ -85,47 +108,42 @@ class HandIns:
                     _settle(offer, error)
             finally:
                 for offer in offers:
-                    offer.recorded.cancel()  # the call was cancelled; else this does nothing
+                    offer.result.cancel()  # the call was cancelled; else this does nothing
 
-    def _next(self) -> tuple[list[_Offer], pb.CompleteTasksRequest]:
+    def _next(self) -> tuple[list[_Offer[RequestT, ResultT]], RequestT]:
         """The offers of the next call: of one worker, up to a size; nobody waits for the others."""
-        offers: list[_Offer] = []
-        request = pb.CompleteTasksRequest()
+        offers: list[_Offer[RequestT, ResultT]] = []
+        worker_id = self._waiting[0].worker_id
+        request = self._new(worker_id)
         size = 0
         while self._waiting and size < CALL_BYTES:
-            if offers and self._waiting[0].worker_id != offers[0].worker_id:
+            if self._waiting[0].worker_id != worker_id:
                 break
             offer = self._waiting.popleft()
-            if offer.recorded.done():  # who offered it was cancelled
+            if offer.result.done():  # who offered it was cancelled
                 continue
             try:
-                group = offer.encode()
-            except Exception as error:  # of this group alone
+                size += offer.add(request)
+            except Exception as error:  # of this one alone
                 _settle(offer, error)
                 continue
             offers.append(offer)
-            # In place: a message made apart would be serialized and parsed to be copied here.
-            completion = request.completions.add(group=group)
-            completion.lease.task_id, completion.lease.token = offer.task_id, offer.token
-            size += len(group)
-        if offers:
-            request.worker_id = offers[0].worker_id
         return offers, request
 
 
-def _outcome(result: pb.CompletionResult) -> bool | Exception:
+def _outcome(result: ResultT) -> ResultT | Exception:
     if not result.error:
-        return result.recorded
+        return result
     kind = getattr(errors, result.error, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.ArealError)):
         kind = errors.ArealError
     return kind(result.message)
 
 
-def _settle(offer: _Offer, outcome: bool | Exception) -> None:
-    if offer.recorded.done():
+def _settle(offer: _Offer[RequestT, ResultT], outcome: ResultT | Exception) -> None:
+    if offer.result.done():
         return
     if isinstance(outcome, Exception):
-        offer.recorded.set_exception(outcome)
+        offer.result.set_exception(outcome)
     else:
-        offer.recorded.set_result(outcome)
+        offer.result.set_result(outcome)

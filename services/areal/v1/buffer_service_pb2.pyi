@@ -425,7 +425,7 @@ class RejectTaskResponse(_message.Message):
 Global___RejectTaskResponse: _TypeAlias = RejectTaskResponse  # noqa: Y015
 
 @_typing.final
-class ReturnTaskRequest(_message.Message):
+class Return(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
@@ -461,27 +461,76 @@ class ReturnTaskRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReturnTaskRequest: _TypeAlias = ReturnTaskRequest  # noqa: Y015
+Global___Return: _TypeAlias = Return  # noqa: Y015
 
 @_typing.final
-class ReturnTaskResponse(_message.Message):
+class ReturnTasksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETURNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def returns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Return]: ...
+    def __init__(
+        self,
+        *,
+        returns: _abc.Iterable[Global___Return] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["returns", b"returns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReturnTasksRequest: _TypeAlias = ReturnTasksRequest  # noqa: Y015
+
+@_typing.final
+class ReturnResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     state: _trajectory_pb2.TaskState.ValueType
     """QUEUED, or DEAD_LETTERED when a limit was reached."""
+    error: _builtins.str
+    """Set when it was refused: what kind of error (InvalidInput, LeaseLost, ...), and why."""
+    message: _builtins.str
     def __init__(
         self,
         *,
         state: _trajectory_pb2.TaskState.ValueType = ...,
+        error: _builtins.str = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReturnTaskResponse: _TypeAlias = ReturnTaskResponse  # noqa: Y015
+Global___ReturnResult: _TypeAlias = ReturnResult  # noqa: Y015
+
+@_typing.final
+class ReturnTasksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReturnResult]:
+        """One for each return, in their order."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___ReturnResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReturnTasksResponse: _TypeAlias = ReturnTasksResponse  # noqa: Y015
 
 @_typing.final
 class BufferServiceCancelTasksRequest(_message.Message):

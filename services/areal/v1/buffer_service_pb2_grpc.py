@@ -62,10 +62,10 @@ class BufferServiceStub:
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.RejectTaskRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_buffer__service__pb2.RejectTaskResponse.FromString,
                 _registered_method=True)
-        self.ReturnTask = channel.unary_unary(
-                '/areal.v1.BufferService/ReturnTask',
-                request_serializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTaskRequest.SerializeToString,
-                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTaskResponse.FromString,
+        self.ReturnTasks = channel.unary_unary(
+                '/areal.v1.BufferService/ReturnTasks',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTasksRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTasksResponse.FromString,
                 _registered_method=True)
         self.CancelTasks = channel.unary_unary(
                 '/areal.v1.BufferService/CancelTasks',
@@ -176,8 +176,9 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReturnTask(self, request, context):
-        """Gives a lease back: drain, an error of the workflow, or a failure of infrastructure.
+    def ReturnTasks(self, request, context):
+        """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+        infrastructure. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -302,10 +303,10 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=areal_dot_v1_dot_buffer__service__pb2.RejectTaskRequest.FromString,
                     response_serializer=areal_dot_v1_dot_buffer__service__pb2.RejectTaskResponse.SerializeToString,
             ),
-            'ReturnTask': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReturnTask,
-                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTaskRequest.FromString,
-                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTaskResponse.SerializeToString,
+            'ReturnTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReturnTasks,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTasksRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.ReturnTasksResponse.SerializeToString,
             ),
             'CancelTasks': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelTasks,
@@ -522,7 +523,7 @@ class BufferService:
             _registered_method=True)
 
     @staticmethod
-    def ReturnTask(request,
+    def ReturnTasks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -535,9 +536,9 @@ class BufferService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/areal.v1.BufferService/ReturnTask',
-            areal_dot_v1_dot_buffer__service__pb2.ReturnTaskRequest.SerializeToString,
-            areal_dot_v1_dot_buffer__service__pb2.ReturnTaskResponse.FromString,
+            '/areal.v1.BufferService/ReturnTasks',
+            areal_dot_v1_dot_buffer__service__pb2.ReturnTasksRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.ReturnTasksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,8 +48,10 @@ class BufferServiceStub:
     """
     RejectTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]
     """The workflow chose to drop the task (arun_episode returned None)."""
-    ReturnTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTaskRequest, _buffer_service_pb2.ReturnTaskResponse]
-    """Gives a lease back: drain, an error of the workflow, or a failure of infrastructure."""
+    ReturnTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTasksRequest, _buffer_service_pb2.ReturnTasksResponse]
+    """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+    infrastructure. Idempotent.
+    """
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]
     """Cancels named tasks, or every live task of a purpose."""
     GetTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceGetTasksRequest, _buffer_service_pb2.BufferServiceGetTasksResponse]
@@ -97,8 +99,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """
     RejectTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]  # type: ignore[assignment]
     """The workflow chose to drop the task (arun_episode returned None)."""
-    ReturnTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTaskRequest, _buffer_service_pb2.ReturnTaskResponse]  # type: ignore[assignment]
-    """Gives a lease back: drain, an error of the workflow, or a failure of infrastructure."""
+    ReturnTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTasksRequest, _buffer_service_pb2.ReturnTasksResponse]  # type: ignore[assignment]
+    """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+    infrastructure. Idempotent.
+    """
     CancelTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]  # type: ignore[assignment]
     """Cancels named tasks, or every live task of a purpose."""
     GetTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceGetTasksRequest, _buffer_service_pb2.BufferServiceGetTasksResponse]  # type: ignore[assignment]
@@ -175,12 +179,14 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """The workflow chose to drop the task (arun_episode returned None)."""
 
     @_abc_1.abstractmethod
-    def ReturnTask(
+    def ReturnTasks(
         self,
-        request: _buffer_service_pb2.ReturnTaskRequest,
+        request: _buffer_service_pb2.ReturnTasksRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_buffer_service_pb2.ReturnTaskResponse, _abc.Awaitable[_buffer_service_pb2.ReturnTaskResponse]]:
-        """Gives a lease back: drain, an error of the workflow, or a failure of infrastructure."""
+    ) -> _typing.Union[_buffer_service_pb2.ReturnTasksResponse, _abc.Awaitable[_buffer_service_pb2.ReturnTasksResponse]]:
+        """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+        infrastructure. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def CancelTasks(

@@ -41,12 +41,7 @@ end
 local results = {}
 for number = 1, #KEYS - 1 do
   local payload = KEYS[number + 1]
-  local ok, result = pcall(complete, 7 * number - 6, payload)
-  if not ok then
-    local refused = refusal(result)
-    if not refused then error(result) end
-    result = {err = refused}
-  end
+  local result = result_or_refusal(complete, 7 * number - 6, payload)
   if result ~= 1 then delete(payload) end
   results[number] = result
 end

@@ -345,3 +345,12 @@ end
 local function refusal(caught)
   return string.match(type(caught) == 'table' and caught.err or tostring(caught), 'AREAL .*')
 end
+
+-- What a function returns, or the error it was refused with: of many, each is refused by itself.
+local function result_or_refusal(of, ...)
+  local ok, result = pcall(of, ...)
+  if ok then return result end
+  local refused = refusal(result)
+  if not refused then error(result) end
+  return {err = refused}
+end

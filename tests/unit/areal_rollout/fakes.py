@@ -102,7 +102,7 @@ class FakeLedger:
 
     async def return_task(self, task_id, token, cause, **more):
         self._raise(task_id)
-        self.returned[task_id] = (cause, more)
+        self.returned[task_id] = (cause, {**more, "partial": more["partial"]()})
 
     @property
     def ended(self):

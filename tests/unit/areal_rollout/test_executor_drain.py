@@ -42,6 +42,28 @@ async def test_drain_when_episodes_run_then_leases_go_back_and_the_rerun_continu
         assert trajectory.input_ids.tolist() == [1, 2, 48, 49, 50, 51, 52, 53]
 
 
+async def test_drain_when_many_run_then_those_with_most_tokens_go_back_first():
+    gate, at_gate = asyncio.Event(), []
+
+    async def two_calls(engine, data):
+        await engine.agenerate(request(n=data["tokens"]))
+        at_gate.append(data["tokens"])
+        await gate.wait()
+        if data["scores"]:
+            await asyncio.Event().wait()
+        await engine.agenerate(request((1, 2, 3)))
+
+    async with Rig(two_calls) as rig:
+        for number, tokens in enumerate([3, 9, 1, 7, 5, 8]):
+            rig.ledger.add(lease(f"t{tokens}", tokens=tokens, scores=number % 2 == 0))
+        await rig.until(lambda: len(at_gate) == 6)
+        rig.generation.hold = True
+        gate.set()
+        await rig.until(lambda: rig.generation.running == 3)
+        await rig.executor.drain(2.0)
+    assert list(rig.ledger.returned) == ["t9", "t8", "t7", "t5", "t3", "t1"]
+
+
 async def test_drain_when_a_call_had_finished_then_the_rerun_does_not_make_it_again():
     async def two_turns(engine, data):
         first = await engine.agenerate(request((1, 2)))

@@ -17,7 +17,7 @@ from areal.wire import pack_group
 
 
 class Flaky(pb_grpc.BufferServiceServicer):
-    """Answers as told, one after the other: "frozen" (for ever), "away", or well."""
+    """Answers as told, one after the other: "frozen" (for ever), "away", "full", or well."""
 
     def __init__(self) -> None:
         self.moods: list[str] = []
@@ -30,6 +30,8 @@ class Flaky(pb_grpc.BufferServiceServicer):
             await asyncio.Event().wait()
         if mood == "away":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Redis is away")
+        if mood == "full":  # as gRPC itself does when thousands of calls wait
+            await context.abort(grpc.StatusCode.CANCELLED)
 
     async def TakeBatch(self, request: pb.TakeBatchRequest, context: grpc.aio.ServicerContext):
         await self._mood(context)
@@ -65,6 +67,17 @@ async def test_call_when_the_service_froze_then_tried_again_within_retry_for(
     taken = await client.take_batch(1, 1, 0.0, retry_for=30.0)
     assert taken.state is TakeState.WAITING
     assert flaky.calls == 3
+
+
+async def test_call_when_the_server_drops_it_then_tried_again_within_retry_for(
+    service: tuple[Flaky, BufferClient],
+) -> None:
+    flaky, client = service
+    flaky.moods = ["full", "well"]
+    assert (await client.get_stats(retry_for=30.0)).submitted == 7
+    flaky.moods = ["full"]
+    with pytest.raises(Unavailable, match="GetStats on "):
+        await client.get_stats()
 
 
 async def test_fetch_when_the_service_froze_then_tried_again_within_retry_for(

@@ -35,8 +35,16 @@ class Ledger:
         ]
 
 
-def group(size: int = 10) -> Callable[[], bytes]:
-    return lambda: bytes(size)
+def hand_ins_of(ledger: Ledger) -> HandIns[pb.CompleteTasksRequest, pb.CompletionResult]:
+    return HandIns(lambda worker: pb.CompleteTasksRequest(worker_id=worker), ledger.send)
+
+
+def group(task_id: str, size: int = 10) -> Callable[[pb.CompleteTasksRequest], int]:
+    def add(request: pb.CompleteTasksRequest) -> int:
+        request.completions.add(lease=pb.LeaseRef(task_id=task_id), group=bytes(size))
+        return size
+
+    return add
 
 
 async def settle() -> None:
@@ -47,16 +55,16 @@ async def settle() -> None:
 async def test_offer_when_alone_then_sent_at_once() -> None:
     ledger = Ledger()
     ledger.open.release()
-    assert await HandIns(ledger.send).offer("w", "a", 1, group())
+    assert await hand_ins_of(ledger).offer("w", group("a"))
     assert ledger.calls == [["a"]]
 
 
 async def test_offers_when_calls_are_under_way_then_the_next_one_takes_all_that_is_ready() -> None:
     ledger = Ledger()
-    hand_ins = HandIns(ledger.send)
+    hand_ins = hand_ins_of(ledger)
     offers = []
     for name in "abcde":
-        offers.append(asyncio.create_task(hand_ins.offer("w", name, 1, group())))
+        offers.append(asyncio.create_task(hand_ins.offer("w", group(name))))
         await settle()
     assert ledger.calls == [["a"], ["b"]]
     ledger.open.release()
@@ -64,36 +72,36 @@ async def test_offers_when_calls_are_under_way_then_the_next_one_takes_all_that_
     assert ledger.calls == [["a"], ["b"], ["c", "d", "e"]]
     for _ in range(2):
         ledger.open.release()
-    assert await asyncio.gather(*offers) == [True] * 5
+    assert all(result.recorded for result in await asyncio.gather(*offers))
 
 
 async def test_offers_when_large_then_a_call_takes_no_more_than_its_size() -> None:
     ledger = Ledger()
     for _ in range(3):
         ledger.open.release()
-    hand_ins = HandIns(ledger.send)
+    hand_ins = hand_ins_of(ledger)
     names = ["a", "b", "c", "d", "e"]
-    await asyncio.gather(*(hand_ins.offer("w", name, 1, group(600_000)) for name in names))
+    await asyncio.gather(*(hand_ins.offer("w", group(name, 600_000)) for name in names))
     assert ledger.calls == [["a", "b"], ["c", "d"], ["e"]]
 
 
 async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
     ledger = Ledger()
-    hand_ins = HandIns(ledger.send)
+    hand_ins = hand_ins_of(ledger)
 
-    def broken() -> bytes:
+    def broken(_: pb.CompleteTasksRequest) -> int:
         raise InvalidInput("rewards: length 4")
 
     ledger.open.release()
     results = await asyncio.gather(
-        hand_ins.offer("w", "a", 1, group()),
-        hand_ins.offer("w", "broken", 1, broken),
-        hand_ins.offer("w", "lost", 1, group()),
-        hand_ins.offer("w", "b", 1, group()),
+        hand_ins.offer("w", group("a")),
+        hand_ins.offer("w", broken),
+        hand_ins.offer("w", group("lost")),
+        hand_ins.offer("w", group("b")),
         return_exceptions=True,
     )
     assert ledger.calls == [["a", "lost", "b"]]
-    assert (results[0], results[3]) == (True, True)
+    assert all(isinstance(results[at], pb.CompletionResult) for at in (0, 3))
     assert isinstance(results[1], InvalidInput)
     assert isinstance(results[2], LeaseLost)
     assert "lost was re-leased" in str(results[2])
@@ -102,22 +110,22 @@ async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
 async def test_offer_when_the_call_fails_then_all_of_it_hear_and_the_next_goes_on() -> None:
     ledger = Ledger()
     ledger.away = True
-    hand_ins = HandIns(ledger.send)
+    hand_ins = hand_ins_of(ledger)
     ledger.open.release()
-    both = [hand_ins.offer("w", name, 1, group()) for name in "ab"]
+    both = [hand_ins.offer("w", group(name)) for name in "ab"]
     for result in await asyncio.gather(*both, return_exceptions=True):
         assert isinstance(result, Unavailable)
     ledger.away = False
     ledger.open.release()
-    assert await hand_ins.offer("w", "c", 1, group())
+    assert await hand_ins.offer("w", group("c"))
 
 
 async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None:
     ledger = Ledger()
-    hand_ins = HandIns(ledger.send)
+    hand_ins = hand_ins_of(ledger)
     offers = []
     for name in "abcd":
-        offers.append(asyncio.create_task(hand_ins.offer("w", name, 1, group())))
+        offers.append(asyncio.create_task(hand_ins.offer("w", group(name))))
         await settle()
     offers[2].cancel()
     for _ in range(3):
@@ -125,16 +133,16 @@ async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None
     results = await asyncio.gather(*offers, return_exceptions=True)
     assert ledger.calls == [["a"], ["b"], ["d"]]
     assert isinstance(results[2], asyncio.CancelledError)
-    assert (results[0], results[1], results[3]) == (True, True, True)
+    assert all(isinstance(results[at], pb.CompletionResult) for at in (0, 1, 3))
 
 
 @pytest.mark.parametrize("sent", [1, 3])
 async def test_close_when_offers_are_open_then_they_are_cancelled(sent: int) -> None:
     ledger = Ledger()
-    hand_ins = HandIns(ledger.send)
+    hand_ins = hand_ins_of(ledger)
     offers = []
     for number in range(sent):
-        offers.append(asyncio.create_task(hand_ins.offer("w", str(number), 1, group())))
+        offers.append(asyncio.create_task(hand_ins.offer("w", group(str(number)))))
         await settle()
     await hand_ins.close()
     results = await asyncio.gather(*offers, return_exceptions=True)

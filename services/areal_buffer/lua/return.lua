@@ -1,0 +1,26 @@
+-- ARGV, of each lease: id, token, cause ('': counts against nothing), detail, traceback, partial,
+--       failed server
+-- Returns for each the state, or the error it was refused with.
+-- Every check of a lease comes before the first write, so a refused one changes nothing.
+local function give_back(at)
+  local token, partial, server = ARGV[at + 1], ARGV[at + 5], ARGV[at + 6]
+  local task = task_or_fail(ARGV[at])
+  if task.state == 'dead_lettered' and tonumber(token) == task.token then return task.state end
+  check_lease(task, token)
+  if partial ~= '' then call('HSET', task.key, 'partial', partial) end
+  -- Given back before, or expired: that attempt has been counted.
+  if task.state == 'queued' then return task.state end
+  if partial == '' then call('HDEL', task.key, 'partial') end
+  if server ~= '' then
+    local failed = call('HGET', task.key, 'failed_servers') or ''
+    if not string.find('\n' .. failed .. '\n', '\n' .. server .. '\n', 1, true) and #failed < 4096 then
+      call('HSET', task.key, 'failed_servers', failed == '' and server or failed .. '\n' .. server)
+    end
+  end
+  end_attempt(task, ARGV[at + 2], ARGV[at + 3], ARGV[at + 4])
+  return task.state
+end
+
+local results = {}
+for number = 1, #ARGV / 7 do results[number] = result_or_refusal(give_back, 7 * number - 6) end
+return results
