@@ -83,6 +83,8 @@ class Take:
     running: int
     completed: int
     groups: tuple[TakenGroup, ...]
+    carried: int
+    """Of how many groups, from the first, the payloads fit into the answer."""
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,8 @@ class RedisStore:
         self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
     ) -> Take:
         """One attempt at the batch of a step; `waiting` flags the wait."""
-        state, why, replay, queued, running, completed, entries = await self._scripts.run(
-            "take", incarnation, step, int(near_limit), *task_ids
+        state, why, replay, queued, running, completed, carried, entries = await self._scripts.run(
+            "take", incarnation, step, int(near_limit), _FETCH_BYTES, *task_ids
         )
         return Take(
             state=_text(state),
@@ -256,6 +256,7 @@ class RedisStore:
             queued=int(queued),
             running=int(running),
             completed=int(completed),
+            carried=int(carried),
             groups=tuple(_taken_group(entry) for entry in entries),
         )
 
@@ -265,17 +266,21 @@ class RedisStore:
         """Payloads of a step's groups as they were handed in, in the order asked, some at once."""
         at = 0
         while at < len(task_ids):
-            payloads = await self.fetch_some(incarnation, step, task_ids[at:])
-            yield payloads
-            at += len(payloads)
+            ids = task_ids[at : at + _CHUNK_TASKS]
+            together = await self._scripts.run("fetch", incarnation, step, _FETCH_BYTES, *ids)
+            yield await self.payloads(step, ids[:together])
+            at += together
 
-    async def fetch_some(self, incarnation: int, step: int, task_ids: Sequence[str]) -> list[bytes]:
-        """Payloads of the first of these groups: at least one, and about _FETCH_BYTES."""
-        ids = task_ids[:_CHUNK_TASKS]
-        payloads: list[bytes] = await self._scripts.run(
-            "fetch", incarnation, step, _FETCH_BYTES, *ids
-        )
-        return payloads
+    async def payloads(self, step: int, task_ids: Sequence[str]) -> list[bytes]:
+        """Payloads of groups that a script has just found to be of this step."""
+        try:
+            found = await self._redis.mget([f"{self._prefix}group:{each}" for each in task_ids])
+        except RedisError as error:
+            raise translate(error) from None
+        for task_id, payload in zip(task_ids, found, strict=True):
+            if payload is None:
+                raise errors.NotFound(f"task {task_id}: its group of step {step} was let go")
+        return cast("list[bytes]", found)
 
     async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
         """Ends steps as trained, lets go of payloads; returns the last committed step."""

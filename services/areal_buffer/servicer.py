@@ -231,11 +231,9 @@ class BufferServicer(BufferServiceServicer):
         if take.state == "taken" and not take.replay:
             self._metrics.batch_taken(request.step, take)
         response = take_message(take)
-        if request.with_groups and take.groups:
-            ids = [group.task_id for group in take.groups]
-            response.first_groups.extend(
-                await self._store.fetch_some(request.incarnation, request.step, ids)
-            )
+        if request.with_groups and take.carried:
+            ids = [group.task_id for group in take.groups[: take.carried]]
+            response.first_groups.extend(await self._store.payloads(request.step, ids))
         return response
 
     async def FetchGroups(

@@ -1,13 +1,20 @@
--- ARGV: incarnation, step, near the memory limit (1), ids (none: the oldest B)
--- Returns {state, waiting_for, replay, queued, running, completed, entries}.
+-- ARGV: incarnation, step, near the memory limit (1), bytes of a message, ids (none: the oldest B)
+-- Returns {state, waiting_for, replay, queued, running, completed, groups of which the payloads
+-- fill a message, entries}.
 fence(ARGV[1])
 local step = tonumber(ARGV[2])
 local meta = read_meta()
 
 local function answer(state, why, replay, entries)
   if state == 'waiting' then wait_for('take') end
+  local carried, bytes = 0, 0
+  for i, entry in ipairs(entries or {}) do
+    if bytes >= tonumber(ARGV[4]) then break end
+    bytes = bytes + call('STRLEN', P .. 'group:' .. string.match(entry, '^[^\n]+'))
+    carried = i
+  end
   local queued, running, completed = count('train:queued', 'train:running', 'train:completed')
-  return {state, why, replay, queued, running, completed, entries or {}}
+  return {state, why, replay, queued, running, completed, carried, entries or {}}
 end
 
 if step <= meta.last_taken then
@@ -78,7 +85,7 @@ local function batch(tasks)
   return answer('taken', '', 0, entries)
 end
 
-if #ARGV > 3 then return take_named(meta, step, oldest, too_stale, batch, answer) end
+if #ARGV > 4 then return take_named(meta, step, oldest, too_stale, batch, answer) end
 
 if meta.want ~= '' then dissolve_wanted() end
 for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'completed', '-inf',

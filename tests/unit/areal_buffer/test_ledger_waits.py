@@ -38,7 +38,7 @@ class FakeStore:
         self.looks += 1
         self.near_limit.append(near_limit)
         state = "taken" if self.ready else "waiting"
-        return Take(state, "1 of 2", False, 0, 0, 0, ())
+        return Take(state, "1 of 2", False, 0, 0, 0, (), 0)
 
     async def ended(self, task_ids: Sequence[str]) -> list[str]:
         self.looks += 1
