@@ -249,15 +249,9 @@ class RedisStore:
         state, why, replay, queued, running, completed, carried, entries = await self._scripts.run(
             "take", incarnation, step, int(near_limit), _FETCH_BYTES, *task_ids
         )
+        groups = tuple(_taken_group(entry) for entry in entries)
         return Take(
-            state=_text(state),
-            waiting_for=_text(why),
-            replay=replay == 1,
-            queued=int(queued),
-            running=int(running),
-            completed=int(completed),
-            carried=int(carried),
-            groups=tuple(_taken_group(entry) for entry in entries),
+            _text(state), _text(why), replay == 1, queued, running, completed, groups, carried
         )
 
     async def fetch(

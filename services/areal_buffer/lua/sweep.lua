@@ -1,7 +1,7 @@
 -- Takes back expired leases and ends tasks past their time to live; at most 500 of each.
 -- After an outage (of Redis, or of every buffer process) it extends all leases instead: their
 -- holders could not renew. Returns {leases extended, leases expired, tasks expired, gap in ms}.
-local last = read_meta().last_sweep
+local last = tonumber(call('HGET', META, 'last_sweep') or 0)
 set(META, 'last_sweep', int(NOW))
 local gap = last > 0 and NOW - last or 0
 local extended, requeued, expired = 0, 0, 0
