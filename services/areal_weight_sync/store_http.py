@@ -157,7 +157,7 @@ class StoreApp:
         if manifest is None:
             raise NotFound(f"version {name[:80]!r}: no upload was begun")
         folder = await asyncio.to_thread(self._store.commit, name, manifest)
-        del self._uploads[name]
+        self._uploads.pop(name, None)  # the next upload may have begun
         return web.json_response({"path": str(folder)})
 
     async def _get(self, request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,61 @@
+"""Uploads to the weight store that get into each other's way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from tests.contract.transport_rig import HEADERS, SECURITY, Rig, open_rig
+from tests.ports import free_port
+
+from areal.transports.base import describe
+from areal.transports.wire import StoreConnection
+from areal.weights import PolicyVersion, to_json
+from areal_weight_sync.store_http import StoreApp
+from areal_weight_sync.weight_store import WeightStore
+
+
+class Hashing(WeightStore):
+    """One that hashes a large version for as long as `done` is not set."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        super().__init__(root, model)
+        self.begun, self.done = threading.Event(), threading.Event()
+
+    def commit(self, name: str, manifest: PolicyVersion) -> Path:
+        self.begun.set()
+        assert self.done.wait(20)
+        return self._root / name
+
+
+def begin(rig: Rig, url: str, version: int) -> None:
+    manifest, _ = describe(rig.noisy(version), rig.model)
+    with StoreConnection(url, HEADERS, 10.0) as store:
+        store.begin(f"v{version:08d}-inc1", to_json(manifest))
+
+
+def commit(url: str, version: int) -> str:
+    with StoreConnection(url, HEADERS, 10.0) as store:
+        return store.commit(f"v{version:08d}-inc1")
+
+
+async def test_commit_when_the_next_upload_begins_before_it_has_ended_then_it_is_answered(
+    tmp_path: Path,
+) -> None:
+    """As when a trainer's patience ended, and its successor is there already."""
+    async with open_rig(tmp_path) as rig:
+        store, port = Hashing(tmp_path / "other", rig.model), free_port()
+        app, url = StoreApp(store, list, lambda: rig.base, SECURITY), f"http://127.0.0.1:{port}"
+        await app.start("127.0.0.1", port)
+        try:
+            await asyncio.to_thread(begin, rig, url, 1)
+            committing = asyncio.create_task(asyncio.to_thread(commit, url, 1))
+            await asyncio.to_thread(store.begun.wait, 10)
+            await asyncio.to_thread(begin, rig, url, 2)
+            store.done.set()
+            assert Path(await committing).name == "v00000001-inc1"
+            assert Path(await asyncio.to_thread(commit, url, 2)).name == "v00000002-inc1"
+        finally:
+            store.done.set()
+            await app.close()
