@@ -61,17 +61,28 @@ async def test_whole_life_when_a_trainer_runs_then_groups_arrive_unchanged(
     assert (record.state, record.group, record.task.data) == (TaskState.TRAINED, None, {})
 
 
+async def woken(waiter: BufferClient, submitter: BufferClient) -> float:
+    """Seconds from a task to the lease that waits for it: the median of three.
+
+    A busy machine may delay one. Without a wake-up, each would be found when the service looks
+    by itself, every second.
+    """
+    took = []
+    for number in range(3):
+        waiting = asyncio.create_task(waiter.lease_tasks("w", 1, 20))
+        await asyncio.sleep(0.2)
+        start = time.monotonic()
+        await submitter.submit_tasks([make_task(f"wakes-{number}")])
+        leases, _ = await waiting
+        took.append(time.monotonic() - start)
+        assert leases[0].task.task_id == f"wakes-{number}"
+    return sorted(took)[1]
+
+
 async def test_lease_when_a_task_is_submitted_during_the_wait_then_woken_at_once(
     buffer: BufferClient,
 ) -> None:
-    waiting = asyncio.create_task(buffer.lease_tasks("w1", 1, 20))
-    while (await buffer.get_stats()).submitted == 0:
-        await asyncio.sleep(0.3)
-        await buffer.submit_tasks([make_task("a")])
-    start = time.monotonic()
-    leases, _ = await waiting
-    assert leases[0].task.task_id == "a"
-    assert time.monotonic() - start < 0.5
+    assert await woken(buffer, buffer) < 0.5
 
 
 async def test_take_and_wait_when_completed_during_the_wait_then_woken_at_once(
@@ -224,13 +235,9 @@ async def test_replicas_when_two_share_a_run_then_they_wake_each_other(
     ):
         first, second = BufferClient(one), BufferClient(two)
         try:
-            waiting = asyncio.create_task(first.lease_tasks("w", 1, 20))
-            await asyncio.sleep(0.5)
-            start = time.monotonic()
+            assert await woken(first, second) < 0.5
             await second.submit_tasks([make_task("a")])
-            leases, _ = await waiting
-            assert leases[0].task.task_id == "a"
-            assert time.monotonic() - start < 0.5
+            leases, _ = await first.lease_tasks("w", 1, 20)
             await second.complete_task("a", leases[0].token, make_group("a"), "w")
             assert (await first.get_tasks(["a"]))[0].state is TaskState.COMPLETED
         finally:
