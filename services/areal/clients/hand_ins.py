@@ -10,13 +10,15 @@
 
 Finished groups and leases given back each have a `HandIns` of their own; for those it is
 ReturnTasks. Nothing waits for company: a lone one leaves at once; those that become ready while
-both calls are under way share the next one, and with it a round trip and an fsync. They leave in
-the order in which they were offered.
+both calls are under way share the next one, and with it a round trip and an fsync. Free calls take
+equal shares of what is ready, so that one is encoded while the ledger works on the other. They
+leave in the order in which they were offered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -64,6 +66,7 @@ class HandIns(Generic[RequestT, ResultT]):
         self._send = send
         self._waiting: deque[_Offer[RequestT, ResultT]] = deque()
         self._calls: set[asyncio.Task[None]] = set()
+        self._sent = 0
 
     async def offer(self, worker_id: str, add: Callable[[RequestT], int]) -> ResultT:
         """Sends what `add` adds to a request; returns the ledger's result for it.
@@ -99,6 +102,7 @@ class HandIns(Generic[RequestT, ResultT]):
             offers, request = self._next()
             if not offers:
                 continue
+            self._sent += 1
             try:
                 results = await self._send(request)
                 for offer, result in zip(offers, results, strict=True):
@@ -107,16 +111,17 @@ class HandIns(Generic[RequestT, ResultT]):
                 for offer in offers:
                     _settle(offer, error)
             finally:
+                self._sent -= 1
                 for offer in offers:
                     offer.result.cancel()  # the call was cancelled; else this does nothing
 
     def _next(self) -> tuple[list[_Offer[RequestT, ResultT]], RequestT]:
-        """The offers of the next call: of one worker, up to a size; nobody waits for the others."""
+        """The offers of a free call: its share, of one worker, up to a size."""
         offers: list[_Offer[RequestT, ResultT]] = []
         worker_id = self._waiting[0].worker_id
         request = self._new(worker_id)
-        size = 0
-        while self._waiting and size < CALL_BYTES:
+        size, share = 0, math.ceil(len(self._waiting) / (_CALLS - self._sent))
+        while self._waiting and size < CALL_BYTES and len(offers) < share:
             if self._waiting[0].worker_id != worker_id:
                 break
             offer = self._waiting.popleft()

@@ -24,6 +24,7 @@ class Ledger:
         assert request.worker_id == "w"
         ids = [completion.lease.task_id for completion in request.completions]
         self.calls.append(ids)
+        await asyncio.sleep(0)  # as a real call does, even if it is answered at once
         await self.open.acquire()
         if self.away:
             raise Unavailable("Redis is away")
@@ -85,6 +86,16 @@ async def test_offers_when_large_then_a_call_takes_no_more_than_its_size() -> No
     assert ledger.calls == [["a", "b"], ["c", "d"], ["e"]]
 
 
+async def test_offers_when_both_calls_are_free_then_they_share_what_is_ready() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.open.release()
+    hand_ins = hand_ins_of(ledger)
+    for names in ("abcd", "e"):
+        await asyncio.gather(*(hand_ins.offer("w", group(name)) for name in names))
+    assert ledger.calls == [["a", "b"], ["c", "d"], ["e"]]
+
+
 async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
     ledger = Ledger()
     hand_ins = hand_ins_of(ledger)
@@ -92,7 +103,8 @@ async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
     def broken(_: pb.CompleteTasksRequest) -> int:
         raise InvalidInput("rewards: length 4")
 
-    ledger.open.release()
+    for _ in range(2):
+        ledger.open.release()
     results = await asyncio.gather(
         hand_ins.offer("w", group("a")),
         hand_ins.offer("w", broken),
@@ -100,7 +112,7 @@ async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
         hand_ins.offer("w", group("b")),
         return_exceptions=True,
     )
-    assert ledger.calls == [["a", "lost", "b"]]
+    assert ledger.calls == [["a", "lost"], ["b"]]
     assert all(isinstance(results[at], pb.CompletionResult) for at in (0, 3))
     assert isinstance(results[1], InvalidInput)
     assert isinstance(results[2], LeaseLost)
@@ -111,13 +123,15 @@ async def test_offer_when_the_call_fails_then_all_of_it_hear_and_the_next_goes_o
     ledger = Ledger()
     ledger.away = True
     hand_ins = hand_ins_of(ledger)
-    ledger.open.release()
-    both = [hand_ins.offer("w", group(name)) for name in "ab"]
-    for result in await asyncio.gather(*both, return_exceptions=True):
+    for _ in range(2):
+        ledger.open.release()
+    all_three = [hand_ins.offer("w", group(name)) for name in "abc"]
+    for result in await asyncio.gather(*all_three, return_exceptions=True):
         assert isinstance(result, Unavailable)
+    assert ledger.calls == [["a", "b"], ["c"]]
     ledger.away = False
     ledger.open.release()
-    assert await hand_ins.offer("w", group("c"))
+    assert await hand_ins.offer("w", group("d"))
 
 
 async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None:
