@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -211,9 +212,10 @@ async def test_recipe_when_stored_then_found_by_digest(buffer: BufferClient) -> 
 
 
 async def test_call_when_nobody_answers_then_says_what_and_on_whom() -> None:
-    async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def silence(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
 
     server = await asyncio.start_server(silence, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -224,6 +226,10 @@ async def test_call_when_nobody_answers_then_says_what_and_on_whom() -> None:
     finally:
         await buffer.close()
         server.close()
+        for writer in writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 async def test_replicas_when_two_share_a_run_then_they_wake_each_other(
