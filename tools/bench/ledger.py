@@ -223,9 +223,9 @@ def main() -> None:
             rates, ratios = row["rates"], row["ratios"]
             print(
                 f"64 KiB, batch {row['batch']}: {ratios['redis-py']:.2f} of redis-py (target "
-                f"{TARGET}); behind python gRPC nothing passes the relay's "
-                f"{rates['gRPC relay'] / rates['redis-py']:.2f}, of which we reach "
-                f"{ratios['gRPC relay']:.2f}"
+                f"{TARGET}); what any ledger behind python gRPC can reach, the bare relay: "
+                f"{rates['gRPC relay'] / rates['redis-py']:.2f}, and ours "
+                f"{ratios['gRPC relay']:.2f} of that"
             )
     if peer is None:
         print("TransferQueue: not run, no --transferqueue PYTHON was given (see --help)")

@@ -11,7 +11,7 @@
 Finished groups and leases given back each have a `HandIns` of their own; for those it is
 ReturnTasks. Nothing waits for company: a lone one leaves at once; those that become ready while
 both calls are under way share the next one, and with it a round trip and an fsync. Free calls take
-equal shares of what is ready, so that one is encoded while the ledger works on the other. They
+equal shares of more than a few, so that one is encoded while the ledger works on the other. They
 leave in the order in which they were offered.
 """
 
@@ -29,6 +29,8 @@ from areal import errors
 _CALLS = 2
 # A call takes no more once it has so much, so that there is something to overlap.
 CALL_BYTES = 1024 * 1024
+# So few are not worth two calls: one costs its two ends more than encoding them does.
+_TOGETHER = 8
 
 
 class Result(Protocol):
@@ -120,7 +122,8 @@ class HandIns(Generic[RequestT, ResultT]):
         offers: list[_Offer[RequestT, ResultT]] = []
         worker_id = self._waiting[0].worker_id
         request = self._new(worker_id)
-        size, share = 0, math.ceil(len(self._waiting) / (_CALLS - self._sent))
+        size = 0
+        share = max(_TOGETHER, math.ceil(len(self._waiting) / (_CALLS - self._sent)))
         while self._waiting and size < CALL_BYTES and len(offers) < share:
             if self._waiting[0].worker_id != worker_id:
                 break
