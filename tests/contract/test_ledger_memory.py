@@ -8,7 +8,7 @@ import pytest
 from tests.ledger_support import Book, complete, finished, make_group
 
 from areal.compression import expand
-from areal.errors import CapacityExceeded
+from areal.errors import CapacityExceeded, Unavailable
 from areal.types import Purpose
 from areal.wire import group_to_pb, pack_group
 
@@ -75,3 +75,38 @@ async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(boo
     assert [each async for payloads in some for each in payloads] == [group.payload, plain]
     (record,) = [r async for r in book.store.read(["served"], groups=True)]
     assert record.payload == whole
+
+
+async def test_calls_when_redis_refuses_to_write_then_its_reason_is_told_and_nothing_changes(
+    book: Book,
+) -> None:
+    await book.register()
+    await book.run("a", "b")
+    await book.submit("c")
+    lease = (await book.lease())["c"]
+    await book.take(1)
+    counts = await book.counts()
+
+    async def refused(error: type[Exception]) -> None:
+        for call in (
+            book.submit("d"),
+            book.complete("c", lease),
+            book.store.reject("c", lease, "no"),
+            book.store.commit(book.incarnation, 1, 1),
+            book.store.cancel(["c"], None, reason="", incarnation=0),
+        ):
+            with pytest.raises(error):
+                await call
+
+    redis = book.redis
+    await redis.config_set("maxmemory", 1)  # type: ignore[attr-defined]
+    try:
+        await refused(CapacityExceeded)
+    finally:
+        await redis.config_set("maxmemory", 0)  # type: ignore[attr-defined]
+    await redis.replicaof("127.0.0.1", 1)  # type: ignore[attr-defined]
+    try:
+        await refused(Unavailable)
+    finally:
+        await redis.replicaof("NO", "ONE")  # type: ignore[attr-defined]
+    assert await book.counts() == counts

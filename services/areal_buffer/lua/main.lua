@@ -5,4 +5,6 @@ settle_all()
 if ok then return result end
 local refused = refusal(result)
 if refused then return {err = refused} end
-error(result)
+-- A fault. What Redis itself refused is told by its first word; pcall may have put the place before it.
+local text = type(result) == 'table' and result.err or tostring(result)
+error({err = string.match(text, 'user_script:%s?%d+: (%u+ .*)') or text})
