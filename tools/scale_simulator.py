@@ -2,6 +2,7 @@
 
     python tools/scale_simulator.py                                       # minutes on two cores
     python tools/scale_simulator.py 10x5000 100x5000 1000x5000 1000x50000
+    python tools/scale_simulator.py 10x13000 --replicas 1 --seconds 1 --updates 0    # the drain
 
 For each size (servers x episodes in flight): a fresh stack (Redis, NATS, buffer, reward,
 weight-sync, rollout replicas, each its own process) drives so many simulated servers, with so many
@@ -15,7 +16,9 @@ how each figure grows:
     fan_out_s         from publishing a version until every server serves it
     paused_s          that each server stood still for such an update, on average
     *_us_per_server   CPU µs of such an update
-    drain_s           from SIGTERM to the end of one rollout replica; drain_left: leases it left
+    drain_s           from SIGTERM to the end of one rollout replica; drain_left: leases it left;
+                      drain_with_tokens: share of those given back that bring tokens
+                      (both of the ledger itself with `--replicas 1`)
     calls             of buffer and weight-sync in the steady state, by method: number, ms each
 
 A table, then one JSON line.
@@ -253,6 +256,8 @@ class Simulation:
     async def updates(self, count: int) -> meter.Row:
         """New versions, one after the other."""
         fan_outs, spent, whole = [], [], self.whole
+        if not self.options.updates:
+            return {}
         for version in range(1, self.options.updates + 1):
             path = shutil.copytree(whole.config.model.path, whole.folder / f"version-{version}")
             policy = replace(build_manifest(Path(path), version, 1), path=str(path))
@@ -285,7 +290,12 @@ class Simulation:
         took = time.perf_counter() - began
         lines = [line for line in process.log.splitlines() if "drain_left_leases" in line]
         left = float(json.loads(lines[0])["leases"]) if lines else 0.0
-        return {"drain_s": took, "drain_held": held, "drain_left": left}
+        row = {"drain_s": took, "drain_held": held, "drain_left": left}
+        if len(meter.processes(self.whole, "rollout")) == 1:  # then the ledger itself can say
+            row["drain_left"] = (await self.counts())[TaskState.RUNNING]
+            leases, _ = await self.ledger.lease_tasks("meter", 1000, 5.0)
+            row["drain_with_tokens"] = sum(bool(lease.partial) for lease in leases) / len(leases)
+        return row
 
 
 async def simulate(
