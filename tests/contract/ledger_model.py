@@ -185,6 +185,7 @@ class Model:
             task.partial = partial or task.partial
             return task.state
         task.partial = partial
+        task.revoked = True
         self.end_attempt(task, cause)
         return task.state
 

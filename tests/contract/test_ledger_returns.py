@@ -67,6 +67,20 @@ async def test_return_when_of_many_some_are_refused_then_the_others_are_given_ba
     assert (leases[0].task_id, leases[0].partial) == ("a", b"journal")
 
 
+async def test_return_when_a_renewal_comes_after_it_then_the_lease_stays_given_back(
+    book: Book,
+) -> None:
+    await book.submit("a")
+    token = (await book.lease())["a"]
+    await book.give_back("a", token, partial=b"journal")
+    assert await book.store.renew("w", [("a", token)]) == ["a"]
+    assert await book.counts() == {"queued": 1}
+    again = (await book.lease())["a"]
+    assert await book.store.renew("w", [("a", again)]) == []
+    await book.expire_lease("a")  # only silent: it may go on
+    assert await book.store.renew("w", [("a", again)]) == []
+
+
 async def test_return_when_many_then_each_script_call_is_bounded(book: Book) -> None:
     ids = [f"t{number}" for number in range(1100)]
     await book.register(concurrent=2000, size=1100)
