@@ -61,7 +61,13 @@ class Store(Protocol):
         """Leases what admission allows now; the reason when that is nothing."""
 
     async def take(
-        self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
+        self,
+        incarnation: int,
+        step: int,
+        task_ids: Sequence[str],
+        *,
+        near_limit: bool,
+        with_groups: bool,
     ) -> Take:
         """One attempt at the batch of a step."""
 
@@ -124,13 +130,23 @@ class Ledger:
             return leases, reason
 
     async def take_batch(
-        self, incarnation: int, step: int, task_ids: Sequence[str], max_wait_s: float
+        self,
+        incarnation: int,
+        step: int,
+        task_ids: Sequence[str],
+        max_wait_s: float,
+        *,
+        with_groups: bool = False,
     ) -> Take:
         """The batch of a step, or state `waiting` when max_wait passed first."""
         return await self._until(
             Kind.TAKE,
             lambda: self._store.take(
-                incarnation, step, task_ids, near_limit=self._memory.near_limit
+                incarnation,
+                step,
+                task_ids,
+                near_limit=self._memory.near_limit,
+                with_groups=with_groups,
             ),
             lambda take: take.state != "waiting",
             max_wait_s,

@@ -39,7 +39,7 @@ def record_message(task: StoredTask) -> trajectory_pb2.TaskRecord:
 
 
 def take_message(take: Take) -> pb.TakeBatchResponse:
-    """The answer to one attempt at a batch, without its groups."""
+    """The answer to one attempt at a batch."""
     return pb.TakeBatchResponse(
         state=pb.TakeState.Value(f"TAKE_STATE_{take.state.upper()}"),
         groups=[
@@ -53,6 +53,7 @@ def take_message(take: Take) -> pb.TakeBatchResponse:
         queued=take.queued,
         running=take.running,
         completed=take.completed,
+        first_groups=take.payloads,
     )
 
 

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from areal.compression import expand
 from areal.types import Purpose, TaskState
+
+# What `stored_task` reads of a task's hash.
+RECORD_FIELDS = (
+    "state",
+    "purpose",
+    "body",
+    "reason",
+    "cause",
+    "traceback",
+    "attempts",
+    "infra",
+    "submitted",
+    "ended",
+    "step",
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +101,8 @@ class Take:
     running: int
     completed: int
     groups: tuple[TakenGroup, ...]
-    carried: int
-    """Of how many groups, from the first, the payloads fit into the answer."""
+    payloads: Sequence[bytes]
+    """Of the first groups, if asked for: those that the answer brings along."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +172,27 @@ class Stats:
     """Submission time of the oldest queued task; 0: none is queued."""
     trajectories: int
     generated_tokens: int
+
+
+def text(value: Any) -> str:
+    """Of a reply: bytes, or nil."""
+    return value.decode(errors="replace") if value else ""
+
+
+def stored_task(task_id: str, values: dict[str, bytes | None], payload: bytes | None) -> StoredTask:
+    """A task from its `RECORD_FIELDS` and, if asked for, its group as it was handed in."""
+    return StoredTask(
+        task_id=task_id,
+        purpose=Purpose(text(values["purpose"])),
+        state=TaskState(text(values["state"])),
+        body=values["body"] or b"",
+        reason=text(values["reason"]),
+        cause=text(values["cause"]),
+        traceback=text(values["traceback"]),
+        attempts=int(values["attempts"] or 0),
+        infrastructure_attempts=int(values["infra"] or 0),
+        submitted_ms=int(values["submitted"] or 0),
+        ended_ms=int(values["ended"] or 0),
+        step=int(values["step"] or 0),
+        payload=None if payload is None else expand(payload),
+    )

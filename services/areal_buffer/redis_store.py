@@ -10,11 +10,11 @@ from redis.exceptions import RedisError
 
 from areal import errors
 from areal.clients.stores import redis_prefix
-from areal.compression import expand
 from areal.observability.waits import Waits
 from areal.types import Purpose, TaskState
 from areal_buffer.config import LedgerConfig
 from areal_buffer.records import (
+    RECORD_FIELDS,
     FinishedGroup,
     NewTask,
     ReturnedLease,
@@ -25,6 +25,8 @@ from areal_buffer.records import (
     Take,
     TakenGroup,
     Trainer,
+    stored_task,
+    text,
 )
 from areal_buffer.scripts import Scripts, translate
 
@@ -33,20 +35,8 @@ _CHUNK_TASKS = 500
 _CHUNK_BYTES = 8 * 1024 * 1024
 _CHUNK_READ_GROUPS = 16
 _FETCH_BYTES = 1024 * 1024
-_RECORD_FIELDS = (
-    "state",
-    "purpose",
-    "body",
-    "reason",
-    "cause",
-    "traceback",
-    "attempts",
-    "infra",
-    "submitted",
-    "ended",
-    "step",
-)
-
+# Payloads that pass through Lua, which copies them: little, to save a small batch a call of Redis.
+_ALONG_BYTES = 256 * 1024
 T = TypeVar("T")
 
 
@@ -59,11 +49,6 @@ def _chunks(items: Sequence[T], size_of: Callable[[T], int]) -> Iterable[Sequenc
             yield items[start:at]
             start, size = at, size_of(item)
     yield items[start:]
-
-
-def _text(value: Any) -> str:
-    """Replies are bytes or nil; the client's own types allow more."""
-    return value.decode(errors="replace") if value else ""
 
 
 def _taken_group(entry: bytes) -> TakenGroup:
@@ -126,7 +111,7 @@ class RedisStore:
             try:
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for task_id in chunk:
-                        pipe.hmget(f"{self._prefix}task:{task_id}", list(_RECORD_FIELDS))
+                        pipe.hmget(f"{self._prefix}task:{task_id}", list(RECORD_FIELDS))
                     if groups:
                         pipe.mget([f"{self._prefix}group:{task_id}" for task_id in chunk])
                     rows = await pipe.execute()
@@ -134,13 +119,13 @@ class RedisStore:
                 raise translate(error) from None
             payloads = rows[-1] if groups else [None] * len(chunk)
             for task_id, row, payload in zip(chunk, rows, payloads, strict=False):
-                values = dict(zip(_RECORD_FIELDS, row, strict=True))
+                values = dict(zip(RECORD_FIELDS, row, strict=True))
                 if values["state"] is not None:
-                    yield _stored_task(task_id, values, payload)
+                    yield stored_task(task_id, values, payload)
 
     async def ended(self, task_ids: Sequence[str]) -> list[str]:
         """Those that have ended or are completed; an empty answer flags the wait."""
-        return [_text(task_id) for task_id in await self._scripts.run("ended", *task_ids)]
+        return [text(task_id) for task_id in await self._scripts.run("ended", *task_ids)]
 
     # -- leases -------------------------------------------------------------------------------
 
@@ -151,16 +136,16 @@ class RedisStore:
         reason, rows = await self._scripts.run("lease", worker_id, max_tasks, boot)
         leases = [
             StoredLease(
-                _text(task_id),
+                text(task_id),
                 body,
                 int(token),
                 int(version),
                 partial,
-                tuple(_text(failed).split("\n")) if failed else (),
+                tuple(text(failed).split("\n")) if failed else (),
             )
             for task_id, body, token, version, partial, failed in rows
         ]
-        return leases, _text(reason)
+        return leases, text(reason)
 
     async def renew(self, worker_id: str, leases: Sequence[tuple[str, int]]) -> list[str]:
         """Extends leases; returns the ids that are lost."""
@@ -168,7 +153,7 @@ class RedisStore:
         for start in range(0, len(leases), _CHUNK_TASKS):
             pairs = [part for lease in leases[start : start + _CHUNK_TASKS] for part in lease]
             lost += [
-                _text(task_id) for task_id in await self._scripts.run("renew", worker_id, *pairs)
+                text(task_id) for task_id in await self._scripts.run("renew", worker_id, *pairs)
             ]
         return lost
 
@@ -226,7 +211,7 @@ class RedisStore:
                 if isinstance(reply, RedisError):
                     results.append(translate(reply))
                 else:
-                    results.append(TaskState(_text(reply)))
+                    results.append(TaskState(text(reply)))
         return results
 
     async def sweep(self) -> Swept:
@@ -243,15 +228,25 @@ class RedisStore:
         return Trainer(*(int(value) for value in await self._scripts.run("register", *args)))
 
     async def take(
-        self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
+        self,
+        incarnation: int,
+        step: int,
+        task_ids: Sequence[str],
+        *,
+        near_limit: bool,
+        with_groups: bool = False,
     ) -> Take:
-        """One attempt at the batch of a step; `waiting` flags the wait."""
-        state, why, replay, queued, running, completed, carried, entries = await self._scripts.run(
-            "take", incarnation, step, int(near_limit), _FETCH_BYTES, *task_ids
+        """One attempt at the batch of a step; `waiting` flags the wait.
+
+        `with_groups` brings along the payloads of the first groups, as many as are small.
+        """
+        along = _ALONG_BYTES if with_groups else 0
+        state, why, replay, queued, running, completed, payloads, entries = await self._scripts.run(
+            "take", incarnation, step, int(near_limit), along, *task_ids
         )
         groups = tuple(_taken_group(entry) for entry in entries)
         return Take(
-            _text(state), _text(why), replay == 1, queued, running, completed, groups, carried
+            text(state), text(why), replay == 1, queued, running, completed, groups, payloads
         )
 
     async def fetch(
@@ -288,7 +283,7 @@ class RedisStore:
             ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
         except RedisError as error:
             raise translate(error) from None
-        async for task in self.read([_text(task_id) for task_id in ids], groups=False):
+        async for task in self.read([text(task_id) for task_id in ids], groups=False):
             yield task
 
     async def retry_dead_letters(self, task_ids: Sequence[str]) -> int:
@@ -372,24 +367,4 @@ class RedisStore:
             )
         except RedisError as error:
             raise translate(error) from None
-        return None if source is None else (_text(name), cast("bytes", source))
-
-
-def _stored_task(
-    task_id: str, values: dict[str, bytes | None], payload: bytes | None
-) -> StoredTask:
-    return StoredTask(
-        task_id=task_id,
-        purpose=Purpose(_text(values["purpose"])),
-        state=TaskState(_text(values["state"])),
-        body=values["body"] or b"",
-        reason=_text(values["reason"]),
-        cause=_text(values["cause"]),
-        traceback=_text(values["traceback"]),
-        attempts=int(values["attempts"] or 0),
-        infrastructure_attempts=int(values["infra"] or 0),
-        submitted_ms=int(values["submitted"] or 0),
-        ended_ms=int(values["ended"] or 0),
-        step=int(values["step"] or 0),
-        payload=None if payload is None else expand(payload),
-    )
+        return None if source is None else (text(name), cast("bytes", source))

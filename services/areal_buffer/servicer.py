@@ -227,14 +227,11 @@ class BufferServicer(BufferServiceServicer):
             check.check_step(request.step, "step", 1),
             check.check_task_ids(request.task_ids),
             request.max_wait.ToMilliseconds() / 1000,
+            with_groups=request.with_groups,
         )
         if take.state == "taken" and not take.replay:
             self._metrics.batch_taken(request.step, take)
-        response = take_message(take)
-        if request.with_groups and take.carried:
-            ids = [group.task_id for group in take.groups[: take.carried]]
-            response.first_groups.extend(await self._store.payloads(request.step, ids))
-        return response
+        return take_message(take)
 
     async def FetchGroups(
         self, request: pb.FetchGroupsRequest, context: Context

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from tests.ledger_support import Book, open_book
+from tests.ledger_support import Book, complete, finished, open_book
 
 from areal.errors import NotFound, WorkflowError, WrongStep
 
@@ -28,6 +30,23 @@ async def test_take_when_repeated_then_the_same_groups(book: Book) -> None:
     assert not again.replay
     assert [g.task_id for g in first.groups] == ["a", "b"]
     assert first.groups[0].lengths == (6, 6)
+
+
+async def test_take_when_asked_with_groups_then_brings_the_small_ones_that_come_first(
+    book: Book,
+) -> None:
+    await book.register(size=3)
+    await book.submit("a", "b", "c")
+    payloads = {"a": b"a", "b": b"b" * 256 * 1024, "c": b"c"}
+    for task_id, token in (await book.lease(3)).items():
+        group = replace(finished(task_id), payload=payloads[task_id])
+        assert await complete(book.store, token, group, full=False)
+    take = await book.store.take(1, 1, (), near_limit=False, with_groups=True)
+    assert [group.task_id for group in take.groups] == ["a", "b", "c"]
+    assert take.payloads == [b"a"]
+    fetched = [each async for some in book.store.fetch(1, 1, ["a", "b", "c"]) for each in some]
+    assert fetched == list(payloads.values())
+    assert not (await book.store.take(1, 1, (), near_limit=False)).payloads
 
 
 async def test_take_when_step_is_skipped_then_wrong_step(book: Book) -> None:

@@ -1,20 +1,22 @@
--- ARGV: incarnation, step, near the memory limit (1), bytes of a message, ids (none: the oldest B)
--- Returns {state, waiting_for, replay, queued, running, completed, groups of which the payloads
--- fill a message, entries}.
+-- ARGV: incarnation, step, near the memory limit (1), bytes of payloads to bring along, ids (none:
+--       the oldest B)
+-- Returns {state, waiting_for, replay, queued, running, completed, payloads of the first groups,
+-- entries}.
 fence(ARGV[1])
 local step = tonumber(ARGV[2])
 local meta = read_meta()
 
 local function answer(state, why, replay, entries)
   if state == 'waiting' then wait_for('take') end
-  local carried, bytes = 0, 0
+  local payloads, bytes = {}, 0
   for i, entry in ipairs(entries or {}) do
-    if bytes >= tonumber(ARGV[4]) then break end
-    bytes = bytes + call('STRLEN', P .. 'group:' .. string.match(entry, '^[^\n]+'))
-    carried = i
+    local key = P .. 'group:' .. string.match(entry, '^[^\n]+')
+    bytes = bytes + call('STRLEN', key)
+    if bytes > tonumber(ARGV[4]) then break end
+    payloads[i] = call('GET', key)
   end
   local queued, running, completed = count('train:queued', 'train:running', 'train:completed')
-  return {state, why, replay, queued, running, completed, carried, entries or {}}
+  return {state, why, replay, queued, running, completed, payloads, entries or {}}
 end
 
 if step <= meta.last_taken then

@@ -33,12 +33,18 @@ class FakeStore:
         return [StoredLease("a", b"", 1, 0, b"", ())], ""
 
     async def take(
-        self, incarnation: int, step: int, task_ids: Sequence[str], *, near_limit: bool
+        self,
+        incarnation: int,
+        step: int,
+        task_ids: Sequence[str],
+        *,
+        near_limit: bool,
+        with_groups: bool,
     ) -> Take:
         self.looks += 1
         self.near_limit.append(near_limit)
         state = "taken" if self.ready else "waiting"
-        return Take(state, "1 of 2", False, 0, 0, 0, (), 0)
+        return Take(state, "1 of 2", False, 0, 0, 0, (), ())
 
     async def ended(self, task_ids: Sequence[str]) -> list[str]:
         self.looks += 1
