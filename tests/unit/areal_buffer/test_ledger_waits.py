@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
+import pytest
+from tests.waiting import until
+
+import areal_buffer.ledger
 from areal.errors import ArealError, LeaseLost
 from areal.observability.waits import Waits
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, StoredLease, Take
 from areal_buffer.wakes import Kind, Wakes
+
+T = TypeVar("T")
 
 
 class FakeStore:
@@ -77,21 +85,44 @@ async def test_wait_when_no_time_is_given_then_looks_once_and_gives_the_reason()
     assert store.looks == 1
 
 
+@pytest.fixture
+def only_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second look but after a wake-up: the timer that replaces a lost one is far away."""
+    monkeypatch.setattr(areal_buffer.ledger, "_FALLBACK_S", 1000.0)
+
+
+async def looked(store: FakeStore, times: int) -> None:
+    """Returns once the store has been asked so often, and others had time to ask more often."""
+    await until(lambda: store.looks >= times, f"{times} looks", state=lambda: f"{store.looks}")
+    await asyncio.sleep(0.05)
+    assert store.looks == times
+
+
+async def within(pauses: int, awaited: Awaitable[T]) -> T:
+    """The result, after so many pauses of 5 ms at most: load makes them longer, not more."""
+    task = asyncio.ensure_future(awaited)
+    for _ in range(pauses):
+        await asyncio.sleep(0.005)
+        if task.done():
+            return task.result()
+    task.cancel()
+    raise AssertionError(f"nothing after {pauses} pauses")
+
+
+@pytest.mark.usefixtures("only_wakes")
 async def test_wait_when_woken_then_looks_again_at_once() -> None:
     ledger, store, wakes, _ = make_ledger()
-    waiting = asyncio.create_task(ledger.take_batch(1, 1, (), 10))
-    await asyncio.sleep(0.05)
-    assert store.looks == 1
+    waiting = asyncio.create_task(ledger.take_batch(1, 1, (), 30))
+    await looked(store, 1)
     wakes.notify(Kind.LEASE)  # somebody else's
-    await asyncio.sleep(0.05)
-    assert store.looks == 1
+    await looked(store, 1)
     store.ready = True
-    start = time.monotonic()
     wakes.notify(Kind.TAKE)
-    assert (await waiting).state == "taken"
-    assert time.monotonic() - start < 0.2
+    assert (await within(20, waiting)).state == "taken"
+    assert store.looks == 2
 
 
+@pytest.mark.usefixtures("only_wakes")
 async def test_wait_when_the_wake_up_comes_during_the_look_then_it_is_not_missed() -> None:
     ledger, store, wakes, _ = make_ledger()
     look = store.ended
@@ -104,50 +135,57 @@ async def test_wait_when_the_wake_up_comes_during_the_look_then_it_is_not_missed
         return found
 
     store.ended = look_and_change  # type: ignore[method-assign]
-    start = time.monotonic()
-    assert await ledger.wait_tasks(["a"], 10) == ["a"]
-    assert time.monotonic() - start < 0.5
+    assert await within(20, ledger.wait_tasks(["a"], 30)) == ["a"]
+    assert store.looks == 2
 
 
+@pytest.mark.usefixtures("only_wakes")
 async def test_wait_when_wake_ups_stream_in_then_looks_are_spaced() -> None:
     ledger, store, wakes, _ = make_ledger()
-    waiting = asyncio.create_task(ledger.take_batch(1, 1, (), 0.3))
-    for _ in range(300):
+    times: list[float] = []
+    look = store.take
+
+    async def timed_look(*arguments: Any, **more: Any) -> Take:
+        times.append(asyncio.get_running_loop().time())
         wakes.notify(Kind.TAKE)
-        await asyncio.sleep(0.001)
-    assert (await waiting).state == "waiting"
-    assert store.looks <= 0.3 / 0.005 + 2
+        store.ready = len(times) == 10
+        return await look(*arguments, **more)
+
+    store.take = timed_look  # type: ignore[method-assign]
+    taken = await within(200, ledger.take_batch(1, 1, (), 30))
+    assert (taken.state, len(times)) == ("taken", 10)
+    assert min(later - earlier for earlier, later in pairwise(times)) >= 0.0049
 
 
 async def test_wait_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> None:
     ledger, store, _, _ = make_ledger()
-    waiting = asyncio.create_task(ledger.wait_tasks(["a"], 10))
-    await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(ledger.wait_tasks(["a"], 30))
+    await looked(store, 1)
     store.ready = True
-    assert await asyncio.wait_for(waiting, 2) == ["a"]
+    assert await within(400, waiting) == ["a"]
 
 
+@pytest.mark.usefixtures("only_wakes")
 async def test_lease_when_many_workers_wait_then_a_wake_up_costs_no_look_each() -> None:
     ledger, store, wakes, _ = make_ledger()
-    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 0.5)) for i in range(20)]
-    await asyncio.sleep(0.05)
-    assert store.looks == 20
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 30)) for i in range(20)]
+    await looked(store, 20)
     for number in range(1, 4):
         wakes.notify(Kind.LEASE)
-        await asyncio.sleep(0.05)
-        assert store.looks == 20 + number
+        await looked(store, 20 + number)
     store.ready = True
     wakes.notify(Kind.LEASE)
-    results = await asyncio.gather(*waiting)
+    results = await within(20, asyncio.gather(*waiting))
     assert all(len(leases) == 1 for leases, _ in results)
 
 
+@pytest.mark.usefixtures("only_wakes")
 async def test_lease_when_a_wake_up_comes_during_anothers_empty_look_then_it_is_not_missed() -> (
     None
 ):
     ledger, store, wakes, _ = make_ledger()
-    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 10)) for i in range(3)]
-    await asyncio.sleep(0.05)
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 30)) for i in range(3)]
+    await looked(store, 3)
     look = store.lease
 
     async def look_and_change(
@@ -160,36 +198,40 @@ async def test_lease_when_a_wake_up_comes_during_anothers_empty_look_then_it_is_
         return found
 
     store.lease = look_and_change  # type: ignore[method-assign]
-    start = time.monotonic()
     wakes.notify(Kind.LEASE)
-    results = await asyncio.gather(*waiting)
+    results = await within(20, asyncio.gather(*waiting))
     assert all(len(leases) == 1 for leases, _ in results)
-    assert time.monotonic() - start < 0.5
 
 
 async def test_lease_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> None:
     ledger, store, _, _ = make_ledger()
-    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 10)) for i in range(3)]
-    await asyncio.sleep(0.05)
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 30)) for i in range(3)]
+    await looked(store, 3)
     store.ready = True
-    results = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    results = await within(400, asyncio.gather(*waiting))
     assert all(len(leases) == 1 for leases, _ in results)
 
 
+@pytest.mark.usefixtures("only_wakes")
 async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
     waits = Waits()
-    ledger, _, _, _ = make_ledger(waits=waits)
-    first = asyncio.create_task(ledger.lease_tasks("w1", 1, 0.2))
-    await asyncio.sleep(0.05)
-    second = asyncio.create_task(ledger.take_batch(1, 7, (), 0.2))
-    await asyncio.sleep(0.05)
+    ledger, store, wakes, _ = make_ledger(waits=waits)
+    began = time.monotonic()
+    first = asyncio.create_task(ledger.lease_tasks("w1", 1, 30))
+    await looked(store, 1)
+    second = asyncio.create_task(ledger.take_batch(1, 7, (), 30))
+    await looked(store, 2)
     oldest, newer = waits.oldest()
     assert (oldest.what, oldest.on, oldest.detail) == ("lease", "queue and admission", "worker w1")
-    assert 0.05 < oldest.seconds < 0.2
+    # The first has waited through both pauses, the second through one.
+    assert newer.seconds + 0.049 < oldest.seconds < time.monotonic() - began
     assert (newer.what, newer.detail) == ("batch", "step 7")
-    await first
+    store.ready = True
+    wakes.notify(Kind.LEASE)
+    await within(20, first)
     assert [wait.what for wait in waits.oldest()] == ["batch"]
-    await second
+    wakes.notify(Kind.TAKE)
+    await within(20, second)
     assert waits.oldest() == []
 
 
