@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,11 +12,13 @@ from typing import Any
 import redis.asyncio as redis
 from redis.exceptions import (
     BusyLoadingError,
+    ClusterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -25,6 +28,17 @@ from areal.observability.waits import Waits
 from areal_buffer.config import LedgerConfig
 from areal_buffer.states import transitions_as_lua
 
+# What Redis answers while it cannot write, or not yet: no live replica, a disk that takes no
+# snapshot, a script of somebody else. In a transaction the client puts the command before it.
+_FOR_NOW = re.compile(r"(?:^|caused error: \(['\"])(?:NOREPLICAS|MISCONF|BUSY|MASTERDOWN|LOADING) ")
+_AWAY = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    ClusterDownError,  # and of a replica: its primary is down
+    TryAgainError,
+)
 _PARTS = {"take": ("take_named.lua", "take.lua")}
 NAMES = (
     "submit",
@@ -138,7 +152,8 @@ def translate(error: RedisError) -> errors.ArealError:
         return found(message)
     if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
         return errors.CapacityExceeded(f"Redis is out of memory: {text}")
-    away = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError)
-    if isinstance(error, away):
+    if isinstance(error, _AWAY):
         return errors.Unavailable(f"Redis is away: {text}")
+    if _FOR_NOW.search(text):
+        return errors.Unavailable(f"Redis refuses for now: {text}")
     return errors.ArealError(f"Redis: {text}")

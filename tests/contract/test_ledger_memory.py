@@ -109,4 +109,9 @@ async def test_calls_when_redis_refuses_to_write_then_its_reason_is_told_and_not
         await refused(Unavailable)
     finally:
         await redis.replicaof("NO", "ONE")  # type: ignore[attr-defined]
+    await redis.config_set("min-replicas-to-write", 1)  # type: ignore[attr-defined]
+    try:
+        await refused(Unavailable)
+    finally:
+        await redis.config_set("min-replicas-to-write", 0)  # type: ignore[attr-defined]
     assert await book.counts() == counts
