@@ -282,16 +282,17 @@ def from_json(text: str | bytes) -> PolicyVersion:
             path=str(raw["path"]),
             files=files,
             tensors=tensors,
-            delta=delta
-            and DeltaFile(
+            delta=DeltaFile(
                 str(delta["base"]),
                 str(delta["base_digest"]),
                 int(delta["size_bytes"]),
                 str(delta["digest"]),
-            ),
+            )
+            if delta
+            else None,
             publish_time=float(raw["publish_time"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise InvalidInput(f"manifest: expected a policy version in JSON ({error!r})") from None
 
 

@@ -15,6 +15,7 @@ Errors are {"error": one line}: 400 wrong, 401 no token, 404 not there, 507 no r
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 from collections.abc import Awaitable, Callable
@@ -110,7 +111,8 @@ class StoreApp:
         except ArealError as error:
             return _refusal(str(error), 400)
         except OSError as error:
-            return _refusal(f"weight store: {error.strerror or error}", 507)
+            status = 404 if error.errno == errno.ENAMETOOLONG else 507
+            return _refusal(f"weight store: {error.strerror or error}", status)
 
     async def _begin(self, request: web.Request) -> web.Response:
         manifest = from_json(await request.read())

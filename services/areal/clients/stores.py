@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from contextlib import suppress
 
-import nats
 import redis.asyncio as redis
 from nats.aio.client import Client as NatsClient
 from redis.asyncio.retry import Retry
@@ -15,6 +16,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from areal.errors import ConfigError, Unavailable
 from areal.observability.logging import get_logger
 from areal.security import redact
+
+# The client itself would try its first connection for ever, in silence.
+_NATS_FIRST_S = 10.0
 
 
 def redis_prefix(namespace: str) -> str:
@@ -63,6 +67,7 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
     if not url:
         raise ConfigError("endpoints.nats '': expected nats://host:port")
     log = get_logger("areal.clients.nats")
+    told = ""
 
     async def disconnected() -> None:
         log.warning("nats_disconnected")
@@ -71,21 +76,34 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
         log.info("nats_reconnected")
 
     async def error(problem: Exception) -> None:
-        log.warning("nats_error", error=str(problem) or type(problem).__name__)
+        nonlocal told
+        told = str(problem) or type(problem).__name__
+        log.warning("nats_error", error=told)
 
+    client = NatsClient()
     try:
-        return await nats.connect(
-            url,
-            name=name,
-            token=token if token and "@" not in url else None,
-            connect_timeout=5,
-            max_reconnect_attempts=-1,
-            # Each process at its own pace: not all of them come back at once.
-            reconnect_time_wait=random.uniform(0.5, 2.0),  # noqa: S311 - jitter
-            disconnected_cb=disconnected,
-            reconnected_cb=reconnected,
-            error_cb=error,
-            allow_reconnect=True,
-        )
+        async with asyncio.timeout(_NATS_FIRST_S):
+            await client.connect(
+                url,
+                name=name,
+                token=token if token and "@" not in url else None,
+                connect_timeout=5,
+                max_reconnect_attempts=-1,
+                # Each process at its own pace: not all of them come back at once.
+                reconnect_time_wait=random.uniform(0.5, 2.0),  # noqa: S311 - jitter
+                disconnected_cb=disconnected,
+                reconnected_cb=reconnected,
+                error_cb=error,
+                allow_reconnect=True,
+            )
+        return client
+    except TimeoutError:
+        with suppress(Exception):  # what it had opened
+            async with asyncio.timeout(1.0):
+                await client.close()
+        cause = f": {told}" if told else ""
+        raise Unavailable(
+            redact(f"nats {url}: no answer within {_NATS_FIRST_S:.0f} s{cause}")
+        ) from None
     except Exception as problem:  # nats raises many unrelated classes while connecting
         raise Unavailable(redact(f"nats {url}: {problem}")) from None

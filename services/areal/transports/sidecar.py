@@ -50,7 +50,7 @@ class Sidecar:
             return _answer(UNAUTHENTICATED, 401)
         try:
             source = json.loads(await request.read())["model_path"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             source = None
         if not isinstance(source, str):
             return _answer('body: expected {"model_path": "http://host:port/versions/NAME"}', 400)

@@ -44,13 +44,16 @@ class StoreConnection:
             headers: The bearer token.
             timeout: Seconds for each wait on the socket.
         """
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise InvalidInput(f"weight store {url!r}: expected http://host:port")
+        try:
+            parts = urlsplit(url)
+            if parts.scheme != "http" or not parts.hostname:
+                raise ValueError
+            self._http = http.client.HTTPConnection(
+                parts.hostname, parts.port or 80, timeout=timeout, blocksize=_BLOCK_BYTES
+            )
+        except (ValueError, http.client.InvalidURL):
+            raise InvalidInput(f"weight store {url[:200]!r}: expected http://host:port") from None
         self.url = f"http://{parts.netloc}"
-        self._http = http.client.HTTPConnection(
-            parts.hostname, parts.port or 80, timeout=timeout, blocksize=_BLOCK_BYTES
-        )
         self._headers = dict(headers)
         self._timeout = timeout
 
@@ -157,7 +160,7 @@ class StoreConnection:
             response = self._http.getresponse()
             if self._http.sock is not None:  # else it ends with this answer
                 self._http.sock.settimeout(self._timeout)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # a host may be no name
             self._http.close()
             raise TransportError(
                 f"weight store {self.url}: {error or type(error).__name__}"
