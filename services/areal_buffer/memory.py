@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # Above this part of the limit TakeBatch asks for a checkpoint, so that payloads can be let go.
 _NEAR = 0.9
+# Of Redis's own limit: above it Redis refuses every write, and then no commit could let go of
+# anything. What is left takes the next batch, which passes our limit, and the records of tasks.
+_OF_REDIS = 0.8
 
 
 class MemoryGauge:
@@ -12,10 +15,14 @@ class MemoryGauge:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self._asked_bytes = limit_bytes
 
-    def sample(self, used_bytes: int) -> None:
-        """Redis's own figure."""
+    def sample(self, used_bytes: int, redis_limit_bytes: int = 0) -> None:
+        """Redis's own figures; its limit counts where it is the lower one (0: none)."""
         self.used_bytes = used_bytes
+        self.limit_bytes = self._asked_bytes
+        if redis_limit_bytes:
+            self.limit_bytes = min(self._asked_bytes, int(_OF_REDIS * redis_limit_bytes))
 
     def add(self, size_bytes: int) -> None:
         """Something of that size was stored since the sample."""

@@ -339,13 +339,23 @@ class RedisStore:
             generated_tokens=numbers.get("generated_tokens", 0),
         )
 
-    async def used_memory(self) -> int:
-        """Bytes that Redis uses, all its runs together."""
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that Redis uses, all its runs together, and its own limit (0: none).
+
+        Raises:
+            ConfigError: At that limit it would throw tasks away.
+        """
         try:
             info = await self._redis.info("memory")
         except RedisError as error:
             raise translate(error) from None
-        return int(info["used_memory"])
+        limit, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", ""))
+        if limit and policy.startswith("allkeys"):
+            raise errors.ConfigError(
+                f"endpoints.redis: its maxmemory-policy {policy!r} throws tasks away when it is "
+                "full, expected noeviction"
+            )
+        return int(info["used_memory"]), limit
 
     # -- recipes ------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Sweeper:
 
     async def sample(self) -> None:
         """Reads memory and counters once; raises Unavailable."""
-        self._memory.sample(await self._store.used_memory())
+        self._memory.sample(*await self._store.memory())
         stats = await self._store.stats()
         age_s = 0.0
         self._oldest_queued = None
