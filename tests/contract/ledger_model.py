@@ -122,7 +122,7 @@ class Model:
                 break
             turn, slots = pick.purpose == "train", slots - 1
             headroom -= pick.purpose == "train"
-            if pick.purpose == "train" and self.v - pick.floor > self.eta:
+            if pick.purpose == "train" and max(self.v, self.last) - pick.floor > self.eta:
                 pick.partial = b""
             if not pick.partial:
                 pick.floor = self.v

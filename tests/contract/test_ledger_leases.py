@@ -233,6 +233,24 @@ async def test_sweep_when_there_was_an_outage_then_leases_are_extended(book: Boo
     assert await book.state("a") == "queued"
 
 
+async def test_sweep_when_the_clock_was_set_back_then_a_silent_worker_s_lease_ends_in_its_time(
+    book: Book,
+) -> None:
+    """A host's clock is corrected, or a replica on another host takes over."""
+    hour = 3_600_000
+    await book.submit("a")
+    await book.lease()
+    await book.store.sweep()
+    # Everything that was noted an hour ahead.
+    await book.redis.zincrby(f"{book.prefix}running:train", hour, "a")
+    await book.redis.hincrby(f"{book.prefix}meta", "last_sweep", hour)
+    swept = await book.store.sweep()
+    assert (swept.extended, swept.requeued) == (1, 0)
+    seconds, _ = await book.redis.time()
+    expiry = await book.redis.zscore(f"{book.prefix}running:train", "a")
+    assert expiry - seconds * 1000 <= 62_000
+
+
 async def test_sweep_when_time_to_live_has_passed_then_expired_unless_completed(
     book: Book,
 ) -> None:

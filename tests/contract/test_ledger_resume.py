@@ -67,7 +67,8 @@ async def test_resume_when_below_what_is_kept_then_names_the_oldest(book: Book) 
 async def test_resume_when_the_ledger_is_empty_then_goes_on_from_the_checkpoint(
     book: Book,
 ) -> None:
-    await book.register(resume=7)
+    # Higher than any that the lost ledger gave out: they are in the names of checkpoints.
+    assert await book.register(resume=7) > 10**9
     assert (await book.take(8))[0] == "waiting"
     await book.run("a", "b", version=7)
     assert await book.take(8) == ("taken", ["a", "b"])

@@ -168,6 +168,27 @@ async def test_partial_when_too_stale_for_any_batch_then_dropped(book: Book) -> 
         await book.complete("x", lease.token, version=1)
 
 
+async def test_partial_when_its_last_batch_was_taken_meanwhile_then_dropped(book: Book) -> None:
+    """The version moves with the next take only; what starts now is for a later batch."""
+    await book.register(size=1, eta=1)
+    await book.submit("x", "a")
+    leases = await book.lease(2)
+    await book.complete("a", leases["a"])
+    await book.give_back("x", leases["x"], "", partial=b"journal")
+    assert await book.take(1) == ("taken", ["a"])
+    await book.take(2)  # version 1: x is the oldest that step 2 may have
+    await book.submit("b")
+    leases = await book.lease(2)
+    await book.give_back("x", leases["x"], "", partial=b"journal")
+    await book.complete("b", leases["b"], version=1)
+    assert await book.take(2) == ("taken", ["b"])
+    lease = (await book.store.lease("w", 1))[0][0]
+    assert (lease.task_id, lease.policy_version, lease.partial) == ("x", 1, b"")
+    assert await book.complete("x", lease.token, version=1)
+    assert await book.take(3) == ("taken", ["x"])
+    assert (await book.store.stats()).regenerated == 0
+
+
 async def test_cancel_when_all_of_a_purpose_then_batched_ones_stay(book: Book) -> None:
     await book.register()
     await book.run("a", "b", "c")

@@ -77,6 +77,18 @@ async def test_take_when_straggler_is_running_then_waits_for_it_until_the_deadli
     assert (await book.store.stats()).regenerated == 1
 
 
+async def test_take_when_the_clock_was_set_back_then_the_time_for_stragglers_begins_anew(
+    book: Book,
+) -> None:
+    await book.register(size=1, eta=0)
+    await book.take(1)
+    await book.redis.hincrby(f"{book.prefix}meta", "take_since", 3_600_000)
+    await book.take(1)
+    seconds, _ = await book.redis.time()
+    since = await book.redis.hget(f"{book.prefix}meta", "take_since")
+    assert int(since) < (seconds + 2) * 1000
+
+
 async def test_take_when_straggler_arrives_in_time_then_it_goes_first(book: Book) -> None:
     await book.register(size=1, eta=1)
     await book.submit("a", "slow", "b")

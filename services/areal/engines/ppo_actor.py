@@ -59,6 +59,9 @@ class FSDPPPOActor:
             random_state.restore(drawn)
         self.engine.set_version(session.step)
         session.attach(self)
+        if session.any_rank(session.rank == 0 and session.step > session.published_version):
+            # Redis is a new one: nobody serves, or knows of, the weights to go on from.
+            self._publish(WeightUpdateMeta(), session.step)
 
     def _optimizer_steps(self, config: TrainEngineConfig) -> int | None:
         if config.optimizer is None:

@@ -21,9 +21,10 @@ local function lease(id)
   local task = read_task(id)
   local stored = call('HMGET', task.key, 'body', 'partial', 'failed_servers')
   local partial = stored[2] or ''
-  -- Work of an earlier attempt is worth continuing only while its tokens are fresh enough.
+  -- Work of an earlier attempt is worth continuing only while its tokens are fresh enough for the
+  -- next batch: that after the last one taken, for which the version may not have moved yet.
   if partial ~= '' and task.purpose == 'train' and
-    meta.policy_version - task.floor > meta.max_head_offpolicyness then
+    math.max(meta.policy_version, meta.last_taken) - task.floor > meta.max_head_offpolicyness then
     partial = ''
     call('HDEL', task.key, 'partial')
   end

@@ -11,7 +11,9 @@ if step > meta.last_taken then
     fail('WrongStep', 'resume_step ' .. int(step) .. ': the ledger has given out batches up to ' ..
       'step ' .. int(meta.last_taken) .. ' only')
   end
-  -- An empty ledger, e.g. a new Redis: go on from the checkpoint, with nothing to replay.
+  -- An empty ledger, e.g. a new Redis: go on from the checkpoint, with nothing to replay. The lost
+  -- one's incarnations are in the names of checkpoints and weights: those of this one are higher.
+  meta.incarnation = math.floor(NOW / 1000)
   for _, field in ipairs({'policy_version', 'last_taken', 'last_committed', 'let_go'}) do
     set(META, field, int(step))
     meta[field] = step

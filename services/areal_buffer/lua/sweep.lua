@@ -1,15 +1,17 @@
 -- Takes back expired leases and ends tasks past their time to live; at most 500 of each.
--- After an outage (of Redis, or of every buffer process) it extends all leases instead: their
--- holders could not renew. Returns {leases extended, leases expired, tasks expired, gap in ms}.
+-- After an outage (of Redis, or of every buffer process) it gives all leases a new lifetime instead:
+-- their holders could not renew. So it does when the clock was set back (a replica on another host
+-- may have taken over): else the lease of a silent worker would last until its time comes again.
+-- Returns {leases extended, leases expired, tasks expired, gap in ms}.
 local last = tonumber(call('HGET', META, 'last_sweep') or 0)
 set(META, 'last_sweep', int(NOW))
 local gap = last > 0 and NOW - last or 0
 local extended, requeued, expired = 0, 0, 0
 for _, purpose in ipairs({'train', 'serve'}) do
   local running = P .. 'running:' .. purpose
-  if gap > 2 * CONFIG.sweep_interval_ms then
+  if math.abs(gap) > 2 * CONFIG.sweep_interval_ms then
     for _, id in ipairs(look('ZRANGE', running, 0, -1)) do
-      call('ZADD', running, 'GT', int(NOW + CONFIG.lease_ttl_ms), id)
+      call('ZADD', running, int(NOW + CONFIG.lease_ttl_ms), id)
       extended = extended + 1
     end
   end

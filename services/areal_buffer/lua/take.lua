@@ -33,8 +33,9 @@ if step ~= meta.last_taken + 1 then
     int(meta.last_taken + 1))
 end
 
--- The first call for a step: version step - 1 is confirmed, which opens admission.
-if meta.take_step ~= step then
+-- The first call for a step: version step - 1 is confirmed, which opens admission. When the clock
+-- was set back since, the time for stragglers begins anew.
+if meta.take_step ~= step or meta.take_since > NOW then
   meta.take_since = NOW
   set(META, 'take_step', int(step))
   set(META, 'take_since', int(NOW))
