@@ -100,6 +100,7 @@ class Model:
         if 0 < known < boot:
             for task in self.having("running") + self.having("running", "serve"):
                 if task.worker == worker:
+                    task.revoked = True
                     self.end_attempt(task, "suspected_poison")
 
     def lease(

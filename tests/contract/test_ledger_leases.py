@@ -95,6 +95,17 @@ async def test_lease_when_a_newer_life_of_the_worker_has_begun_then_the_older_is
     assert await book.counts() == {"completed": 1, "queued": 1}
 
 
+async def test_renew_when_a_newer_life_of_the_worker_has_begun_then_the_lease_stays_given_back(
+    book: Book,
+) -> None:
+    """A renewal of the dead life that was under way: nobody would work on what it took up."""
+    await book.submit("a")
+    leases = await book.lease(1, worker="w0", boot=7)
+    await book.lease(0, worker="w0", boot=8)
+    assert await book.store.renew("w0", list(leases.items())) == ["a"]
+    assert await book.counts() == {"queued": 1}
+
+
 async def test_lease_when_named_workers_come_and_go_then_what_is_known_of_them_goes_too(
     book: Book,
 ) -> None:

@@ -316,6 +316,7 @@ local function begin_life(worker, boot)
   for _, purpose in ipairs({'train', 'serve'}) do
     for _, id in ipairs(look('ZRANGE', P .. 'running:' .. purpose, 0, -1)) do
       if call('HGET', P .. 'task:' .. id, 'worker') == worker then
+        call('HSET', P .. 'task:' .. id, 'revoked', '1')  -- a renewal under way must not take it up
         end_attempt(read_task(id), 'suspected_poison', 'worker ' .. worker .. ' died and was started again')
       end
     end
