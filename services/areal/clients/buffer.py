@@ -19,6 +19,7 @@ from areal.clients.buffer_types import (
     record_from_pb,
 )
 from areal.clients.hand_ins import HandIns
+from areal.errors import InvalidInput
 from areal.security import Security
 from areal.types import Purpose, Task, TaskState, TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
@@ -41,6 +42,9 @@ __all__ = [
     "TakeState",
     "TaskRecord",
 ]
+
+# A message takes 128 MiB; a journal comes back in one that may hold 32 MiB of other leases.
+_MAX_PART_BYTES = 90 * 1024 * 1024
 
 
 class BufferClient(TrainerBufferClient):
@@ -216,6 +220,7 @@ class BufferClient(TrainerBufferClient):
 
         def add(request: pb.CompleteTasksRequest) -> int:
             packed = pack_group(group, self._codec)
+            _check_size(f"group {task_id!r}", len(packed))
             lease = request.completions.add(group=packed).lease
             lease.task_id, lease.token = task_id, token
             return len(packed)
@@ -280,6 +285,7 @@ class BufferClient(TrainerBufferClient):
 
         def add(request: pb.ReturnTasksRequest) -> int:
             journal = partial()
+            _check_size(f"journal of task {task_id!r}", len(journal))
             request.returns.add(
                 lease=pb.LeaseRef(task_id=task_id, token=token),
                 cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.name}"),
@@ -371,3 +377,9 @@ class BufferClient(TrainerBufferClient):
             retry_for=retry_for,
         )
         return response.file_name, response.source
+
+
+def _check_size(what: str, size: int) -> None:
+    """GRPC refuses a message above its limit as if the ledger were full: tried again in vain."""
+    if size > _MAX_PART_BYTES:
+        raise InvalidInput(f"{what} has {size} bytes: at most {_MAX_PART_BYTES} fit a message")

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from tests.ledger_support import make_group
 
+from areal.clients import buffer
+from areal.clients.buffer import ReturnCause
 from areal.clients.hand_ins import HandIns
 from areal.errors import InvalidInput, LeaseLost, Unavailable
 from areal.v1 import buffer_service_pb2 as pb
@@ -159,3 +162,18 @@ async def test_close_when_offers_are_open_then_they_are_cancelled(sent: int) -> 
     await hand_ins.close()
     results = await asyncio.gather(*offers, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+
+async def test_offer_when_no_message_can_hold_it_then_refused_by_name_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffer, "_MAX_PART_BYTES", 100)
+    client = buffer.BufferClient("127.0.0.1:1")  # nobody is asked
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(InvalidInput, match=r"group 'big' has \d+ bytes: at most 100"):
+                await client.complete_task("big", 1, make_group("big", length=500), "w")
+            with pytest.raises(InvalidInput, match="journal of task 'big' has 101 bytes"):
+                await client.return_task("big", 1, ReturnCause.DRAIN, partial=lambda: bytes(101))
+    finally:
+        await client.close()
