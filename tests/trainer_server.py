@@ -31,9 +31,9 @@ async def main(listen: str) -> None:
     configure_logging("trainer", "test/fuzz")
     trainer = _Trainer()
     trainer.status.finished_step(1, {"step": 1, "reward": 0.5})
-    server = await start_servers(ServiceContext("trainer", listen, None), trainer, "")
-    assert server is not None
-    await server.wait_for_termination()
+    servers = await start_servers(ServiceContext("trainer", listen, None), trainer, "")
+    assert servers.rpc is not None
+    await servers.rpc.wait_for_termination()
 
 
 if __name__ == "__main__":

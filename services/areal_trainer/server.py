@@ -21,6 +21,7 @@ import typer
 
 from areal.chassis.service import (
     Registration,
+    Servers,
     Service,
     ServiceContext,
     check_address,
@@ -87,15 +88,16 @@ def _load(recipe_file: Path) -> ModuleType:
     return module
 
 
-def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Any:
+def _serve_status(session: TrainerSession, listen: str, metrics: str) -> Servers:
     """Starts gRPC and /metrics in the session's loop; serves while the result is referenced."""
     check_address(listen, "--listen", session.security)
     context = ServiceContext("trainer", listen, background=None, security=session.security)
     TrainerCollector(session.status, context.registry)
     context.waits.watch(session.waits.oldest)
-    return session.call(
+    servers: Servers = session.call(
         start_servers(context, TrainerStatusService(session), metrics), "the status server"
     )
+    return servers
 
 
 def run(config: TrainerConfig, listen: str, metrics: str) -> int:
@@ -114,10 +116,10 @@ def run(config: TrainerConfig, listen: str, metrics: str) -> int:
         session.stop_requested = True
 
     signal.signal(signal.SIGTERM, stop)
-    status_server = None
+    servers: Servers | None = None
     try:
         if config.rank == 0 and listen:
-            status_server = _serve_status(session, listen, metrics)
+            servers = _serve_status(session, listen, metrics)
         session.open()
         with session.active():
             module.main(["--config", str(config.config_file)])
@@ -135,8 +137,8 @@ def run(config: TrainerConfig, listen: str, metrics: str) -> int:
             log.error("rank_lost", cause=f"{dead} died")
         return 1
     finally:
-        if status_server is not None:
-            session.call(status_server.stop(0.5), "stopping the status server", timeout=5)
+        if servers is not None:
+            session.call(servers.stop(0.5), "stopping the status server", timeout=5)
         session.close()
         if watch is not None:
             watch.stop()

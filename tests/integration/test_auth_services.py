@@ -16,7 +16,7 @@ from tests.redis_server import start_redis
 from tests.service_process import ServiceProcess, free_port, service_process
 
 from areal.chassis import Service, ServiceContext
-from areal.chassis.service import start_servers
+from areal.chassis.service import check_address, start_servers
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient
 from areal.engines.trainer_status import TrainerStatus
@@ -43,8 +43,7 @@ async def test_trainer_when_called_without_the_token_then_unauthenticated() -> N
 
     address, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
     context = ServiceContext("trainer", address, None, Security(token=TOKEN))
-    server = await start_servers(context, Trainer(), metrics)
-    assert server is not None
+    servers = await start_servers(context, Trainer(), metrics)
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             for path, stream in methods_of(trainer_service_pb2):
@@ -68,7 +67,9 @@ async def test_trainer_when_called_without_the_token_then_unauthenticated() -> N
         assert refused("areal_trainer_unauthenticated_total", {"protocol": "grpc"}) == 3
         assert refused("areal_trainer_unauthenticated_total", {"protocol": "http"}) == 1
     finally:
-        await server.stop(0)
+        await servers.stop(0)
+    for each in (address, metrics):  # another process may have them
+        check_address(each, "--listen", Security())
 
 
 def buffer_config(redis: str, **security: Path | str) -> str:

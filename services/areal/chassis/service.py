@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -194,23 +195,31 @@ async def _start_grpc(
     return server, health_servicer, names
 
 
-async def start_servers(
-    context: ServiceContext, service: Service, metrics: str
-) -> grpc.aio.Server | None:
-    """Serves gRPC and HTTP in a process with a main loop of its own (the trainer).
+@dataclass(frozen=True)
+class Servers:
+    """What `start_servers` started; it serves as long as this is referenced."""
 
-    Returns:
-        The gRPC server; it serves as long as it is referenced.
-    """
+    rpc: grpc.aio.Server | None
+    http: web.AppRunner | None
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends calls in progress after `grace_s` seconds, and frees both ports."""
+        if self.rpc is not None:
+            await self.rpc.stop(grace_s)
+        if self.http is not None:
+            await self.http.cleanup()
+
+
+async def start_servers(context: ServiceContext, service: Service, metrics: str) -> Servers:
+    """Serves gRPC and HTTP in a process with a main loop of its own (the trainer)."""
     serving = asyncio.Event()
     doorkeeper = Doorkeeper(context.name, context.security, context.registry)
-    if metrics:
-        await _start_http(context, metrics, serving, doorkeeper)
+    http = await _start_http(context, metrics, serving, doorkeeper) if metrics else None
     server, health_servicer, names = await _start_grpc(context, service, doorkeeper)
     for each in ("", *names):
         await health_servicer.set(each, health_pb2.HealthCheckResponse.SERVING)
     serving.set()
-    return server
+    return Servers(server, http)
 
 
 async def _serve(
