@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 
 import pytest
@@ -30,11 +30,10 @@ def image_of(store: str) -> str:
     import docker
 
     try:
-        client = docker.from_env(timeout=20)
-        here = {tag for image in client.images.list() for tag in image.tags}
+        with closing(docker.from_env(timeout=20)) as client:
+            here = {tag for image in client.images.list() for tag in image.tags}
     except docker.errors.DockerException as error:
         pytest.skip(f"no Docker engine: {str(error)[:120]}")
-    client.close()
     for image in IMAGES[store]:
         if image in here:
             return image

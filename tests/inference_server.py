@@ -104,6 +104,8 @@ class ServerProcess:
         finally:
             self.process.kill()
             self._reader.join(5)
+            if not self._reader.is_alive() and self.process.stderr is not None:
+                self.process.stderr.close()
 
 
 def start_process(model: Path, *flags: str) -> subprocess.Popen[str]:

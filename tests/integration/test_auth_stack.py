@@ -308,8 +308,12 @@ async def test_stores_when_asked_without_their_secrets_then_they_refuse(
     with socket.create_connection((host, int(port)), 5) as connection:
         connection.sendall(b"PING\r\n")
         assert connection.recv(64).startswith(b"-NOAUTH")
+    stranger = nats.NATS()
     with pytest.raises(nats.errors.Error, match=r"(?i)authorization"):
-        await nats.connect(secure.config.endpoints.nats, allow_reconnect=False, connect_timeout=5)
+        await stranger.connect(
+            secure.config.endpoints.nats, allow_reconnect=False, connect_timeout=5
+        )
+    await stranger.close()  # refused, its connection is open nevertheless
     # Both are used all the same: announcements flow.
     assert "announcements_away" not in secure.stack.log("rollout-0")
     assert "nats" not in secure.stack.log("weight-sync")

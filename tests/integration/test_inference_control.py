@@ -46,6 +46,9 @@ async def test_client_when_gone_then_its_requests_are_aborted(http, served, stre
             while (await metrics(http))["sglang:num_running_reqs"] < 20:
                 pass
         request.cancel()
+        [answer] = await asyncio.gather(request, return_exceptions=True)
+        if stream:  # it had begun
+            answer.close()
     async with asyncio.timeout(20):
         while (await metrics(http))["sglang:num_running_reqs"]:
             pass

@@ -3,12 +3,13 @@ import resource
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from tests.waiting import until
 
 from areal.engines.connections import Connections
 from areal.engines.server_table import ServerTable
@@ -157,19 +158,25 @@ async def test_connect_when_this_process_stood_still_then_tried_again_before_a_s
     monkeypatch,
 ):
     monkeypatch.setattr("areal.engines.connections._CONNECT_S", 0.3)
-    tries = []
+    tries, left = [], []
     create = asyncio.get_running_loop().create_connection
 
     async def handle(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        with suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            await reader.read()  # until the client has left
+        writer.close()
+        await writer.wait_closed()
+        left.append(1)
 
-    async def slow(*args, **kwargs):
+    async def slow(*args, sock, **kwargs):
         tries.append(1)
         if len(tries) == 1:  # this process has no time: its timer is late as well
             asyncio.get_running_loop().call_soon(time.sleep, 1.5)
-            await asyncio.Event().wait()
-        return await create(*args, **kwargs)
+            with closing(sock):
+                await asyncio.Event().wait()
+        return await create(*args, sock=sock, **kwargs)
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", slow)
     silent = await asyncio.start_server(handle, "127.0.0.1", 0)
@@ -180,6 +187,7 @@ async def test_connect_when_this_process_stood_still_then_tried_again_before_a_s
         assert answer.status == 200
     assert len(tries) == 2
     await connections.close()
+    await until(lambda: len(left) == 2, "both connections to be closed")
     silent.close()
 
 
