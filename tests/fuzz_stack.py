@@ -6,10 +6,11 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 from tests.rollout_stack import Process, Stack, free_port, start_stack
 
 from areal.clients.buffer import BufferClient
@@ -22,6 +23,12 @@ from areal.types import Purpose, Task, TaskState, WorkflowSpec
 # (a request may be tens of MiB), and caches fill up to their bounds. A leak of one request's
 # bytes shows at once: what is sent between the two readings is larger than this.
 GROWTH_BYTES = 48 * 1024 * 1024
+# glibc gives freed memory back at once, so that what a burst took is not mistaken for a leak.
+_GIVE_BACK = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "8192",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
 RLVR = {"reward_fn": "math", "gconfig": {"n_samples": 2, "max_new_tokens": 4}}
 ROW = {"prompt": "1+1=", "answer": "2"}
 
@@ -90,7 +97,10 @@ class FuzzedStack:
 @contextmanager
 def fuzzed_stack(folder: Path) -> Iterator[FuzzedStack]:
     """All services with one inference server."""
-    with start_stack(folder, servers=1, lease_ttl_s=2.0) as whole:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in _GIVE_BACK.items():
+            patch.setenv(name, value)
+        whole = stack.enter_context(start_stack(folder, servers=1, lease_ttl_s=2.0))
         ends = whole.config.endpoints
         ends.trainer, gateway = (f"127.0.0.1:{free_port()}" for _ in range(2))
         ends.gateway = f"http://{gateway}"

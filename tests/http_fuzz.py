@@ -119,7 +119,7 @@ def _body(draw: Any, seed: Any) -> Any:
             if isinstance(at, dict) and draw(st.integers(0, 5)) == 0:
                 del at[key]
             else:
-                at[key] = draw(_VALUES)
+                at[key] = copy.deepcopy(draw(_VALUES))  # an edge may be a list, changed later
             break
     return body
 

@@ -39,7 +39,8 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
     """Decodes a version.
 
     Raises:
-        InvalidInput: Version or incarnation out of range, no path, or a time that is none.
+        InvalidInput: Version or incarnation out of range, no path, a name that no file can have, or
+            a time that is none.
     """
     if not 0 <= message.version < MAX_POLICY_VERSION:
         raise InvalidInput(
@@ -51,6 +52,9 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
         )
     if not message.path:
         raise InvalidInput("version.path '': expected a model directory")
+    for name in (message.path, message.delta.base, *(file.name for file in message.files)):
+        if "\0" in name:
+            raise InvalidInput(f"version names {name[:80]!r}: a path has no null character")
     try:
         publish_time = message.publish_time.ToMicroseconds() / 1e6
     except ValueError as error:

@@ -214,3 +214,14 @@ def test_version_when_no_ledger_could_count_it_then_refused(field: str, value: i
     setattr(message, field, value)
     with pytest.raises(InvalidInput, match=rf"version\.{field} {value}"):
         version_from_pb(message)
+
+
+@pytest.mark.parametrize("where", ["path", "file", "delta"])
+def test_version_when_a_name_has_a_null_character_then_refused(where: str) -> None:
+    message = policy_pb2.PolicyVersion(version=1, path="/m\0" if where == "path" else "/model")
+    if where == "file":
+        message.files.add(name="config\0.json")
+    if where == "delta":
+        message.delta.base = "/m\0"
+    with pytest.raises(InvalidInput, match="no null character"):
+        version_from_pb(message)
