@@ -53,8 +53,8 @@ elastic-sglang: $(STAMP) sglang ## The same on real SGLang: two servers, one joi
 e2e-kubernetes: $(STAMP) ## A release on the cluster of KUBECONFIG trains, is scaled, hurt, upgraded, removed (ARGS=--build)
 	PYTHONPATH=services:. $(BIN)/python -m tests.kubernetes $(ARGS)
 
-fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, for half an hour (AREAL_FUZZ=50)
-	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py $(ARGS)
+fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, fifty times as much as in make test (AREAL_FUZZ=50)
+	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py tests/contract/test_store_fuzz.py $(ARGS)
 
 sglang: .venv-sglang/.set-up ## Real SGLang for a CPU in .venv-sglang (downloads 2.6 GB once)
 

@@ -57,10 +57,12 @@ class StuckStore:
         if self._mark in first.partition(b"\r\n")[0]:
             self._held.append(client)
             return
-        store = socket.create_connection((self._store.hostname, self._store.port))
-        store.sendall(first)
-        threading.Thread(target=_pipe, args=(store, client), daemon=True).start()
-        _pipe(client, store)
+        with client, socket.create_connection((self._store.hostname, self._store.port)) as store:
+            store.sendall(first)
+            back = threading.Thread(target=_pipe, args=(store, client), daemon=True)
+            back.start()
+            _pipe(client, store)
+            back.join()
 
 
 def _pipe(source: socket.socket, target: socket.socket) -> None:

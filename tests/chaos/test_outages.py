@@ -77,6 +77,7 @@ def test_run_when_a_store_is_away_for_a_minute_then_it_waits_and_finishes_by_its
         assert launcher.wait(240.0) == 0, log.read_text()[-3000:]
     finally:
         launcher.kill()
+        launcher.wait(20)
         stack.clean_up()
         redis.kill()
         nats.kill()

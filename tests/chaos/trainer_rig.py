@@ -126,6 +126,7 @@ class TrainerRig:
             *overrides,
         )
         self._trainers: list[TrainerProcess] = []
+        self._launcher: subprocess.Popen[bytes] | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -137,7 +138,7 @@ class TrainerRig:
         return file.read_text() if file.exists() else ""
 
     def start(self) -> None:
-        areal_background(
+        self._launcher = areal_background(
             *("up", "--recipe", str(RECIPE), *self.overrides),
             cwd=self._cwd,
             log=self._cwd / f"{self.run_dir.name}-up.log",
@@ -148,6 +149,9 @@ class TrainerRig:
     def stop(self) -> None:
         for trainer in self._trainers:
             trainer.kill()
+        if self._launcher is not None:
+            self._launcher.kill()
+            self._launcher.wait(20)
         self.stack.clean_up()
 
     def trainer(self, ranks: int = 1, **changes: Any) -> TrainerProcess:
@@ -276,4 +280,5 @@ def whole_run(
         yield rig, launcher
     finally:
         launcher.kill()
+        launcher.wait(20)
         rig.stack.clean_up()

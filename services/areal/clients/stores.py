@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import suppress
+from typing import Any
 
 import redis.asyncio as redis
 from nats.aio.client import Client as NatsClient
+from nats.aio.client import Server
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from areal.clients.backoff import Backoff
 from areal.errors import ConfigError, Unavailable
 from areal.observability.logging import get_logger
 from areal.security import redact
@@ -73,12 +75,19 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
         log.warning("nats_disconnected")
 
     async def reconnected() -> None:
+        backoff.reset()
         log.info("nats_reconnected")
 
     async def error(problem: Exception) -> None:
         nonlocal told
         told = str(problem) or type(problem).__name__
         log.warning("nats_error", error=told)
+
+    backoff = Backoff()
+
+    def again(servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
+        # Told of every one it knows: the one that was tried least is next.
+        return min(servers, key=lambda server: server.reconnects), backoff.next()
 
     client = NatsClient()
     try:
@@ -89,8 +98,7 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
                 token=token if token and "@" not in url else None,
                 connect_timeout=5,
                 max_reconnect_attempts=-1,
-                # Each process at its own pace: not all of them come back at once.
-                reconnect_time_wait=random.uniform(0.5, 2.0),  # noqa: S311 - jitter
+                reconnect_to_server_handler=again,
                 disconnected_cb=disconnected,
                 reconnected_cb=reconnected,
                 error_cb=error,

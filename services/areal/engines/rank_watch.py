@@ -33,6 +33,7 @@ from areal.observability.logging import get_logger
 BEAT_S = 1.0
 RANK_SILENT_S = 30.0
 STORE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 60.0
 _LEFT = b"left"
 
 
@@ -40,7 +41,11 @@ class RankWatch:
     """A thread that beats for this rank and watches others."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Collective: exchanges who is where. Call after the process group was joined."""
+        """Collective: exchanges who is where. Call after the process group was joined.
+
+        Raises:
+            RuntimeError: The job's store does not answer.
+        """
         self._rank = rank
         everyone = gather_json([socket.gethostname(), os.getpid()])
         self._neighbours = [(str(host), int(pid)) for host, pid in everyone]
@@ -48,6 +53,7 @@ class RankWatch:
         self._silent = dict.fromkeys(self._watched, 0.0)
         self._last: dict[int, bytes] = {}
         self._stopping = threading.Event()
+        self._store = _connect()  # here, so that a rank without it ends instead of watching nobody
         self._log = get_logger("areal.engines.rank_watch")
         self._thread = threading.Thread(target=self._run, name="areal-rank-watch", daemon=True)
         self._thread.start()
@@ -71,11 +77,10 @@ class RankWatch:
         return f"rank {rank} (pid {pid} on {host})"
 
     def _run(self) -> None:
-        store = _connect()
         beats, before = 0, time.monotonic()
         while not self._stopping.wait(BEAT_S):
             beats += 1
-            moved = self._look(store, beats)
+            moved = self._look(beats)
             now = time.monotonic()
             # After a pause of the whole machine the others get their time to beat again.
             passed = min(now - before, BEAT_S + STORE_TIMEOUT_S)
@@ -85,13 +90,13 @@ class RankWatch:
                 if self._silent[rank] >= RANK_SILENT_S:
                     self._end(rank)
         with suppress(RuntimeError):  # the store may be gone: then so is everyone
-            store.set(f"areal/beat/{self._rank}", _LEFT)
+            self._store.set(f"areal/beat/{self._rank}", _LEFT)
 
-    def _look(self, store: Any, beats: int) -> set[int]:
+    def _look(self, beats: int) -> set[int]:
         """Beats, and returns the watched ranks that have beaten since the last look, or left."""
         try:
-            store.set(f"areal/beat/{self._rank}", str(beats))
-            values = store.multi_get([f"areal/beat/{rank}" for rank in self._watched])
+            self._store.set(f"areal/beat/{self._rank}", str(beats))
+            values = self._store.multi_get([f"areal/beat/{rank}" for rank in self._watched])
         except RuntimeError:  # a beat that was never made, or the store does not answer
             return set()
         found = dict(zip(self._watched, values, strict=True))
@@ -122,13 +127,15 @@ def _connect() -> Any:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=STORE_TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=_CONNECT_TIMEOUT_S),
     )
+    store.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_S))
+    return store
 
 
 def _lives(pid: int) -> bool:

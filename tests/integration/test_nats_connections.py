@@ -1,0 +1,59 @@
+"""The client of NATS when the server goes away: it comes back by itself, and does not hammer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import structlog
+from tests.nats_server import NatsServer
+from tests.waiting import until
+
+from areal.clients import stores
+from areal.clients.backoff import Backoff
+
+
+class Pauses(Backoff):
+    """Remembers the pauses it gave since the last success."""
+
+    given: list[float]
+
+    def __init__(self) -> None:
+        super().__init__(0.05, 0.4)
+        self.given = []
+
+    def next(self) -> float:
+        self.given.append(super().next())
+        return self.given[-1]
+
+    def reset(self) -> None:
+        super().reset()
+        self.given.clear()
+
+
+async def test_nats_when_it_comes_back_then_so_do_we_after_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = Pauses()
+    monkeypatch.setattr(stores, "Backoff", lambda: pauses)
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    try:
+        with structlog.testing.capture_logs() as logs:
+            client = await stores.connect_nats(server.url, "test")
+            got = await client.subscribe("news")
+            server.kill()
+            await until(lambda: len(pauses.given) >= 6, "six tries")
+            assert pauses.given[0] <= 0.05 < 0.2 <= pauses.given[5] <= 0.4
+            assert not client.is_closed
+            server.start()
+            await until(lambda: client.is_connected, "the server")
+            await client.publish("news", b"here again")
+            assert (await got.next_msg(timeout=10)).data == b"here again"
+            assert not pauses.given
+        told = [line["event"] for line in logs]
+        assert told.count("nats_disconnected") == 1
+        assert told[-1] == "nats_reconnected"
+        await client.close()
+    finally:
+        server.kill()
