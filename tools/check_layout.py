@@ -11,7 +11,8 @@ TESTS = ROOT / "tests"
 UNIT_TESTS = TESTS / "unit"
 
 ROOMS = ("__init__.py", "__main__.py", "config.py", "server.py", "README.md")
-MAX_LINES = 400
+# One idea a file: around 400 lines, and never more than this.
+MAX_LINES = 600
 # Longer on purpose; each with its limit and the reason.
 LONGER: dict[str, tuple[int, str]] = {}
 
