@@ -210,13 +210,18 @@ class PPOActorConfig(TrainEngineConfig):
     c_clip: float | None = None
     """Dual clip: bound of the loss for negative advantages, in |advantage|; > 1."""
     use_decoupled_loss: bool = True
-    """Clip around the proximal policy and weight with exp(proximal - behavior)."""
+    """Clip around the proximal policy, and weight with exp(proximal - behavior) for what has
+    changed since sampling. `false`: no weight; what is clipped around is `recompute_logprob`'s
+    choice."""
     behavior_weight_cap: float | None = 5.0
     """Tokens with a larger behavior weight are left out of the loss (null: none is)."""
     recompute_logprob: bool = True
-    """Proximal logprobs come from the weights at the start of the update, not from the sampler."""
+    """What the ratio is clipped around: the policy at the start of the update (`true`: its logprobs
+    are computed again), or the sampler (`false`; only with `use_decoupled_loss=false`: plain PPO
+    on the sampler's logprobs). As in AReaL."""
     prox_logp_method: str = "recompute"
-    """`recompute`, or `loglinear` (interpolated by token version; no extra forward)."""
+    """Logprobs at the start of the update: `recompute`, or `loglinear` (interpolated by token
+    version, no extra forward; only with `use_decoupled_loss=true`)."""
     temperature: float = 1.0
     """Sampling temperature whose logprobs are compared."""
     reward_bias: float = 0.0
@@ -278,6 +283,19 @@ class PPOActorConfig(TrainEngineConfig):
             "null or a number > 0",
         )
         _require_one_of("prox_logp_method", self.prox_logp_method, ("recompute", "loglinear"))
+        _require(
+            self.recompute_logprob or not self.use_decoupled_loss,
+            "recompute_logprob",
+            self.recompute_logprob,
+            "true with use_decoupled_loss=true, whose weight is made of the recomputed logprobs "
+            "(plain PPO around the sampler: use_decoupled_loss=false too)",
+        )
+        _require(
+            self.use_decoupled_loss or self.prox_logp_method == "recompute",
+            "prox_logp_method",
+            self.prox_logp_method,
+            "'recompute' with use_decoupled_loss=false",
+        )
         _require_one_of("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         _require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
         _require(0 <= self.discount <= 1, "discount", self.discount, "a number in [0, 1]")

@@ -120,19 +120,19 @@ class PPOActor:
     def _needs_proximal_forward(self, batch: Batch) -> bool:
         config = self.config
         return (
-            config.use_decoupled_loss
-            and config.recompute_logprob
+            config.recompute_logprob
             and config.prox_logp_method == "recompute"
             and config.ppo_n_minibatches > 1
             and "proximal_logprobs" not in batch
         )
 
     def _proximal(self, policy_logprobs: Tensor, batch: Batch) -> Tensor:
+        """What the ratio is clipped around."""
         config = self.config
+        if not config.recompute_logprob:
+            return batch["behavior_logprobs"]
         if "proximal_logprobs" in batch:
             return batch["proximal_logprobs"]
-        if not config.use_decoupled_loss or not config.recompute_logprob:
-            return batch["behavior_logprobs"]
         if config.prox_logp_method == "loglinear":
             return losses.loglinear_proximal_logprobs(
                 policy_logprobs,
@@ -147,10 +147,12 @@ class PPOActor:
     def _loss(self, policy_logprobs: Tensor, entropies: Tensor, batch: Batch) -> losses.LossResult:
         del entropies  # reported by the engine
         config = self.config
+        proximal = self._proximal(policy_logprobs, batch)
         tensors = (
             policy_logprobs,
-            self._proximal(policy_logprobs, batch),
-            batch["behavior_logprobs"],
+            proximal,
+            # Not decoupled: the losses clip around what they are given as the sampler's.
+            batch["behavior_logprobs"] if config.use_decoupled_loss else proximal,
             batch["advantages"],
             batch["loss_mask"],
         )

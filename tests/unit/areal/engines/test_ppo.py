@@ -118,7 +118,7 @@ def test_ppo_update_when_repeated_then_raises_the_probability_of_rewarded_tokens
     "options",
     [
         {"prox_logp_method": "loglinear"},
-        {"recompute_logprob": False},
+        {"use_decoupled_loss": False, "recompute_logprob": False},
         {"use_decoupled_loss": False},
         {"loss_type": "cispo"},
         {"importance_sampling_level": "sequence"},

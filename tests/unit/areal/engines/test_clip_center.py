@@ -1,0 +1,90 @@
+"""Which policy the ratio is clipped around: each combination of the two switches is one thing."""
+
+import pytest
+import torch
+from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case
+
+from areal.config_train import PPOActorConfig
+from areal.engines.ppo import PPOActor
+from areal.errors import ConfigError
+
+
+class NoEngine:
+    """The loss of a batch that has its proximal logprobs asks no engine."""
+
+
+def loss_of(batch, policy, **options):
+    actor = PPOActor(PPOActorConfig(behavior_weight_cap=None, **options), NoEngine())
+    return actor._loss(policy, torch.zeros_like(policy), batch)
+
+
+def one_token(**more):
+    return {
+        "behavior_logprobs": torch.tensor([0.0, -2.0]),
+        "advantages": torch.tensor([0.0, 1.0]),
+        "loss_mask": torch.tensor([False, True]),
+        "cu_seqlens": torch.tensor([0, 2], dtype=torch.int32),
+        **more,
+    }
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "cispo"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_ratio_when_the_loss_is_not_decoupled_then_around_the_recomputed_policy_or_the_sampler(
+    loss_type, recompute
+):
+    policy = torch.tensor([0.0, -1.0], requires_grad=True)
+    _, stats = loss_of(
+        one_token(),
+        policy,
+        loss_type=loss_type,
+        use_decoupled_loss=False,
+        recompute_logprob=recompute,
+    )
+    # The policy has not moved since the start of the update; the sampler was another one.
+    assert float(stats["ppo_ratio"]) == pytest.approx(1.0 if recompute else 2.718282)
+    assert "behavior_weight" not in stats
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_loss_when_not_decoupled_and_recomputed_then_equals_areal(seed):
+    case = Case("areal", seed)
+    policy = case["policy_logprobs"].requires_grad_()
+    batch = {
+        "behavior_logprobs": case["behavior_logprobs"],
+        "proximal_logprobs": case["proximal_logprobs"],
+        "advantages": case["advantages"],
+        "loss_mask": case.mask,
+        "cu_seqlens": case.cu_seqlens,
+    }
+    loss, _ = loss_of(batch, policy, use_decoupled_loss=False)
+    expected = float(case.arrays["plain.loss"])
+    assert float(loss.detach() / case.mask.sum()) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_proximal_logprobs_when_the_center_is_the_sampler_then_are_not_used():
+    policy = torch.tensor([0.0, -1.0], requires_grad=True)
+    batch = one_token(proximal_logprobs=torch.tensor([0.0, -1.0]))
+    _, stats = loss_of(batch, policy, use_decoupled_loss=False, recompute_logprob=False)
+    assert float(stats["ppo_ratio"]) == pytest.approx(2.718282)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"recompute_logprob": False},
+            ["recompute_logprob=False", "use_decoupled_loss=true", "use_decoupled_loss=false"],
+        ),
+        (
+            {"use_decoupled_loss": False, "prox_logp_method": "loglinear"},
+            ["prox_logp_method='loglinear'", "'recompute'", "use_decoupled_loss"],
+        ),
+    ],
+)
+def test_config_when_switches_contradict_then_refused_in_one_line(options, words):
+    with pytest.raises(ConfigError) as caught:
+        PPOActorConfig(**options)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
