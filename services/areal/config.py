@@ -29,7 +29,7 @@ from areal.config_services import (
     StackConfig,
     WeightSyncConfig,
 )
-from areal.config_train import OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from areal.config_train import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.errors import ConfigError
 from areal.security import SecurityConfig, redact
 from areal.server_sources import parse_source
@@ -40,6 +40,7 @@ __all__ = [
     "GRPOConfig",
     "OptimizerConfig",
     "PPOActorConfig",
+    "RefConfig",
     "TrainEngineConfig",
     "load_expr_config",
     "load_service_config",
@@ -99,8 +100,8 @@ class GRPOConfig(BaseExperimentConfig):
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    ref: TrainEngineConfig | None = None
-    """A frozen reference model for the KL term; null: none."""
+    ref: RefConfig | None = None
+    """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null: none."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
@@ -171,6 +172,12 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
     first = str(getattr(error, "msg", "") or error).split("\n", maxsplit=1)[0].strip()
     keys = known_keys(schema)
     if key and key not in keys:
+        section, _, leaf = key.rpartition(".")
+        trained = {item.name for item in fields(TrainEngineConfig)}
+        if leaf in trained and f"{section}.offload" in keys:
+            return ConfigError(
+                f"{source}: unknown key {key!r}: {section} is frozen, only actor is trained"
+            )
         near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
         if not near:  # the right leaf in the wrong section
             leaf = key.rsplit(".", maxsplit=1)[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from areal.errors import ConfigError
 
@@ -144,32 +144,26 @@ class NormConfig:
 
 
 @dataclass
-class TrainEngineConfig:
-    """A model under training: its source, precision, micro-batches and optimizer."""
+class EngineConfig:
+    """A model on the trainer's ranks, trained or frozen: its source, precision, micro-batches."""
 
     path: str = ""
-    """Hugging Face model directory."""
+    """Hugging Face model directory; empty: `model.path`."""
     init_from_scratch: bool = False
     """Use the directory's config only, with freshly initialized weights."""
     dtype: str = "auto"
     """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on
     CPU)."""
-    master_dtype: str = "float32"
-    """Precision of the weights that the optimizer updates; never below `dtype`."""
     attn_impl: str = "auto"
     """`packed` (bucketed SDPA, any device, shares prefixes), `flash_attention_2`, or `auto`."""
     share_prefixes: bool = True
     """Compute the common prefix of a group's sequences once (exact; `packed` attention only)."""
-    gradient_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass."""
     logits_chunk_elements: int = 1 << 26
     """Largest logits tensor (tokens x vocabulary) that is materialized at once."""
     fsdp_at_world_size_1: bool = False
     """Wrap with fully_shard although there is nothing to shard."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batches."""
-    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """Optimizer; null for a frozen model (a reference policy)."""
     seed: int = 1
     """Seed of weight initialization."""
     distributed_timeout_seconds: float = 600.0
@@ -177,7 +171,6 @@ class TrainEngineConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float64"))
-        _require_one_of("master_dtype", self.master_dtype, ("float32", "bfloat16", "float64"))
         _require_one_of("attn_impl", self.attn_impl, ("auto", "packed", "flash_attention_2"))
         _require(
             self.logits_chunk_elements > 0,
@@ -191,6 +184,36 @@ class TrainEngineConfig:
             self.distributed_timeout_seconds,
             "a number > 0",
         )
+
+
+@dataclass
+class TrainEngineConfig(EngineConfig):
+    """A model under training."""
+
+    master_dtype: str = "float32"
+    """Precision of the weights that the optimizer updates; never below `dtype`."""
+    gradient_checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass."""
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """Optimizer; null for a model that is not trained."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_one_of("master_dtype", self.master_dtype, ("float32", "bfloat16", "float64"))
+
+
+@dataclass
+class RefConfig(EngineConfig):
+    """A frozen model, such as the reference of the KL term.
+
+    It has no optimizer, no master weights (they lie in the compute precision), and no place in a
+    checkpoint: a resumed run loads it from `path` again.
+    """
+
+    offload: bool = False
+    """Keep the weights in host memory; each layer is copied to the GPU while it computes."""
+    optimizer: ClassVar[None] = None
+    gradient_checkpointing: ClassVar[bool] = False
 
 
 @dataclass

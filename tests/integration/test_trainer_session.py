@@ -15,6 +15,7 @@ from tests.redis_server import start_redis
 from areal.clients.buffer import BufferClient, TakeState
 from areal.config import GRPOConfig
 from areal.engines import checkpoint_writer, evaluation
+from areal.engines.checkpoint_writer import Checkpointable
 from areal.engines.session import TrainerSession
 from areal.errors import CapacityExceeded, InvalidInput, WaitTimeout
 from areal.servers import SyncStatus
@@ -79,7 +80,7 @@ class SlowDisk(Actor):
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[[], Session]]:
+def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     """Opens sessions of one trial; its ledger holds the groups of all steps, made beforehand."""
     config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
     config.train_dataset.batch_size = BATCH
@@ -97,11 +98,11 @@ def begin(tmp_path: Path) -> Iterator[Callable[[], Session]]:
             await client.complete_task(task_id, lease.token, make_group(task_id), "w")
         await client.close()
 
-    def open_session() -> Session:
+    def open_session(actor: Checkpointable | None = None) -> Session:
         session = Session(config)
         sessions.append(session)
         session.open()
-        session.attach(Actor())
+        session.attach(actor or Actor())
         return session
 
     bound = f"rollout.max_head_offpolicyness={STEPS}"
@@ -162,6 +163,14 @@ def test_evaluation_when_its_groups_pass_a_message_then_read_in_several(begin) -
     assert evaluation.mean_reward(session, tasks, "held-out", 60.0) == 1.0
     with pytest.raises(CapacityExceeded, match=r"the first \d of 3 fill a message"):
         session.call(session.buffer.get_tasks(ids, include_groups=True), "all at once")
+
+
+def test_attach_when_an_actor_is_attached_then_a_second_one_is_refused_in_one_line(begin) -> None:
+    session = begin()
+    with pytest.raises(InvalidInput, match=r"^a second trainable actor: .*config\.ref\)\)$"):
+        session.attach(Actor())
+    steps(session, 1)
+    assert session.committed()["taken"] == 1
 
 
 def test_resume_when_killed_between_checkpoint_and_commit_then_commits_first(begin) -> None:
@@ -232,9 +241,8 @@ def test_checkpoint_when_written_then_its_row_was_there_before(begin, tmp_path: 
 def test_checkpoint_when_the_disk_is_slow_then_steps_go_on_and_the_next_one_waits_by_name(
     begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = begin()
+    session = begin(disk := SlowDisk())
     session.config.checkpoint.freq_steps = 2
-    session.attach(disk := SlowDisk())
     steps(session, 3)  # the checkpoint of step 2 is being written
     assert any(
         str(w).startswith("checkpoint (step 2) on this disk") for w in session.waits.oldest()
@@ -249,8 +257,7 @@ def test_checkpoint_when_it_takes_too_long_between_two_then_the_error_names_it(
     begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_TIMEOUT_S", 0.2)
-    session = begin()
-    session.attach(SlowDisk())
+    session = begin(SlowDisk())
     steps(session, 1)
     session.config.checkpoint.freq_steps = 0
     session._checkpoints._pending.future.exception(30)

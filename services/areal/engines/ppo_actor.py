@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal.config_train import PPOActorConfig, TrainEngineConfig
+from areal.config_train import PPOActorConfig, RefConfig
 from areal.engines.publishing import host_tensors, make_publisher
 from areal.engines.session import current_session
+from areal.errors import InvalidInput
 from areal.transports.base import NewVersion, Publisher
 from areal.types import WeightUpdateMeta
 
@@ -29,14 +30,24 @@ _ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences":
 class FSDPPPOActor:
     """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
 
-    With `config.optimizer` null (a reference model) it is frozen: nothing is published or saved.
+    Of `config.ref` it is a frozen reference model: loaded from its own path in every life of the
+    run, never part of a checkpoint, never published.
+
+    Example:
+        >>> actor = FSDPPPOActor(config.actor)
+        >>> ref = FSDPPPOActor(config.ref)
+        >>> batch["reference_logprobs"] = ref.compute_logprobs(batch)  # before compute_advantages
+        >>> actor.compute_advantages(batch)  # with actor.kl_ctl
     """
 
-    def __init__(self, config: PPOActorConfig | TrainEngineConfig) -> None:
+    def __init__(self, config: PPOActorConfig | RefConfig) -> None:
         """Loads the model, or the checkpoint to resume from.
 
         Args:
-            config: The experiment's `actor` (or `ref`) section; an empty `path` means `model.path`.
+            config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
+
+        Raises:
+            InvalidInput: There is a trainable actor already.
         """
         from areal.engines.fsdp import random_state
         from areal.engines.fsdp.engine import FSDPEngine
@@ -44,12 +55,18 @@ class FSDPPPOActor:
 
         session = current_session()
         self.session = session
+        self.frozen = config.optimizer is None
+        if not self.frozen:
+            session.attach(self)
         self._publisher: tuple[WeightUpdateMeta, Publisher] | None = None
         config.path = config.path or session.config.model.path
+        # A reference is compared with the actor: as the actor computes.
+        ppo = config if isinstance(config, PPOActorConfig) else session.config.actor
         self.engine = FSDPEngine(config)
-        self._ppo = PPOActor(_as_ppo(config), self.engine)
-        self.engine.initialize(total_train_steps=self._optimizer_steps(config))
-        if config.optimizer is None:
+        self._ppo = PPOActor(ppo, self.engine)
+        steps = session.config.total_train_steps * ppo.ppo_n_minibatches
+        self.engine.initialize(total_train_steps=None if self.frozen else steps)
+        if self.frozen:
             return
         if session.resumed is not None:
             # Until its first step, a resumed recipe draws what it drew in its first life.
@@ -58,16 +75,9 @@ class FSDPPPOActor:
             session.before_first_step = partial(random_state.restore, random_state.capture())
             random_state.restore(drawn)
         self.engine.set_version(session.step)
-        session.attach(self)
         if session.any_rank(session.rank == 0 and session.step > session.published_version):
             # Redis is a new one: nobody serves, or knows of, the weights to go on from.
             self._publish(WeightUpdateMeta(), session.step)
-
-    def _optimizer_steps(self, config: TrainEngineConfig) -> int | None:
-        if config.optimizer is None:
-            return None
-        minibatches = config.ppo_n_minibatches if isinstance(config, PPOActorConfig) else 1
-        return self.session.config.total_train_steps * minibatches
 
     def get_version(self) -> int:
         """Finished train steps: where a resumed run's loop goes on."""
@@ -99,7 +109,10 @@ class FSDPPPOActor:
 
         Raises:
             StaleIncarnation: A newer trainer has taken over.
+            InvalidInput: This model is frozen.
         """
+        if self.frozen:
+            raise InvalidInput("upload_weights: this model is frozen, call it on the actor")
         session = self.session
         start = time.monotonic()
         version = session.step + 1
@@ -131,10 +144,3 @@ class FSDPPPOActor:
             ),
             session.publish,
         )
-
-
-def _as_ppo(config: PPOActorConfig | TrainEngineConfig) -> PPOActorConfig:
-    """A reference model's section, with PPO's defaults for what it does not use."""
-    if isinstance(config, PPOActorConfig):
-        return config
-    return PPOActorConfig(**vars(config))

@@ -242,7 +242,16 @@ class TrainerSession(Ranks):
     # -- steps ---------------------------------------------------------------------------------
 
     def attach(self, actor: Checkpointable) -> None:
-        """The actor whose state a checkpoint holds."""
+        """The actor whose state a checkpoint holds.
+
+        Raises:
+            InvalidInput: There is one already.
+        """
+        if self._checkpoints.actor is not None:
+            raise errors.InvalidInput(
+                "a second trainable actor: expected one, since a checkpoint holds one "
+                "(a frozen model is FSDPPPOActor(config.ref))"
+            )
         self._checkpoints.actor = actor
 
     def begin_step(self) -> None:

@@ -40,6 +40,9 @@ def test_build_config_when_file_and_override_then_override_wins(tmp_path):
         ("weight_sync.interrupt=maybe", ["weight_sync.interrupt", "maybe", "in_place"]),
         ("rollout.max_head_offpolicyness=-1", ["max_head_offpolicyness", "-1", "0 or more"]),
         ("actor.eps_clip=7", ["eps_clip", "7"]),
+        ("ref.optimizer.lr=1e-5", ["ref.optimizer", "ref is frozen, only actor is trained"]),
+        ("ref={path: x, optimizer: {lr: 1e-5}}", ["ref.optimizer", "ref is frozen"]),
+        ("ref.gradient_checkpointing=true", ["ref.gradient_checkpointing", "ref is frozen"]),
         ("oops", ["override 'oops'", "key=value"]),
     ],
 )

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.config_train import TrainEngineConfig
+from areal.config_train import RefConfig, TrainEngineConfig
 from areal.engines.fsdp import checkpoint, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
 from areal.engines.fsdp.model import PackedCausalLM
@@ -59,7 +59,7 @@ class FSDPEngine(TrainEngine):
         >>> stats = engine.train_batch(batch, lambda p, _, mb: sft_loss(p, mb["loss_mask"]))
     """
 
-    def __init__(self, config: TrainEngineConfig) -> None:
+    def __init__(self, config: TrainEngineConfig | RefConfig) -> None:
         """Keep the configuration; nothing is loaded before `initialize`."""
         self.config = config
         self.optimizer: torch.optim.AdamW | None = None
@@ -98,10 +98,14 @@ class FSDPEngine(TrainEngine):
             hf.requires_grad_(False)
         self._flash = flash
         model = PackedCausalLM(hf, flash=flash, chunk_elements=config.logits_chunk_elements)
-        self._sharded = self.world_size > 1 or compute != master or config.fsdp_at_world_size_1
+        offload = isinstance(config, RefConfig) and config.offload
+        self._sharded = (
+            self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
+        )
         if self._sharded:
-            shard(model, self.device, compute, master)
-        model.to(self.device)
+            shard(model, self.device, compute, master, offload=offload)
+        if not offload:
+            model.to(self.device)
         self._model = model
         self._total_train_steps = total_train_steps
         if config.optimizer is not None:

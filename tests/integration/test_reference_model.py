@@ -1,0 +1,217 @@
+"""A run with a frozen reference model: what is trained, what a checkpoint holds, what resumes.
+
+A real ledger, real engines; weight-sync is the one fake: it takes every version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tests.buffer_server import start_buffer
+from tests.chaos.trainer_rig import synthetic_group
+from tests.integration.test_trainer_session import ServedVersion
+from tests.ledger_support import make_task
+from tests.redis_server import start_redis
+
+from areal.clients.buffer import BufferClient
+from areal.config import GRPOConfig, RefConfig
+from areal.engines.ppo_actor import FSDPPPOActor
+from areal.engines.remote import RemoteSGLangEngine
+from areal.engines.session import TrainerSession
+from areal.errors import InvalidInput
+from areal.models.tiny import make_tiny_model
+from areal.types import Purpose, WeightUpdateMeta
+from areal.weights import PolicyVersion
+from areal.workflows.rlvr import RLVRWorkflow
+
+BATCH, STEPS = 2, 4
+
+
+class Versions(ServedVersion):
+    """Weight-sync whose servers take every version at once."""
+
+    def __init__(self) -> None:
+        self.published: list[int] = []
+
+    async def publish_version(self, version: PolicyVersion, *, retry_for: float) -> None:
+        self.published.append(version.version)
+
+
+class Session(TrainerSession):
+    async def _connect(self):
+        return BufferClient(self.config.endpoints.buffer), Versions()
+
+
+class Rows:
+    """A loader over the rows whose groups the ledger has."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int, dict[str, str]]]:
+        return iter([(0, index, {"prompt": "1+1="}) for index in range(self.start, BATCH * STEPS)])
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        self.start = cursor
+
+
+class Crash(Exception):
+    """The process died here: nothing was saved on the way out."""
+
+
+class Trial:
+    """One trial with its own ledger; `life` is one trainer."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+
+    def life(self, until: int, *, offload: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+        """Trains to step `until` as a recipe does; returns the weights of both models."""
+        session = Session(self.config)
+        session.open()
+        engines = []
+        try:
+            with session.active():
+                actor = FSDPPPOActor(self.config.actor)
+                ref = FSDPPPOActor(RefConfig(path=self.config.ref.path, offload=offload))
+                rollout = RemoteSGLangEngine(self.config.rollout)
+                engines = [actor.engine, ref.engine]
+                self.kl = 0.0
+                while actor.get_version() < until:
+                    batch = rollout.prepare_batch(Rows(), RLVRWorkflow("math"))
+                    batch["reference_logprobs"] = ref.compute_logprobs(batch)
+                    self.kl += float(
+                        (batch["reference_logprobs"] - batch["behavior_logprobs"]).sum()
+                    )
+                    actor.compute_advantages(batch)
+                    actor.ppo_update(batch)
+                    actor.upload_weights(WeightUpdateMeta())
+                found = {
+                    name: dict(model.engine.iter_full_tensors())
+                    for name, model in (("actor", actor), ("ref", ref))
+                }
+                if until < STEPS:
+                    session._checkpoints.settle(wait=True)
+                    raise Crash
+        except Crash:
+            pass
+        finally:
+            for engine in reversed(engines):
+                engine.destroy()
+            session.close()
+        return found
+
+
+@contextmanager
+def new_trial(root: Path, actor: Path, reference: Path, redis: str) -> Iterator[Trial]:
+    config = GRPOConfig(trial_name=root.name, run_root=str(root), total_train_steps=STEPS)
+    config.model.path = str(actor)
+    config.ref = RefConfig(path=str(reference))
+    config.actor.kl_ctl = 0.5
+    config.actor.optimizer.lr = 1e-2
+    config.train_dataset.batch_size = BATCH
+    config.rollout.max_head_offpolicyness = STEPS
+    config.checkpoint.freq_steps = 1
+
+    async def fill() -> None:
+        client = BufferClient(config.endpoints.buffer)
+        ids = [f"e0-{number}" for number in range(BATCH * STEPS)]
+        await client.submit_tasks([make_task(i, Purpose.TRAIN) for i in ids])
+        leases, _ = await client.lease_tasks("w", len(ids), 5.0)
+        for lease in leases:
+            task_id = lease.task.task_id
+            group = synthetic_group(task_id, int(task_id.removeprefix("e0-")))
+            await client.complete_task(task_id, lease.token, group, "w")
+        await client.close()
+
+    limits = (
+        f"rollout.max_head_offpolicyness={STEPS}",
+        f"train_dataset.batch_size={BATCH}",
+        f"trial_name={root.name}",
+    )
+    with start_buffer(root / "b", redis, *limits) as address:
+        config.endpoints.buffer = address
+        asyncio.run(fill())
+        yield Trial(config)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The policy to start from, and another one as its reference."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    return (
+        Path(make_tiny_model(root / "policy", seed=1, hidden_size=32)),
+        Path(make_tiny_model(root / "reference", seed=2, hidden_size=32)),
+    )
+
+
+@pytest.fixture
+def trial(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> Iterator[Callable[[str], contextmanager[Trial]]]:
+    with start_redis(tmp_path) as redis:
+        yield lambda name: new_trial(tmp_path / name, *models, redis)
+
+
+def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_resume_when_there_is_a_reference_model_then_the_actor_goes_on_and_the_reference_is_new(
+    trial, models: tuple[Path, Path]
+) -> None:
+    from safetensors.torch import load_file
+
+    with trial("whole") as whole:
+        expected = whole.life(STEPS)
+        assert whole.kl != 0.0
+    start, reference = (load_file(path / "model.safetensors") for path in models)
+    assert not torch.equal(expected["actor"]["model.norm.weight"], start["model.norm.weight"])
+    with trial("killed") as killed:
+        before = killed.life(2)
+        assert not torch.equal(
+            before["actor"]["model.norm.weight"], expected["actor"]["model.norm.weight"]
+        )
+        # The second life starts from a checkpoint: of the actor.
+        after = killed.life(STEPS)
+    assert_equal(after["actor"], expected["actor"])
+    for found in (expected, before, after):
+        assert_equal(found["ref"], reference)
+
+
+def test_reference_when_offloaded_then_the_same_training_to_the_bit(trial) -> None:
+    with trial("here") as here, trial("offloaded") as offloaded:
+        assert_equal(offloaded.life(STEPS, offload=True)["actor"], here.life(STEPS)["actor"])
+
+
+def test_actor_when_frozen_or_a_second_one_then_refused_in_one_line(trial) -> None:
+    with trial("misused") as misused:
+        session = Session(misused.config)
+        session.open()
+        try:
+            with session.active():
+                actor = FSDPPPOActor(misused.config.actor)
+                ref = FSDPPPOActor(misused.config.ref)
+                assert ref.engine.optimizer is None
+                with pytest.raises(
+                    InvalidInput, match="this model is frozen, call it on the actor"
+                ):
+                    ref.upload_weights(WeightUpdateMeta())
+                with pytest.raises(InvalidInput, match="a second trainable actor: expected one"):
+                    FSDPPPOActor(misused.config.actor)
+                assert session.step == 0
+                for engine in (ref.engine, actor.engine):
+                    engine.destroy()
+                raise Crash
+        except Crash:
+            pass
+        finally:
+            session.close()
