@@ -12,7 +12,8 @@
 | lease_tasks | queued tasks           | a task, and admission (L4)   | submit, return, end of     |
 |             |                        |                              | a lease, take of next step |
 | take_batch  | completed groups       | B groups; stragglers, up to  | complete, end of a task,   |
-|             |                        | their deadline; all task_ids | deadline, seal             |
+|             |                        | their deadline; all task_ids;| deadline, seal; a lease    |
+|             |                        | a queue below refill_below   | that shortens the queue    |
 | wait_tasks  | nothing                | the end of one of the tasks  | complete, any end          |
 
 Why none of these waits is for ever, even with nothing submitted: every call ends after max_wait
@@ -68,6 +69,7 @@ class Store(Protocol):
         *,
         near_limit: bool,
         with_groups: bool,
+        refill_below: int,
     ) -> Take:
         """One attempt at the batch of a step."""
 
@@ -137,8 +139,9 @@ class Ledger:
         max_wait_s: float,
         *,
         with_groups: bool = False,
+        refill_below: int = 0,
     ) -> Take:
-        """The batch of a step, or state `waiting` when max_wait passed first."""
+        """The batch of a step, or state `waiting` when max_wait passed first or rows are wanted."""
         return await self._until(
             Kind.TAKE,
             lambda: self._store.take(
@@ -147,8 +150,9 @@ class Ledger:
                 task_ids,
                 near_limit=self._memory.near_limit,
                 with_groups=with_groups,
+                refill_below=refill_below,
             ),
-            lambda take: take.state != "waiting",
+            lambda take: take.state != "waiting" or take.rows_wanted,
             max_wait_s,
             f"step {step}",
         )

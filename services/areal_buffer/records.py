@@ -100,6 +100,8 @@ class Take:
     queued: int
     running: int
     completed: int
+    rows_wanted: bool
+    """Waiting, with fewer tasks queued than the caller's `refill_below`."""
     groups: tuple[TakenGroup, ...]
     payloads: Sequence[bytes]
     """Of the first groups, if asked for: those that the answer brings along."""

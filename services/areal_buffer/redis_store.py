@@ -235,18 +235,27 @@ class RedisStore:
         *,
         near_limit: bool,
         with_groups: bool = False,
+        refill_below: int = 0,
     ) -> Take:
         """One attempt at the batch of a step; `waiting` flags the wait.
 
         `with_groups` brings along the payloads of the first groups, as many as are small.
         """
         along = _ALONG_BYTES if with_groups else 0
-        state, why, replay, queued, running, completed, payloads, entries = await self._scripts.run(
-            "take", incarnation, step, int(near_limit), along, *task_ids
+        reply = await self._scripts.run(
+            "take", incarnation, step, int(near_limit), along, refill_below, *task_ids
         )
-        groups = tuple(_taken_group(entry) for entry in entries)
+        state, why, replay, queued, running, completed, wanted, payloads, entries = reply
         return Take(
-            text(state), text(why), replay == 1, queued, running, completed, groups, payloads
+            state=text(state),
+            waiting_for=text(why),
+            replay=replay == 1,
+            queued=queued,
+            running=running,
+            completed=completed,
+            rows_wanted=wanted == 1,
+            groups=tuple(_taken_group(entry) for entry in entries),
+            payloads=payloads,
         )
 
     async def fetch(

@@ -228,6 +228,7 @@ class BufferServicer(BufferServiceServicer):
             check.check_task_ids(request.task_ids),
             request.max_wait.ToMilliseconds() / 1000,
             with_groups=request.with_groups,
+            refill_below=check.check_number(request.refill_below, "refill_below", 0),
         )
         if take.state == "taken" and not take.replay:
             self._metrics.batch_taken(request.step, take)

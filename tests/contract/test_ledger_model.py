@@ -229,9 +229,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.expire_leases([task_id])
         self.run(self.book.expire_lease(task_id))
 
-    @rule(offset=st.sampled_from([1, 1, 1, 1, 0, -1, -2, 2]), near=seldom, old=seldom)
-    def take(self, offset: int, near: bool, old: bool) -> None:
-        self.take_step(max(1, self.model.last + offset), [], near, old)
+    @rule(
+        offset=st.sampled_from([1, 1, 1, 1, 0, -1, -2, 2]),
+        near=seldom,
+        old=seldom,
+        refill=st.integers(0, 8),
+    )
+    def take(self, offset: int, near: bool, old: bool, refill: int) -> None:
+        self.take_step(max(1, self.model.last + offset), [], near, old, refill)
 
     @rule(ids=st.lists(task_ids, min_size=1, max_size=4, unique=True))
     def take_named(self, ids: list[str]) -> None:
@@ -240,13 +245,17 @@ class LedgerMachine(RuleBasedStateMachine):
         if any(self.model.tasks[i].state not in ends for i in known):
             self.take_step(self.model.last + 1, known, False, False)
 
-    def take_step(self, step: int, ids: list[str], near: bool, old: bool) -> Any:
+    def take_step(self, step: int, ids: list[str], near: bool, old: bool, refill: int = 0) -> Any:
         incarnation = self.model.incarnation - old
 
         async def call() -> tuple[str, list[str], bool]:
-            take = await self.store.take(incarnation, step, ids, near_limit=near)
+            take = await self.store.take(
+                incarnation, step, ids, near_limit=near, refill_below=refill
+            )
             if take.state == "taken":
                 assert [group.task_id async for group in self.groups(take, step)]
+            few = take.queued < refill and not self.model.sealed
+            assert take.rows_wanted == (take.state == "waiting" and few)
             return take.state, [group.task_id for group in take.groups], take.replay
 
         return self.same(lambda: self.model.take(incarnation, step, ids, near), call())

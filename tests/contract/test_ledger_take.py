@@ -221,3 +221,53 @@ async def test_take_when_unsealed_by_new_tasks_then_waits_again(book: Book) -> N
     await book.complete("a", token)
     await book.submit("b")
     assert (await book.take(1))[0] == "waiting"
+
+
+async def test_take_when_fewer_are_queued_than_the_watermark_then_rows_are_wanted(
+    book: Book,
+) -> None:
+    await book.register(size=2)
+    await book.submit("a", "b", "c")
+
+    async def wanted(refill_below: int, *ids: str) -> bool:
+        take = await book.store.take(1, 1, ids, near_limit=False, refill_below=refill_below)
+        assert take.state == "waiting"
+        return take.rows_wanted
+
+    assert not await wanted(0)
+    assert not await wanted(3)
+    assert await wanted(4)
+    assert await book.lease()
+    assert await wanted(3)
+    assert not await wanted(2)
+    await book.submit("d")
+    assert not await wanted(3)
+    await book.submit("d", seal=True)  # no more rows will come
+    assert not await wanted(100)
+
+
+async def test_lease_when_it_empties_the_queue_below_the_watermark_then_the_take_is_woken(
+    book: Book,
+) -> None:
+    await book.register(size=2)
+    await book.submit("a", "b", "c", "d")
+    async with book.redis.pubsub() as heard:
+        await heard.subscribe(book.store.wake_channel)
+
+        async def wakes() -> list[bytes]:
+            found = []
+            while message := await heard.get_message(timeout=0.1):
+                found += [message["data"]] if message["type"] == "message" else []
+            return found
+
+        await wakes()
+        await book.store.take(1, 1, (), near_limit=False, refill_below=3)
+        await book.lease()
+        assert await wakes() == []
+        await book.lease()
+        assert await wakes() == [b"take"]
+        await book.lease()  # nobody waits now
+        assert await wakes() == []
+        await book.store.take(1, 1, (), near_limit=False)
+        await book.lease()  # that one waits for groups only
+        assert await wakes() == []

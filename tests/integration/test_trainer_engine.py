@@ -19,6 +19,7 @@ from tests.redis_server import start_redis
 
 from areal.clients.buffer import BufferClient
 from areal.config import GRPOConfig
+from areal.engines import remote
 from areal.engines.remote import RemoteSGLangEngine
 from areal.engines.session import TrainerSession
 from areal.errors import NotFound, WaitTimeout
@@ -164,6 +165,29 @@ def test_prepare_batch_when_the_ledger_is_full_then_rows_are_held_back_and_none_
         assert taken == [BATCH] * STEPS
         assert sorted(worker.done) == sorted(f"e0-{index}" for index in range(BATCH * STEPS))
         assert engine._cursor() == [0, BATCH * STEPS]
+
+
+@pytest.mark.parametrize(("full", "most"), [(True, 4), (False, 2)])
+def test_prepare_batch_when_no_more_rows_can_be_submitted_then_it_waits_without_asking_on(
+    trial: Trial, full: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "POLL_S", 2.5)
+    trial.config.rollout.batch_timeout_s = 2.0
+    if full:
+        trial.fill()
+    with trial.session() as session:
+        looks, take = [], session.buffer.take_batch
+
+        async def counted(*arguments: object, **more: object) -> object:
+            looks.append(time.monotonic())
+            return await take(*arguments, **more)
+
+        session.buffer.take_batch = counted
+        engine = RemoteSGLangEngine(trial.config.rollout)
+        with pytest.raises(WaitTimeout, match="batch of step 1: 0 of 2 groups are completed"):
+            engine.prepare_batch(Rows(), RLVRWorkflow("math"))
+        assert (engine._held_back is not None) == full
+        assert len(looks) <= most
 
 
 def test_batch_calls_when_the_ledger_is_full_then_they_wait_by_name_and_have_a_deadline(

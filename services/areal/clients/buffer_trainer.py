@@ -67,6 +67,7 @@ class TrainerBufferClient(TaskReader):
         *,
         task_ids: Sequence[str] = (),
         with_groups: bool = False,
+        refill_below: int = 0,
         retry_for: float = 30.0,
     ) -> TakeResult:
         """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
@@ -78,6 +79,8 @@ class TrainerBufferClient(TaskReader):
             task_ids: Exactly these, once all have ended; empty: the oldest B.
             with_groups: The answer brings groups along, which `fetch_groups` then need not ask
                 for: for a trainer of one rank.
+            refill_below: Answers `waiting` at once while fewer train tasks than this are queued
+                and the rows are not sealed. 0: waits on.
             retry_for: Seconds to retry while the ledger is away or silent.
 
         Raises:
@@ -91,6 +94,7 @@ class TrainerBufferClient(TaskReader):
             max_wait=to_duration(max_wait_s),
             task_ids=task_ids,
             with_groups=with_groups,
+            refill_below=refill_below,
         )
         response = await self._call(
             self._stub.TakeBatch,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from areal import errors
@@ -18,16 +18,26 @@ from areal.clients.backoff import Backoff
 from areal.clients.buffer import TakeResult, TakeState
 from areal.config_services import RolloutConfig
 from areal.engines import evaluation
+from areal.engines.row_supply import RowSupply
 from areal.engines.session import TrainerSession, current_session
 from areal.observability.logging import get_logger
 from areal.recipe import describe_workflow, recipe_of
-from areal.types import LIVE_STATES, Purpose, StopReason, Task, TrajectoryGroup, WorkflowSpec
-from areal.v1 import buffer_service_pb2 as pb
-from areal.v1.trajectory_pb2 import TASK_STATE_QUEUED
+from areal.types import (
+    LIVE_STATES,
+    Purpose,
+    StopReason,
+    Task,
+    TaskState,
+    TrajectoryGroup,
+    WorkflowSpec,
+)
+from areal.wire import STATE_FROM_PB
 from areal.workflows.base import RolloutWorkflow
 
 # One long poll; the ranks meet after each, so none idles in a collective for longer.
 POLL_S = 10.0
+# The same while the ledger refuses rows: nothing tells when it has room again.
+_HELD_BACK_POLL_S = 1.0
 
 
 class RowLoader(Protocol):
@@ -60,6 +70,7 @@ class RemoteSGLangEngine:
         self._next: list[int] | None = None
         # Drawn from the rows, and refused by a ledger that was full.
         self._held_back: list[Task] | None = None
+        self._supply = RowSupply(self._batch_size, config.max_head_offpolicyness)
         self._specs: dict[int, WorkflowSpec] = {}
         self._log = get_logger("areal.engines.remote")
 
@@ -82,10 +93,8 @@ class RemoteSGLangEngine:
         if self._rows is None:
             self._start_rows(dataloader)
         self.session.begin_step()
-        # Enough rows in the queue for all that may run ahead, plus one batch to draw from.
-        ahead = (self.config.max_head_offpolicyness + 2) * self._batch_size
-        self.session.on_rank0(lambda: self._submit(spec, ahead))
-        return self._take(task_ids=[], submit=lambda queued: self._refill(spec, queued))
+        self.session.on_rank0(lambda: self._refill(spec))
+        return self._take(task_ids=[], refill=lambda: self._refill(spec))
 
     def rollout_batch(
         self, data: Iterable[Mapping[str, Any]], workflow: RolloutWorkflow
@@ -112,7 +121,7 @@ class RemoteSGLangEngine:
         if not tasks:
             raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
         self._submit_all(tasks, f"step {step}")
-        return self._take(task_ids=[task.task_id for task in tasks], submit=None)
+        return self._take(task_ids=[task.task_id for task in tasks], refill=None)
 
     def evaluate(
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
@@ -201,18 +210,18 @@ class RemoteSGLangEngine:
         )
         return sum(accepted)
 
-    def _submit(self, spec: WorkflowSpec, wanted: int) -> None:
-        """Submits rows until `wanted` new ones are in; ids seen before do not count (L6)."""
+    def _refill(self, spec: WorkflowSpec) -> None:
+        """Submits rows until enough are queued; ids seen before do not count (L6)."""
         stats = self.session.ask_buffer(self.session.buffer.get_stats(), "ledger statistics")
-        self._top_up(spec, wanted - _queued_train_tasks(stats))
-
-    def _refill(self, spec: WorkflowSpec, queued: int) -> None:
-        if queued < self._batch_size:
-            self._top_up(spec, 2 * self._batch_size - queued)
+        counts = {STATE_FROM_PB[count.state]: count.tasks for count in stats.train_counts}
+        self._supply.observe(counts)
+        self._top_up(spec, self._supply.target - counts[TaskState.QUEUED])
 
     def _top_up(self, spec: WorkflowSpec, missing: int) -> None:
+        # Messages stay as large as where every row is accepted.
+        most = (self.config.max_head_offpolicyness + 2) * self._batch_size
         while missing > 0 and (self._held_back is not None or not self._sealed):
-            tasks = self._draw(spec, missing) if self._held_back is None else self._held_back
+            tasks = self._held_back or self._draw(spec, min(missing, most))
             try:
                 accepted = self._send(tasks, seal=self._sealed)
             except errors.CapacityExceeded as error:
@@ -275,12 +284,21 @@ class RemoteSGLangEngine:
             session.raise_if_stopped()
             session.save_checkpoint()  # commits, so that payloads can go
 
-    def _poll(self, task_ids: list[str], submit: Any, since: float) -> TakeResult:
+    def _poll(
+        self, task_ids: list[str], refill: Callable[[], None] | None, since: float
+    ) -> TakeResult:
         session = self.session
         step, alone = session.step + 1, session.world_size == 1
+        held_back = self._held_back is not None
+        more = refill is not None and not self._sealed and not held_back
         taken: TakeResult = session.ask_buffer(
             session.buffer.take_batch(
-                session.incarnation, step, POLL_S, task_ids=task_ids, with_groups=alone
+                session.incarnation,
+                step,
+                _HELD_BACK_POLL_S if held_back else POLL_S,
+                task_ids=task_ids,
+                with_groups=alone,
+                refill_below=self._supply.watermark if more else 0,
             ),
             f"batch of step {step}",
         )
@@ -293,18 +311,19 @@ class RemoteSGLangEngine:
                 hint="see `areal status` and the rollout and inference logs"
                 + ("; the ledger is full and refuses more tasks" if self._held_back else ""),
             )
-        if taken.state is TakeState.WAITING and submit is not None:
-            submit(taken.queued)
+        due = self._batch_size if held_back else self._supply.watermark
+        if taken.state is TakeState.WAITING and refill is not None and taken.queued < due:
+            refill()
         return taken
 
     # -- all ranks -----------------------------------------------------------------------------
 
-    def _take(self, task_ids: list[str], submit: Any) -> dict[str, Any]:
+    def _take(self, task_ids: list[str], refill: Callable[[], None] | None) -> dict[str, Any]:
         session = self.session
         since = time.monotonic()
         session.on_rank0(session.confirm_version)
         while True:
-            taken = session.on_rank0(lambda: self._poll(task_ids, submit, since), TakeResult)
+            taken = session.on_rank0(lambda: self._poll(task_ids, refill, since), TakeResult)
             if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
@@ -345,10 +364,6 @@ class RemoteSGLangEngine:
             queued=taken.queued,
         )
         return pack_groups(groups)
-
-
-def _queued_train_tasks(stats: pb.GetStatsResponse) -> int:
-    return sum(c.tasks for c in stats.train_counts if c.state == TASK_STATE_QUEUED)
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:

@@ -740,11 +740,16 @@ class TakeBatchRequest(_message.Message):
     MAX_WAIT_FIELD_NUMBER: _builtins.int
     TASK_IDS_FIELD_NUMBER: _builtins.int
     WITH_GROUPS_FIELD_NUMBER: _builtins.int
+    REFILL_BELOW_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
     """Finished steps + 1; sets the ledger's policy version to step - 1."""
     with_groups: _builtins.bool
     """The answer brings the first groups along: a lone rank would fetch them next."""
+    refill_below: _builtins.int
+    """Answer `waiting` at once when fewer train tasks than this are queued and more may come (not
+    sealed): the trainer then submits rows. 0: wait on.
+    """
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -759,10 +764,11 @@ class TakeBatchRequest(_message.Message):
         max_wait: _duration_pb2.Duration | None = ...,
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         with_groups: _builtins.bool = ...,
+        refill_below: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_wait", b"max_wait", "step", b"step", "task_ids", b"task_ids", "with_groups", b"with_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_wait", b"max_wait", "refill_below", b"refill_below", "step", b"step", "task_ids", b"task_ids", "with_groups", b"with_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

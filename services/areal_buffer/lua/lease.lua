@@ -66,4 +66,5 @@ if #leases == 0 then
   return {why, {}}
 end
 set(META, 'turn', serve_turn and 'train' or 'serve')
+if meta.refill_below > 0 and count('train:queued') < meta.refill_below then wake('take') end
 return {'', leases}

@@ -276,7 +276,7 @@ end
 -- The ledger's own record. Absent numbers are 0, or what the experiment file says.
 local META_FIELDS = {'incarnation', 'policy_version', 'last_taken', 'last_committed', 'let_go',
   'last_size', 'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts', 'take_step',
-  'take_since', 'staleness_max', 'sealed', 'seq', 'token', 'submitted'}
+  'take_since', 'staleness_max', 'sealed', 'refill_below', 'seq', 'token', 'submitted'}
 local function read_meta()
   local values, meta = look('HMGET', META, 'want', unpack(META_FIELDS)), {}
   for i, field in ipairs(META_FIELDS) do

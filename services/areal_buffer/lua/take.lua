@@ -1,13 +1,18 @@
--- ARGV: incarnation, step, near the memory limit (1), bytes of payloads to bring along, ids (none:
---       the oldest B)
--- Returns {state, waiting_for, replay, queued, running, completed, payloads of the first groups,
--- entries}.
+-- ARGV: incarnation, step, near the memory limit (1), bytes of payloads to bring along, refill
+--       below (so many queued), ids (none: the oldest B)
+-- Returns {state, waiting_for, replay, queued, running, completed, rows are wanted (1), payloads of
+-- the first groups, entries}.
 fence(ARGV[1])
 local step = tonumber(ARGV[2])
 local meta = read_meta()
+local refill_below = meta.sealed == 0 and tonumber(ARGV[5]) or 0
 
 local function answer(state, why, replay, entries)
-  if state == 'waiting' then wait_for('take') end
+  if state == 'waiting' then
+    wait_for('take')
+    -- Leases make the queue shorter: lease.lua looks at this.
+    if meta.refill_below ~= refill_below then set(META, 'refill_below', int(refill_below)) end
+  end
   local payloads, bytes = {}, 0
   for i, entry in ipairs(entries or {}) do
     local key = P .. 'group:' .. string.match(entry, '^[^\n]+')
@@ -16,7 +21,8 @@ local function answer(state, why, replay, entries)
     payloads[i] = call('GET', key)
   end
   local queued, running, completed = count('train:queued', 'train:running', 'train:completed')
-  return {state, why, replay, queued, running, completed, payloads, entries or {}}
+  local wanted = state == 'waiting' and queued < refill_below and 1 or 0
+  return {state, why, replay, queued, running, completed, wanted, payloads, entries or {}}
 end
 
 if step <= meta.last_taken then
@@ -88,7 +94,7 @@ local function batch(tasks)
   return answer('taken', '', 0, entries)
 end
 
-if #ARGV > 4 then return take_named(meta, step, oldest, too_stale, batch, answer) end
+if #ARGV > 5 then return take_named(meta, step, oldest, too_stale, batch, answer) end
 
 if meta.want ~= '' then dissolve_wanted() end
 for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'completed', '-inf',

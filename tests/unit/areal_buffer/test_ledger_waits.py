@@ -31,6 +31,7 @@ class FakeStore:
         self.ready = False
         self.full: list[bool] = []
         self.near_limit: list[bool] = []
+        self.queued = 0
 
     async def lease(
         self, worker_id: str, max_tasks: int, boot: int
@@ -48,11 +49,13 @@ class FakeStore:
         *,
         near_limit: bool,
         with_groups: bool,
+        refill_below: int,
     ) -> Take:
         self.looks += 1
         self.near_limit.append(near_limit)
         state = "taken" if self.ready else "waiting"
-        return Take(state, "1 of 2", False, 0, 0, 0, (), ())
+        wanted = not self.ready and self.queued < refill_below
+        return Take(state, "1 of 2", False, self.queued, 0, 0, wanted, (), ())
 
     async def ended(self, task_ids: Sequence[str]) -> list[str]:
         self.looks += 1
@@ -120,6 +123,18 @@ async def test_wait_when_woken_then_looks_again_at_once() -> None:
     wakes.notify(Kind.TAKE)
     assert (await within(20, waiting)).state == "taken"
     assert store.looks == 2
+
+
+@pytest.mark.usefixtures("only_wakes")
+async def test_take_when_the_queue_falls_below_the_watermark_then_answers_waiting_at_once() -> None:
+    ledger, store, wakes, _ = make_ledger()
+    store.queued = 4
+    waiting = asyncio.create_task(ledger.take_batch(1, 1, (), 30, refill_below=4))
+    await looked(store, 1)
+    store.queued = 3
+    wakes.notify(Kind.TAKE)
+    taken = await within(20, waiting)
+    assert (taken.state, taken.queued) == ("waiting", 3)
 
 
 @pytest.mark.usefixtures("only_wakes")
