@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config
+from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config, cautions
 from areal.errors import ArealError, ConfigError, InvalidInput
 from areal.launchers.events import EventLog
 from areal.launchers.local import PREPARE_TIMEOUT_S, LocalStack
@@ -164,6 +164,8 @@ class Session:
         try:
             poller.start()
             self._display.begin(stack, poller, usage)
+            for caution in cautions(stack.config) if self._with_trainer else ():
+                stack.events.report("warning", "config", caution)
             background.append(asyncio.create_task(self._display.run(), name="display"))
             status, error = await self._work(stack, interrupt)
             stack.cause = str(error or "")

@@ -287,6 +287,38 @@ def validate(config: BaseExperimentConfig) -> None:
             )
         if config.gconfig.n_samples < 1:
             raise ConfigError(f"gconfig.n_samples {config.gconfig.n_samples}: expected 1 or more")
+        _check_temperature(config)
+
+
+def _check_temperature(config: GRPOConfig) -> None:
+    gconfig, own = config.gconfig, config.actor.temperature
+    if gconfig.greedy or gconfig.temperature <= 0:
+        key, value = ("greedy", True) if gconfig.greedy else ("temperature", gconfig.temperature)
+        raise ConfigError(
+            f"gconfig.{key} {value}: expected a temperature > 0, since greedy answers have no "
+            "probability to weigh them with (an evaluation has its own GenerationHyperparameters)"
+        )
+    if own is not None and own != gconfig.temperature:
+        raise ConfigError(
+            f"actor.temperature {own}: expected that of the sampler, gconfig.temperature "
+            f"{gconfig.temperature} (or null, which is that): importance weights compare logprobs "
+            "at one temperature"
+        )
+
+
+def cautions(config: BaseExperimentConfig) -> list[str]:
+    """What is allowed, and may not be what was meant: a line each."""
+    if not isinstance(config, GRPOConfig):
+        return []
+    gconfig = config.gconfig
+    limits = [f"top_p {gconfig.top_p}"] if gconfig.top_p < 1 else []
+    limits += [f"top_k {gconfig.top_k}"] if gconfig.top_k > 0 else []
+    return [
+        f"gconfig.{limit}: answers are drawn from a truncated distribution, but their logprobs "
+        "(the sampler's and the trainer's) are those of the whole one: importance weights do not "
+        "see the truncation; top_p=1 and top_k=-1 train on what is sampled"
+        for limit in limits
+    ]
 
 
 def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, str]:

@@ -191,7 +191,8 @@ class TrainEngineConfig(EngineConfig):
     """A model under training."""
 
     master_dtype: str = "float32"
-    """Precision of the weights that the optimizer updates; never below `dtype`."""
+    """Precision of the weights that the optimizer updates: `float32` or `float64`; never below
+    `dtype`."""
     gradient_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
@@ -199,7 +200,12 @@ class TrainEngineConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_one_of("master_dtype", self.master_dtype, ("float32", "bfloat16", "float64"))
+        _require(
+            self.master_dtype in ("float32", "float64"),
+            "master_dtype",
+            self.master_dtype,
+            "float32 or float64: 16 bits round most updates to nothing (dtype is what computes)",
+        )
 
 
 @dataclass
@@ -245,8 +251,9 @@ class PPOActorConfig(TrainEngineConfig):
     prox_logp_method: str = "recompute"
     """Logprobs at the start of the update: `recompute`, or `loglinear` (interpolated by token
     version, no extra forward; only with `use_decoupled_loss=true`)."""
-    temperature: float = 1.0
-    """Sampling temperature whose logprobs are compared."""
+    temperature: float | None = None
+    """Temperature of the logprobs that are compared; null: `gconfig.temperature`, the sampler's.
+    Another one than the sampler's is refused."""
     reward_bias: float = 0.0
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
@@ -320,7 +327,12 @@ class PPOActorConfig(TrainEngineConfig):
             "'recompute' with use_decoupled_loss=false",
         )
         _require_one_of("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
-        _require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
+        _require(
+            self.temperature is None or self.temperature > 0,
+            "temperature",
+            self.temperature,
+            "null or a number > 0",
+        )
         _require(0 <= self.discount <= 1, "discount", self.discount, "a number in [0, 1]")
         _require(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "a number in [0, 1]")
         _require(self.reward_clip > 0, "reward_clip", self.reward_clip, "a number > 0")

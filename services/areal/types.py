@@ -72,11 +72,13 @@ class GenerationHyperparameters:
     min_new_tokens: int = 0
     """Stop tokens are masked before this many tokens."""
     temperature: float = 1.0
-    """0 means greedy. Logprobs are those of the temperature-scaled distribution."""
+    """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
+    distribution; training compares them at this temperature."""
     top_p: float = 1.0
-    """Nucleus; 1 turns it off."""
+    """Nucleus; 1 turns it off. Logprobs stay those of the whole distribution, so that training
+    misses what was cut off: it warns."""
     top_k: int = -1
-    """-1 turns it off."""
+    """-1 turns it off; else as with top_p."""
     greedy: bool = False
     """Same as temperature 0."""
     stop_token_ids: list[int] = field(default_factory=list)

@@ -27,7 +27,7 @@ from areal.chassis.service import (
     check_address,
     start_servers,
 )
-from areal.config import GRPOConfig, load_service_config
+from areal.config import GRPOConfig, cautions, load_service_config
 from areal.engines.rank_watch import RankWatch
 from areal.engines.session import TrainerSession, TrainerStopped
 from areal.errors import ArealError, InvalidInput
@@ -116,6 +116,8 @@ def run(config: TrainerConfig, listen: str, metrics: str) -> int:
         session.stop_requested = True
 
     signal.signal(signal.SIGTERM, stop)
+    for caution in cautions(config.experiment) if config.rank == 0 else ():
+        log.warning("config", caution=caution)
     servers: Servers | None = None
     try:
         if config.rank == 0 and listen:

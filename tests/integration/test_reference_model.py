@@ -192,6 +192,32 @@ def test_reference_when_offloaded_then_the_same_training_to_the_bit(trial) -> No
         assert_equal(offloaded.life(STEPS, offload=True)["actor"], here.life(STEPS)["actor"])
 
 
+def test_models_when_the_sampler_has_a_temperature_then_compared_at_it_and_no_other(trial) -> None:
+    with trial("warm") as warm:
+        warm.config.gconfig.temperature = 0.6
+        session = Session(warm.config)
+        session.open()
+        try:
+            with session.active():
+                rollout = RemoteSGLangEngine(warm.config.rollout)
+                actor = FSDPPPOActor(warm.config.actor)
+                ref = FSDPPPOActor(warm.config.ref)
+                with pytest.raises(InvalidInput, match=r"temperature 1\.0: expected the .* 0\.6"):
+                    rollout.prepare_batch(Rows(), RLVRWorkflow("math"))
+                batch = rollout.prepare_batch(Rows(), RLVRWorkflow("math", warm.config.gconfig))
+                for model in (actor, ref):
+                    expected = model.engine.forward(batch, temperature=0.6)
+                    assert torch.equal(model.compute_logprobs(batch), expected)
+                    assert not torch.allclose(expected, model.engine.forward(batch))
+                for model in (ref, actor):
+                    model.engine.destroy()
+                raise Crash
+        except Crash:
+            pass
+        finally:
+            session.close()
+
+
 def test_actor_when_frozen_or_a_second_one_then_refused_in_one_line(trial) -> None:
     with trial("misused") as misused:
         session = Session(misused.config)

@@ -30,14 +30,23 @@ class PPOActor:
         >>> stats = actor.ppo_update(batch)
     """
 
-    def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
-        """Train `engine`'s model as `config` says."""
+    def __init__(
+        self, config: PPOActorConfig, engine: TrainEngine, temperature: float = 1.0
+    ) -> None:
+        """Train `engine`'s model as `config` says.
+
+        Args:
+            config: the algorithm.
+            engine: initialized, or about to be.
+            temperature: the sampler's, where `config` names none.
+        """
         self.config = config
         self.engine = engine
+        self.temperature = temperature if config.temperature is None else config.temperature
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
-        return self.engine.forward(batch, temperature=self.config.temperature)
+        return self.engine.forward(batch, temperature=self.temperature)
 
     def compute_advantages(self, batch: Batch) -> None:
         """Add `advantages` and `returns` to this rank's batch; collective.
@@ -110,7 +119,7 @@ class PPOActor:
             split = packing.split_minibatches(batch, config.ppo_n_minibatches)
             parts = [packing.select(batch, indices) for indices in split]
         results = [
-            self.engine.train_batch(part, self._loss, temperature=config.temperature)
+            self.engine.train_batch(part, self._loss, temperature=self.temperature)
             for part in parts
         ]
         stats |= _combine(results)

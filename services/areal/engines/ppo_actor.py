@@ -63,7 +63,7 @@ class FSDPPPOActor:
         # A reference is compared with the actor: as the actor computes.
         ppo = config if isinstance(config, PPOActorConfig) else session.config.actor
         self.engine = FSDPEngine(config)
-        self._ppo = PPOActor(ppo, self.engine)
+        self._ppo = PPOActor(ppo, self.engine, session.config.gconfig.temperature)
         steps = session.config.total_train_steps * ppo.ppo_n_minibatches
         self.engine.initialize(total_train_steps=None if self.frozen else steps)
         if self.frozen:

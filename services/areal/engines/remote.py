@@ -19,6 +19,7 @@ from areal.clients.buffer import TakeResult, TakeState
 from areal.config_services import RolloutConfig
 from areal.engines import evaluation
 from areal.engines.row_supply import RowSupply
+from areal.engines.sampling import check_sampling
 from areal.engines.session import TrainerSession, current_session
 from areal.observability.logging import get_logger
 from areal.recipe import describe_workflow, recipe_of
@@ -87,8 +88,10 @@ class RemoteSGLangEngine:
             This rank's share, packed (see `areal.algorithms.packing`).
 
         Raises:
+            InvalidInput: The workflow samples at another temperature than the trainer's.
             WaitTimeout: No batch within rollout.batch_timeout_s; says what was missing.
         """
+        check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)
         if self._rows is None:
             self._start_rows(dataloader)
@@ -103,8 +106,9 @@ class RemoteSGLangEngine:
 
         Raises:
             WorkflowError: No row was accepted.
-            WaitTimeout: As for `prepare_batch`.
+            InvalidInput | WaitTimeout: As for `prepare_batch`.
         """
+        check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)
         session = self.session
         session.begin_step()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from areal.config import BaseExperimentConfig, parse_allocation
+from areal.config import BaseExperimentConfig, cautions, parse_allocation
 from areal.errors import ArealError
 from areal.launchers.places import shape_of
 from areal.launchers.plan import missing_model
@@ -97,6 +97,7 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             "memory": lambda: _memory(config, model),
             "model": lambda: _model(config, can_prepare=can_prepare),
             "secrets": lambda: _secrets(config),
+            "config": lambda: _config(config),
         }
     )
 
@@ -208,3 +209,9 @@ def _secrets(config: BaseExperimentConfig) -> Finding:
         if file and Path(file).stat().st_mode & 0o077:
             return note("secrets", f"security.{key}: others may read {file}", f"chmod 600 {file}")
     return ok("secrets", "a token" if security.token else "no token: everything on loopback")
+
+
+def _config(config: BaseExperimentConfig) -> Finding:
+    if found := cautions(config):
+        return note("config", "; ".join(found), "as it says, if it is not meant")
+    return ok("config", "valid")

@@ -6,6 +6,7 @@ import pytest
 from areal.config import (
     GRPOConfig,
     build_config,
+    cautions,
     load_expr_config,
     load_service_config,
     parse_allocation,
@@ -43,6 +44,10 @@ def test_build_config_when_file_and_override_then_override_wins(tmp_path):
         ("ref.optimizer.lr=1e-5", ["ref.optimizer", "ref is frozen, only actor is trained"]),
         ("ref={path: x, optimizer: {lr: 1e-5}}", ["ref.optimizer", "ref is frozen"]),
         ("ref.gradient_checkpointing=true", ["ref.gradient_checkpointing", "ref is frozen"]),
+        ("gconfig.temperature=0", ["gconfig.temperature 0.0", "temperature > 0", "evaluation"]),
+        ("gconfig.greedy=true", ["gconfig.greedy True", "temperature > 0"]),
+        ("actor.temperature=0.6", ["actor.temperature 0.6", "gconfig.temperature 1.0", "null"]),
+        ("actor.master_dtype=bfloat16", ["master_dtype='bfloat16'", "float32", "16 bits round"]),
         ("oops", ["override 'oops'", "key=value"]),
     ],
 )
@@ -53,6 +58,23 @@ def test_build_config_when_wrong_then_one_line_names_key_and_expectation(overrid
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("own", ["null", "0.6"])
+def test_actor_temperature_when_null_or_the_samplers_then_accepted(own):
+    config = build_config(GRPOConfig, None, ["gconfig.temperature=0.6", f"actor.temperature={own}"])
+    assert config.actor.temperature in (None, 0.6)
+
+
+def test_cautions_when_sampling_is_truncated_then_one_line_each_and_else_none():
+    assert cautions(GRPOConfig()) == []
+    config = build_config(GRPOConfig, None, ["gconfig.top_p=0.9", "gconfig.top_k=50"])
+    first, second = cautions(config)
+    assert first.startswith("gconfig.top_p 0.9: ")
+    assert second.startswith("gconfig.top_k 50: ")
+    for line in (first, second):
+        assert "importance weights do not see" in line
+        assert "\n" not in line
 
 
 def test_build_config_when_file_is_missing_or_not_yaml_then_names_it(tmp_path):
