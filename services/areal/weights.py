@@ -36,6 +36,7 @@ SINGLE_FILE = "model.safetensors"
 SPARE = ".spare"
 """A retired folder whose files the next version may overwrite."""
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_HEADS = frozenset(("lm_head.weight", "embed_out.weight"))
 _FOLDER = re.compile(r"v(\d{8,})-inc(\d+)")
 
 
@@ -222,7 +223,7 @@ def assemble_manifest(
     Raises:
         InvalidInput: Its config.json or its index cannot be read.
     """
-    tied = _is_tied(folder)
+    second = _second_names(folder, tensors)
     small = [folder / "config.json"]
     if (folder / _INDEX).is_file():
         small.append(folder / _INDEX)
@@ -235,23 +236,30 @@ def assemble_manifest(
         tensors=tuple(
             tensor
             for tensor in sorted(tensors, key=lambda t: t.name)
-            if not tensor.name.endswith("rotary_emb.inv_freq")
-            and not (tied and tensor.name == "lm_head.weight")
+            if not tensor.name.endswith("rotary_emb.inv_freq") and tensor.name not in second
         ),
         publish_time=time.time(),
     )
 
 
-def _is_tied(folder: Path) -> bool:
-    """Whether the output head is the embedding; Hugging Face's default differs by family."""
+def _second_names(folder: Path, tensors: Sequence[WeightTensor]) -> set[str]:
+    """Output heads that are the embedding: some directories list a tied tensor under both names.
+
+    Hugging Face's default differs by family, and older configs leave it out: then a head is tied if
+    it has the digest of another tensor.
+    """
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_bytes())
-        return bool(config.get("tie_word_embeddings", False))
+        tied = json.loads(file.read_bytes()).get("tie_word_embeddings")
     except OSError as error:
         raise InvalidInput(f"{file}: {error.strerror}") from None
     except (ValueError, AttributeError) as error:
         raise InvalidInput(f"{file}: expected a JSON object ({error})") from None
+    heads = {tensor.name: tensor for tensor in tensors if tensor.name in _HEADS}
+    if tied is not None:
+        return set(heads) if tied else set()
+    others = {(t.shape, t.digest) for t in tensors if t.name not in heads}
+    return {name for name, head in heads.items() if (head.shape, head.digest) in others}
 
 
 def to_json(version: PolicyVersion) -> str:

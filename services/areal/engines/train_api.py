@@ -107,13 +107,17 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights one by one for export; collective: every rank runs it to its end.
+        """Gather the weights for export; collective: every rank runs it to its end.
+
+        Rank 0 holds one conversion group at a time (the experts of one layer, say), besides what
+        the caller keeps.
 
         Args:
             dtype: `float32`, `bfloat16`, ... to cast floating tensors to; None: as trained.
 
         Yields:
-            On rank 0 (Hugging Face name, CPU tensor), tied weights once; on other ranks nothing.
+            On rank 0 (name, CPU tensor), exactly those that `save_pretrained` writes: the Hub's
+            names and shapes, tied weights once. On other ranks nothing.
         """
 
     @abc.abstractmethod
@@ -122,7 +126,11 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, directory: str | Path) -> None:
-        """Load weights from a directory of the same architecture; the optimizer is kept."""
+        """Load weights from a Hub directory of the same architecture; the optimizer is kept.
+
+        Raises:
+            InvalidInput: a tensor is unknown, missing, or of another shape; nothing is changed.
+        """
 
     @abc.abstractmethod
     def save_checkpoint(

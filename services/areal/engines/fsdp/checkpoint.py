@@ -2,7 +2,9 @@
 
 A directory holds `trainer_state.json` (version, optimizer steps, the caller's extra), one file of
 tensors per rank, and `.metadata`, which is written last: a directory without it is not a
-checkpoint. Tensors are saved by their global shape, so that any number of ranks can resume.
+checkpoint. Tensors are saved by their global shape, so that any number of ranks can resume, and by
+the model's own names: parameters, their moments and their shards match one to one, and nothing but
+this engine reads them. What others read has the Hub's names; see `hub_names`.
 """
 
 from __future__ import annotations

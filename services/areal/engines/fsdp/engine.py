@@ -33,7 +33,7 @@ from torch import Tensor
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.config_train import RefConfig, TrainEngineConfig
-from areal.engines.fsdp import checkpoint, weights
+from areal.engines.fsdp import checkpoint, hub_names, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
 from areal.engines.fsdp.model import PackedCausalLM
 from areal.engines.fsdp.packed_attention import build_layout
@@ -291,17 +291,23 @@ class FSDPEngine(TrainEngine):
         hf = self.model.hf
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
-        persistent = hf.state_dict().keys()
-        parameters = dict(hf.named_parameters())
-        buffers = {n: b for n, b in hf.named_buffers() if n in persistent}
-        for name, live in {**parameters, **buffers}.items():
-            full = live.detach()
-            full = full.full_tensor() if hasattr(full, "full_tensor") else full
-            if self.rank != 0:
-                continue
-            target = DTYPES[dtype] if dtype and full.is_floating_point() else full.dtype
-            # A copy, so that the next step does not change what the caller holds.
-            yield name, full.to(device="cpu", dtype=target, copy=True)
+        live = hub_names.live_tensors(hf)
+        for step in hub_names.export_steps(hf):
+            whole = (self._whole(live[name], dtype) for name in step.names)
+            if self.rank == 0:
+                yield from step.run(hf, whole)
+            else:
+                for _ in whole:
+                    pass
+
+    def _whole(self, live: Tensor, dtype: str | None) -> Tensor:
+        """Gathered from all ranks; on rank 0 a copy, so that the next step does not change it."""
+        full = live.detach()
+        full = full.full_tensor() if hasattr(full, "full_tensor") else full
+        if self.rank != 0:
+            return full
+        target = DTYPES[dtype] if dtype and full.is_floating_point() else full.dtype
+        return full.to(device="cpu", dtype=target, copy=True)
 
     def save(self, directory: str | Path, dtype: str | None = None) -> None:  # noqa: D102
         tensors = self.iter_full_tensors(dtype)
@@ -314,24 +320,18 @@ class FSDPEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:  # noqa: D102
+        hf = self.model.hf
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
-        missing = dict(self.model.hf.named_parameters())
-        tied = self.model.hf.state_dict().keys() - missing.keys()
-        for name, tensor in weights.read_tensors(Path(directory)):
-            if name in tied:
-                continue
-            if name not in missing:
-                raise InvalidInput(f"directory {str(directory)!r}: unknown tensor {name!r}")
-            live = missing.pop(name)
-            if tuple(tensor.shape) != tuple(live.shape):
-                raise InvalidInput(
-                    f"directory {str(directory)!r}: {name} has shape {tuple(tensor.shape)}, "
-                    f"expected {tuple(live.shape)}"
-                )
-            live.copy_(_shard_like(tensor, live))
-        if missing:
-            raise InvalidInput(f"directory {str(directory)!r} lacks {sorted(missing)}")
+        live = hub_names.live_tensors(hf)
+        with weights.TensorDirectory(Path(directory)) as tensors:
+            try:
+                steps = hub_names.import_steps(hf, tensors)
+            except InvalidInput as error:
+                raise InvalidInput(f"directory {str(directory)!r}: {error}") from None
+            for step in steps:
+                for name, tensor in step.run(hf, map(tensors.read, step.names)):
+                    live[name].copy_(_shard_like(tensor, live[name]))
 
     def save_checkpoint(  # noqa: D102
         self,

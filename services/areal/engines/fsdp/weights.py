@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from areal.errors import InvalidInput
+from areal.weights import read_tensors, weight_files
 
 _INDEX = "model.safetensors.index.json"
 # Files that make the directory servable, beside config and weights.
@@ -94,25 +96,47 @@ def _use_exact_norms(hf: Any) -> None:
                 setattr(parent, name, exact)
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a Hugging Face directory one by one.
+class TensorDirectory:
+    """The weights of a Hugging Face directory, to be read one by one; a context manager.
 
-    Raises:
-        InvalidInput: it has no safetensors weights.
+    Example:
+        >>> with TensorDirectory(Path("runs/tiny")) as tensors:
+        ...     norm = tensors.read("model.norm.weight")
     """
-    from safetensors import safe_open
 
-    index = directory / _INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if not (directory / name).is_file():
-            raise InvalidInput(f"directory {str(directory)!r} has no {name}")
-        with safe_open(directory / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield key, file.get_tensor(key)
+    def __init__(self, directory: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            InvalidInput: it has no safetensors weights, or not all of them.
+        """
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of every tensor, by name."""
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._closing = ExitStack()
+        for file in weight_files(directory):
+            for tensor in read_tensors(file):
+                self.shapes[tensor.name] = tensor.shape
+                self._file_of[tensor.name] = file
+
+    def __enter__(self) -> Self:
+        """Files are opened when something is read from them."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close them."""
+        self._closing.close()
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, as it was saved."""
+        from safetensors import safe_open
+
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = self._closing.enter_context(safe_open(file, framework="pt"))
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
 
 
 def write_directory(

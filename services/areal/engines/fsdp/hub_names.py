@@ -1,0 +1,251 @@
+"""The Hub's names and shapes: what `save_pretrained` writes and every inference server reads.
+
+transformers keeps some tensors of a loaded model under other names and in other shapes than the
+Hub's files: `mlp.experts.gate_up_proj` holds what the files call `mlp.experts.0.gate_proj.weight`
+and so on, GPT-NeoX's `lm_head` is the files' `embed_out`. It registers for each family how one is
+made of the other. Whatever leaves the trainer for a server or a person is converted here, and so
+is what comes from a Hub directory. Only checkpoints keep the model's own names.
+
+    model ── export_steps() ──> publish, save     as transformers.revert_weight_conversion
+    model <── import_steps() ── load              as convert_and_load_state_dict_in_model
+
+Both are transformers' own loops, taken apart: a step holds what is converted together (the experts
+of one layer, say), so that the caller gathers, converts and drops one step at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.engines.fsdp.weights import TensorDirectory
+from areal.errors import InvalidInput
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class Step:
+    """Tensors of one side that become tensors of the other together."""
+
+    target: str
+    """The first tensor that it makes; the only one without a converter."""
+    converter: Any = None
+    """transformers' `WeightConverter`; None: only the name changes."""
+    renamings: list[Any] = field(default_factory=list)
+    """transformers' `WeightRenaming`s of what the converter makes."""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """(name, the converter's pattern that it matched), in the order that the converter wants."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that `run` takes."""
+        return [name for name, _ in self.sources]
+
+    @torch.no_grad()
+    def run(self, hf: Any, tensors: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+        """Convert.
+
+        Args:
+            hf: the model; some converters ask it for sizes.
+            tensors: whole ones in the order of `names`; on the meta device only shapes come out.
+
+        Returns:
+            (name, contiguous tensor) of the other side; some may be views of one memory.
+        """
+        if self.converter is None:
+            (tensor,) = tensors
+            return [(self.target, tensor)]
+        from transformers.core_model_loading import apply_renamings
+
+        converter = deepcopy(self.converter)
+        for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
+            converter.add_tensor(self.target, name, pattern, tensor)
+        made = converter.convert(self.target, model=hf, config=hf.config)
+        return [
+            (
+                apply_renamings(name, self.renamings),
+                (found[0] if isinstance(found, list) else found).contiguous(),
+            )
+            for name, found in made.items()
+        ]
+
+
+def live_tensors(hf: Any) -> dict[str, Tensor]:
+    """The parameters and saved buffers themselves, by the model's own names; tied ones once."""
+    seconds = _tied(hf)
+    return {name: tensor for name, tensor in _state(hf).items() if name not in seconds}
+
+
+def export_steps(hf: Any) -> list[Step]:
+    """How `live_tensors` become those of a Hub directory; the same on every rank.
+
+    What was converted when the model was loaded is reverted, so that the names of its own directory
+    come out again; a model made from a config alone gets its family's.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
+    )
+
+    used = getattr(hf, "_weight_conversions", None)
+    if used is None:
+        used = get_model_conversion_mapping(hf, add_legacy=False)
+        used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
+    renamings, converters, by_pattern = _sorted_out([c.reverse_transform() for c in reversed(used)])
+    unsaved = set(hf._keys_to_ignore_on_save or ())
+    steps: dict[str, Step] = {}
+    for name in sorted(live_tensors(hf).keys() - unsaved, key=dot_natural_key):
+        target, pattern = apply_converters(name, converters)
+        if pattern is None:
+            target = apply_renamings(name, renamings)
+            step = steps.setdefault(target, Step(target))
+        else:
+            step = steps.setdefault(target, Step(target, by_pattern[pattern], renamings))
+        step.sources.append((name, pattern or name))
+    return list(steps.values())
+
+
+def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
+    """How the tensors of a Hub directory become `live_tensors`; checks all of them first.
+
+    Returns:
+        Steps that make every live tensor. What transformers ignores is left out (rotary
+        frequencies, layers for speculative decoding), and so is a second name of a tied tensor.
+
+    Raises:
+        InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    found, state = directory.shapes, _state(hf)
+    renamings, converters, by_pattern = _sorted_out(get_model_conversion_mapping(hf))
+    steps: dict[str, Step] = {}
+    unknown: dict[str, str] = {}
+    for name in sorted(found, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, hf.base_model_prefix, state
+        )
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target not in state:
+            unknown[target] = name
+            continue
+        step = steps.setdefault(target, Step(target, by_pattern.get(pattern)))
+        if step.sources and (step.converter is None or pattern is None):
+            raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
+        step.sources.append((name, pattern or name))
+    for second, kept in _tied(hf).items():
+        if second not in steps:
+            continue
+        step = steps.pop(second)
+        if kept not in steps:
+            step.target = kept
+            steps[kept] = step
+        elif not _same(directory, step, steps[kept]):
+            raise InvalidInput(
+                f"{step.names[0]!r} differs from {steps[kept].names[0]!r}: expected the same "
+                "values, since the model ties them"
+            )
+    wanted = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
+    made: dict[str, tuple[int, ...]] = {}
+    for step in steps.values():
+        made |= _shapes_made(hf, step, found)
+    missing = wanted.keys() - made.keys() - set(hf._keys_to_ignore_on_save or ())
+    missing, unexpected = _heeded(hf, missing, unknown.keys())
+    wrong = missing | {name for name, shape in made.items() if shape != wanted.get(name)}
+    if wrong or unexpected:
+        raise InvalidInput(_difference(hf, found, wrong, [unknown[name] for name in unexpected]))
+    return list(steps.values())
+
+
+def _state(hf: Any) -> dict[str, Tensor]:
+    state = hf.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _tied(hf: Any) -> dict[str, str]:
+    """Second names of tied tensors -> the name that `save_pretrained` keeps."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in _state(hf).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    result: dict[str, str] = {}
+    for names in names_of.values():
+        kept = next((n for n in sorted(names) if n not in hf.all_tied_weights_keys), max(names))
+        result |= {name: kept for name in names if name != kept}
+    return result
+
+
+def _sorted_out(conversions: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Renamings, converters, and the converters by the pattern of what they take."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    return renamings, converters, by_pattern
+
+
+def _same(directory: TensorDirectory, one: Step, other: Step) -> bool:
+    a, b = (directory.read(step.names[0]) for step in (one, other))
+    return torch.equal(a, b)
+
+
+def _shapes_made(hf: Any, step: Step, given: Shapes) -> dict[str, tuple[int, ...]]:
+    """Of what a step makes; of nothing, if it cannot be run."""
+    tensors = [torch.empty(given[name], device="meta") for name in step.names]
+    try:
+        return {name: tuple(tensor.shape) for name, tensor in step.run(hf, tensors)}
+    except (RuntimeError, ValueError, IndexError):  # experts of different shapes, say
+        return {}
+
+
+def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Both, without what transformers does not mind in this family."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    info = LoadStateDictInfo(
+        missing_keys=set(missing),
+        unexpected_keys=set(unknown),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    hf._adjust_missing_and_unexpected_keys(info)
+    return info.missing_keys, info.unexpected_keys
+
+
+def _difference(hf: Any, found: Shapes, wrong: set[str], unknown: Sequence[str]) -> str:
+    """What is wrong with a directory, in the Hub's names; `wrong` are the model's own."""
+    live = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
+    lacking, misshapen = list[str](), list[str]()
+    for step in export_steps(hf):
+        if wrong.isdisjoint(step.names):
+            continue
+        for name, shape in _shapes_made(hf, step, live).items():
+            if name not in found:
+                lacking.append(name)
+            elif found[name] != shape:
+                misshapen.append(f"{name!r} has shape {found[name]}, expected {shape}")
+    parts = [f"lacks {_some(lacking)}"] if lacking else []
+    parts += [f"has unknown {_some(unknown)}"] if unknown else []
+    parts += misshapen[:1]
+    if not parts:  # it holds tensors under the model's own names, and these are not right
+        parts.append(f"{min(wrong)!r} has another shape")
+    return f"{'; '.join(parts)}: expected the tensors of a {type(hf).__name__} on the Hub"
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first, and how many more."""
+    first, *others = sorted(names)
+    return f"tensor {first!r}" + (f" (and {len(others)} more)" if others else "")
