@@ -36,6 +36,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="key=value, e.g. gconfig.n_samples=4", metavar="KEY=VALUE"),
 ]
+AcceptOption = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="Train a trial on with a configuration that changed."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -72,6 +76,7 @@ def run(
     keep: Annotated[
         bool, typer.Option("--keep", help="kubernetes: leave the release when it has finished.")
     ] = False,
+    accept_changes: AcceptOption = False,
 ) -> None:
     """Start everything the recipe needs, on this machine or a cluster; train; clean up.
 
@@ -80,7 +85,17 @@ def run(
     """
     from areal.cli_places import run_on
 
-    _finish(lambda: run_on(on.value, recipe, config, overrides or [], as_json=json, keep=keep))
+    _finish(
+        lambda: run_on(
+            on.value,
+            recipe,
+            config,
+            overrides or [],
+            as_json=json,
+            keep=keep,
+            accept_changes=accept_changes,
+        )
+    )
 
 
 @app.command()
@@ -91,6 +106,7 @@ def up(
         Path | None, typer.Option(help="Whose prepare_model and configuration class to use.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it is ready.")] = False,
+    accept_changes: AcceptOption = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start a stack without trainer: the configured model is served as version 0."""
@@ -102,8 +118,11 @@ def up(
             arguments = [*(overrides or [])]
             for option, value in (("--config", config), ("--recipe", recipe)):
                 arguments += [option, str(value)] if value is not None else []
+            arguments += ["--accept-changes"] if accept_changes else []
             return run_detached(resolved, arguments)
-        return run_foreground(resolved, with_trainer=False, ready_fd=ready_fd)
+        return run_foreground(
+            resolved, with_trainer=False, ready_fd=ready_fd, accept_changes=accept_changes
+        )
 
     _finish(work)
 
@@ -179,7 +198,12 @@ def submit(
     tasks: Annotated[Path, typer.Argument(help="JSON Lines: one task a line; - reads stdin.")],
     run: RunOption = None,
     workflow: Annotated[str, typer.Option(help="For rows that name none.")] = "rlvr",
-    reward: Annotated[str, typer.Option(help="Of rlvr: math, multiple_choice or regex.")] = "math",
+    reward: Annotated[
+        str,
+        typer.Option(
+            help="math, multiple_choice or regex; default: the recipe's reward_fn, else math."
+        ),
+    ] = "",
     recipe: Annotated[
         Path | None, typer.Option(help="The recipe that defines the workflow.")
     ] = None,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from areal.cli_stack import read_experiment, resolve_run, run_foreground
 from areal.launchers.places import Place
+from areal.launchers.trial_config import check_unchanged
 
 
 def run_on(
@@ -16,6 +17,7 @@ def run_on(
     *,
     as_json: bool,
     keep: bool,
+    accept_changes: bool = False,
 ) -> int:
     """Resolves the experiment and runs it there: local, slurm, ray or kubernetes; the exit code."""
     if on == "kubernetes":
@@ -32,10 +34,17 @@ def run_on(
         if not in_allocation():
             from areal.cli_slurm import submit_and_follow
 
+            check_unchanged(resolved.config, accept=accept_changes)
             return submit_and_follow(resolved.config, as_json=as_json)
         place = SlurmPlace()
     elif on == "ray":
         from areal.launchers.ray import RayPlace
 
         place = RayPlace()
-    return run_foreground(resolved, with_trainer=True, as_json=as_json, place=place)
+    return run_foreground(
+        resolved,
+        with_trainer=True,
+        as_json=as_json,
+        place=place,
+        accept_changes=accept_changes,
+    )

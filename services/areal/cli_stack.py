@@ -32,14 +32,16 @@ from areal.launchers.events import EventLog
 from areal.launchers.local import PREPARE_TIMEOUT_S, LocalStack
 from areal.launchers.places import Place
 from areal.launchers.plan import missing_model
+from areal.launchers.preflight import check_start
 from areal.launchers.processes import last_lines, python_environment
 from areal.launchers.run_folder import RunFolder, write_json
 from areal.launchers.tags import end_tagged
+from areal.launchers.trial_config import check_unchanged
 from areal.launchers.usage import UsageSampler
 from areal.observability.display import Display, choose_display
-from areal.observability.logging import configure_logging
+from areal.observability.logging import configure_logging, get_logger
 from areal.observability.poller import StackPoller
-from areal.observability.summary import build_summary, read_results, read_rows
+from areal.observability.summary import build_summary, continue_summary, read_results, read_rows
 from areal.recipe import Recipe, find_config_class, load_recipe
 from areal.security import Security
 
@@ -79,11 +81,16 @@ def read_experiment(
     module = load_recipe(source.source, str(recipe))
     if not callable(getattr(module, "main", None)):
         raise InvalidInput(f"recipe {str(recipe)!r}: expected a function main(argv)")
-    file = config
-    if file is None and recipe.with_suffix(".yaml").is_file():
-        file = recipe.with_suffix(".yaml")
+    file, beside = config, recipe.with_suffix(".yaml")
+    if file is None and beside.is_file():
+        file = beside
     resolved = build_config(find_config_class(module, GRPOConfig), file, overrides)
     resolved.recipe = str(recipe.resolve())
+    if file is None and not (resolved.model.path or resolved.endpoints.inference):
+        raise ConfigError(
+            f"experiment file {str(beside)!r}: not there, and no --config names another, so every "
+            "key has its default and model.path is empty; write it, or give model.path=DIRECTORY"
+        )
     return resolved, module
 
 
@@ -95,11 +102,10 @@ def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -
 
 
 def _with_model(config: BaseExperimentConfig, can_prepare: bool) -> Resolved:
-    if config.endpoints.inference:
-        return Resolved(config, prepare=False)
-    why = missing_model(config)
+    why = "" if config.endpoints.inference else missing_model(config)
     if why and not (can_prepare and config.model.path):
         raise ConfigError(why)
+    check_start(config, will_prepare=bool(why))
     return Resolved(config, prepare=bool(why))
 
 
@@ -110,19 +116,34 @@ def run_foreground(
     as_json: bool = False,
     ready_fd: int | None = None,
     place: Place | None = None,
+    accept_changes: bool = False,
 ) -> int:
     """Runs a stack from this process until it ends; returns the exit code.
 
-    `place`: lends the nodes; None: this machine.
+    `place`: lends the nodes; None: this machine. `accept_changes`: of the configuration, in a
+    trial that has trained already.
     """
     folder = RunFolder(resolved.config.run_dir)
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    changes = check_unchanged(resolved.config, accept=accept_changes)
+    _make_logs(folder)
     # Open until this process ends: libraries may log to the very last.
     log = folder.log_of("launcher").open("a", buffering=1)
     configure_logging("launcher", resolved.config.namespace, stream=log)
+    if changes:
+        get_logger("areal.launcher").warning("configuration_changed", changes=changes)
     display = choose_display(as_json=as_json, quiet=ready_fd is not None)
     session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd, place=place)
     return asyncio.run(session.run())
+
+
+def _make_logs(folder: RunFolder) -> None:
+    """Raises ConfigError in one line where `preflight` could not know (a full disk, a quota)."""
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run folder {str(folder.logs)!r}: {error.strerror}; choose another with run_root=DIR"
+        ) from None
 
 
 class Session:
@@ -239,7 +260,7 @@ class Session:
         usage: UsageSampler,
         wall_s: float,
     ) -> dict[str, Any]:
-        """Writes summary.json and reward.png."""
+        """Writes summary.json and reward.png; the run's, over all its invocations."""
         folder = stack.folder
         summary = build_summary(
             status=status,
@@ -251,6 +272,8 @@ class Session:
             memory_mb=usage.peak_mb,
             restarts={n: p.restarts for n, p in stack.supervisor.processes.items()},
         )
+        earlier = read_results(folder.summary_file)
+        summary = continue_summary(earlier, summary, began=stack.started)
         write_json(folder.summary_file, summary)
         with contextlib.suppress(subprocess.SubprocessError, OSError):
             subprocess.run(  # noqa: S603 - our own module
@@ -270,8 +293,10 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
         ArealError: What the other process says, or the end of its output.
     """
     folder = RunFolder(resolved.config.run_dir)
-    os.close(folder.lock(wait_s=0.0))  # refuses at once what the other one would refuse
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    # Refuses at once what the other one would refuse.
+    check_unchanged(resolved.config, accept="--accept-changes" in arguments)
+    _make_logs(folder)
+    os.close(folder.lock(wait_s=0.0))
     output = folder.log_of("up")
     reading, writing = os.pipe()
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ from areal.clients.rollout import RolloutClient
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import InvalidInput, NotFound, Unavailable, WaitTimeout
 from areal.launchers.run_folder import find_run
-from areal.recipe import Recipe
+from areal.recipe import Recipe, build_workflow, find_workflow, load_recipe
 from areal.security import Security
-from areal.types import Purpose, Task, TaskState, WorkflowSpec
+from areal.types import GenerationHyperparameters, Purpose, Task, TaskState, WorkflowSpec
 
 # The keys that may stand beside "data"; without "data" the whole line is the row.
 _TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
@@ -29,13 +31,16 @@ _TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 # Tasks per call: far below the largest message that a service accepts.
 _CHUNK = 2000
 
+Describe = Callable[[str], WorkflowSpec]
+
 
 @dataclass(frozen=True)
 class SubmitOptions:
     """What the command line says for all lines."""
 
     workflow: str = "rlvr"
-    reward: str = "math"
+    reward: str = ""
+    """A built-in's name; empty: the recipe's `reward_fn` if it has one, else "math"."""
     recipe: Path | None = None
     wait: bool = False
     timeout_s: float = 3600.0
@@ -43,15 +48,20 @@ class SubmitOptions:
 
 
 def parse_tasks(
-    lines: Iterable[str], source: str, default: WorkflowSpec, prefix: str
+    lines: Iterable[str],
+    source: str,
+    default: WorkflowSpec,
+    prefix: str,
+    describe: Describe,
 ) -> list[Task]:
     """Reads JSON Lines; blank lines are skipped.
 
     Args:
         lines: One JSON object each.
         source: The file's name, for errors.
-        default: The workflow of rows that name none.
+        default: The workflow of rows that name none, and the recipe of all.
         prefix: Of the ids of rows that have none: `prefix-LINE`.
+        describe: A workflow by its name, with the arguments of rows that give no `kwargs`.
 
     Raises:
         InvalidInput: `source:LINE:` and what is wrong there.
@@ -67,13 +77,15 @@ def parse_tasks(
             raise InvalidInput(f"{where}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise InvalidInput(f"{where}: expected a JSON object, got {type(row).__name__}")
-        tasks.append(_parse_task(row, where, default, f"{prefix}-{number}"))
+        tasks.append(_parse_task(row, where, default, f"{prefix}-{number}", describe))
     if not tasks:
         raise InvalidInput(f"{source}: no tasks in it")
     return tasks
 
 
-def _parse_task(row: dict[str, Any], where: str, default: WorkflowSpec, name: str) -> Task:
+def _parse_task(
+    row: dict[str, Any], where: str, default: WorkflowSpec, name: str, describe: Describe
+) -> Task:
     if "data" not in row:
         task_id = row.pop("task_id", name)
         row = {"task_id": task_id, "data": row}
@@ -98,23 +110,28 @@ def _parse_task(row: dict[str, Any], where: str, default: WorkflowSpec, name: st
     return Task(
         task_id=task_id,
         purpose=Purpose(purpose),
-        workflow=_parse_workflow(row, where, default),
+        workflow=_parse_workflow(row, where, default, describe),
         data=row["data"],
         time_to_live_s=lifetime,
     )
 
 
-def _parse_workflow(row: dict[str, Any], where: str, default: WorkflowSpec) -> WorkflowSpec:
+def _parse_workflow(
+    row: dict[str, Any], where: str, default: WorkflowSpec, describe: Describe
+) -> WorkflowSpec:
     name, kwargs = row.get("workflow", default.name), row.get("kwargs")
     if not isinstance(name, str) or not name:
         raise InvalidInput(f"{where}: workflow {name!r}: expected a name")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidInput(f"{where}: kwargs: expected a JSON object")
     if kwargs is None:
-        text = default.kwargs_json if name == default.name else "{}"
-    else:
-        text = json.dumps(kwargs)
-    return WorkflowSpec(name=name, recipe_digest=default.recipe_digest, kwargs_json=text)
+        try:
+            return describe(name)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from None
+    return WorkflowSpec(
+        name=name, recipe_digest=default.recipe_digest, kwargs_json=json.dumps(kwargs)
+    )
 
 
 def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
@@ -131,21 +148,44 @@ def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{file}: {error}") from None
     recipe = Recipe.read(options.recipe) if options.recipe is not None else None
-    default = WorkflowSpec(
-        name=options.workflow,
-        recipe_digest=recipe.digest if recipe is not None else "",
-        kwargs_json=_default_kwargs(config, options),
-    )
+    default = WorkflowSpec(options.workflow, recipe.digest if recipe is not None else "")
+    describe = partial(describe_workflow_named, recipe, config.gconfig, options.reward)
     prefix = f"submit-{uuid.uuid4().hex[:8]}"
-    tasks = parse_tasks(text.splitlines(), str(file), default, prefix)
+    tasks = parse_tasks(text.splitlines(), str(file), default, prefix, cache(describe))
     return asyncio.run(_submit(config, tasks, recipe, options))
 
 
-def _default_kwargs(config: GRPOConfig, options: SubmitOptions) -> str:
-    if options.workflow != "rlvr":
-        return "{}"
-    gconfig = asdict(config.gconfig)
-    return json.dumps({"reward_fn": options.reward, "gconfig": gconfig})
+def describe_workflow_named(
+    recipe: Recipe | None, gconfig: GenerationHyperparameters, reward: str, workflow: str
+) -> WorkflowSpec:
+    """A workflow by its name, with those of the arguments below that its constructor takes.
+
+    Args:
+        recipe: Defines the workflow, or its reward; None: built-ins only.
+        gconfig: The stack's.
+        reward: A built-in's name; empty: the recipe's `reward_fn` if it has one, else "math".
+        workflow: A built-in's name, or a class of the recipe.
+
+    Raises:
+        InvalidInput: The recipe does not load, or it has no such workflow or reward.
+    """
+    module = load_recipe(recipe.source, recipe.file_name) if recipe is not None else None
+    accepted = inspect.signature(find_workflow(workflow, module)).parameters
+    kwargs: dict[str, Any] = {}
+    if "gconfig" in accepted:
+        kwargs["gconfig"] = asdict(gconfig)
+    if "reward_fn" in accepted:
+        own = callable(getattr(module, "reward_fn", None)) and not reward
+        kwargs["reward_fn"] = {"$function": "reward_fn"} if own else (reward or "math")
+    elif reward:
+        raise InvalidInput(f"--reward {reward!r}: workflow {workflow!r} takes no reward_fn")
+    spec = WorkflowSpec(
+        name=workflow,
+        recipe_digest=recipe.digest if recipe is not None else "",
+        kwargs_json=json.dumps(kwargs),
+    )
+    build_workflow(spec, module)  # what a worker would refuse is refused here
+    return spec
 
 
 async def _submit(

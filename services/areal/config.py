@@ -270,6 +270,7 @@ def validate(config: BaseExperimentConfig) -> None:
         "checkpoint.freq_steps": 0,
         "checkpoint.keep": 1,
         "stack.rollout_workers": 1,
+        "stack.gateway_port": 0,
         "stack.gpus_per_node": 0,
         "stack.ranks_per_node": 0,
         "weight_sync.keep_versions": 2,

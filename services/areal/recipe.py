@@ -264,7 +264,7 @@ def build_workflow(spec: WorkflowSpec, module: ModuleType | None) -> RolloutWork
         InvalidInput: Unknown workflow or function (with the nearest name), arguments that do not
             fit, or what the constructor raised.
     """
-    cls = _find_class(spec.name, module)
+    cls = find_workflow(spec.name, module)
     try:
         raw = orjson.loads(spec.kwargs_json or "{}")
     except orjson.JSONDecodeError as error:
@@ -308,7 +308,8 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", value)
 
 
-def _find_class(name: str, module: ModuleType | None) -> type[RolloutWorkflow]:
+def find_workflow(name: str, module: ModuleType | None) -> type[RolloutWorkflow]:
+    """A built-in or one of the recipe's; raises InvalidInput with the nearest name."""
     found: dict[str, type[RolloutWorkflow]] = dict(builtin_workflows())
     if module is not None:
         for key, value in vars(module).items():

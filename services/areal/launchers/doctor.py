@@ -16,11 +16,18 @@ from pathlib import Path
 
 import psutil
 
-from areal.config import BaseExperimentConfig, cautions, parse_allocation
+from areal.config import BaseExperimentConfig, GRPOConfig, cautions, parse_allocation
 from areal.errors import ArealError
 from areal.launchers.places import shape_of
 from areal.launchers.plan import missing_model
 from areal.launchers.ports import FIRST_PORT, LAST_PORT, PortPicker
+from areal.launchers.preflight import (
+    dataset_problem,
+    gateway_problem,
+    run_root_problem,
+    tokenizer_problem,
+    weights_problem,
+)
 from areal.launchers.stores import find_nats_server, find_redis_server
 from areal.security import Security
 
@@ -96,6 +103,14 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             "disk": lambda: _disk(config, model),
             "memory": lambda: _memory(config, model),
             "model": lambda: _model(config, can_prepare=can_prepare),
+            "tokenizer": lambda: _tokenizer(config, can_prepare=can_prepare),
+            "dataset": lambda: _known("dataset", dataset_problem(config), _dataset_found(config)),
+            "run folder": lambda: _known(
+                "run folder",
+                run_root_problem(config) or weights_problem(config),
+                str(config.run_dir),
+            ),
+            "dashboard": lambda: _known("dashboard", gateway_problem(config), _dashboard(config)),
             "secrets": lambda: _secrets(config),
             "config": lambda: _config(config),
         }
@@ -200,6 +215,30 @@ def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
     if can_prepare and config.model.path:
         return ok("model", f"the recipe makes it in {config.model.path}")
     return missing("model", why, "model.path=DIRECTORY with config.json and *.safetensors")
+
+
+def _known(name: str, problem: str, found: str) -> Finding:
+    """A check that says itself what to do instead."""
+    return missing(name, problem, "see the message") if problem else ok(name, found)
+
+
+def _tokenizer(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
+    will_prepare = can_prepare and bool(missing_model(config))
+    problem = tokenizer_problem(config, will_prepare=will_prepare)
+    found = "the recipe makes it" if will_prepare else str(config.tokenizer_dir)
+    return _known("tokenizer", problem, found)
+
+
+def _dataset_found(config: BaseExperimentConfig) -> str:
+    path = config.train_dataset.path if isinstance(config, GRPOConfig) else ""
+    return path or "the recipe's own"
+
+
+def _dashboard(config: BaseExperimentConfig) -> str:
+    if config.endpoints.gateway:
+        return f"at {config.endpoints.gateway}; none is started"
+    port = config.stack.gateway_port
+    return f"on port {port}" if port else "on a free port (stack.gateway_port chooses one)"
 
 
 def _secrets(config: BaseExperimentConfig) -> Finding:

@@ -107,6 +107,7 @@ class LocalStack:
             ConfigError: The run is held by another launcher, or a program is missing.
         """
         self._check_recover()
+        elsewhere = self.config.endpoints.gateway
         self._lock = self.folder.lock()
         self.started = time.time()
         try:
@@ -131,6 +132,13 @@ class LocalStack:
             self._lock = None
             raise
         self._set(StackState.STARTING)
+        if elsewhere:
+            self.events.report(
+                "info",
+                "gateway",
+                f"endpoints.gateway is set, so none is started here: the dashboard is {elsewhere} "
+                "(to choose the port of one of ours: stack.gateway_port=PORT)",
+            )
 
     async def start(self, *, prepare: bool = False) -> None:
         """Returns when the stack is ready.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +29,9 @@ _SERVICES = {
     "weight-sync": ("areal_weight_sync", "weight_sync"),
     "reward": ("areal_reward", "reward"),
 }
+
+# organization/model, as the Hub writes it.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass
@@ -127,7 +131,8 @@ def plan_stack(
     if not endpoints.trainer:
         endpoints.trainer = f"{hosts.trainer[0].address}:{picker.pick('trainer')}"
     if not endpoints.gateway:
-        plan.services.append(_service("gateway", "areal_gateway", folder, picker, hosts))
+        port = config.stack.gateway_port
+        plan.services.append(_service("gateway", "areal_gateway", folder, picker, hosts, port))
         endpoints.gateway = f"http://{plan.services[-1].address}"
     if with_trainer:
         plan.trainer = _trainer(config, folder, picker, hosts)
@@ -142,9 +147,10 @@ def _weight_store(config: BaseExperimentConfig, picker: PortPicker, hosts: Hosts
 
 
 def _service(
-    name: str, module: str, folder: RunFolder, picker: PortPicker, hosts: Hosts
+    name: str, module: str, folder: RunFolder, picker: PortPicker, hosts: Hosts, port: int = 0
 ) -> ProcessSpec:
-    port, metrics_port = picker.pick(name), picker.pick(f"{name}.metrics")
+    """`port`: 0 for a free one."""
+    port, metrics_port = port or picker.pick(name), picker.pick(f"{name}.metrics")
     return ProcessSpec(
         name=name,
         argv=(
@@ -263,6 +269,12 @@ def missing_model(config: BaseExperimentConfig) -> str:
     if not config.model.path:
         return "model.path '': expected a Hugging Face model directory"
     path = Path(config.model.path)
+    if not path.exists() and _HUB_NAME.fullmatch(config.model.path):
+        return (
+            f"model.path {config.model.path!r}: no such folder; if that is a model of the Hugging "
+            f"Face Hub, `hf download {config.model.path} --local-dir models/{path.name}` and then "
+            f"model.path=models/{path.name}"
+        )
     if not (path / "config.json").is_file():
         return f"model.path {config.model.path!r}: no config.json there"
     if not any(path.glob("*.safetensors")):

@@ -73,7 +73,8 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
     command = shlex.join(
         [
             *(sys.executable, "-m", "areal.cli", "run", config.recipe),
-            *("--config", str(experiment), "--on", "slurm"),
+            # What may change was asked before the job was submitted.
+            *("--config", str(experiment), "--on", "slurm", "--accept-changes"),
         ]
     )
     source = str(Path(__file__).resolve().parents[2])

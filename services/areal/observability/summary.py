@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,63 @@ def build_summary(
     }
 
 
+def continue_summary(
+    earlier: Mapping[str, Any], latest: Mapping[str, Any], *, began: float
+) -> dict[str, Any]:
+    """The run's summary after one more invocation: nothing that was measured before is lost.
+
+    Steps, rewards, tasks and updates are counted over the trial already. What belongs to one
+    invocation is listed under `invocations`; times, CPU and restarts are their sums, memory is
+    their largest. An invocation that found the run finished leaves everything else as it was.
+
+    Args:
+        earlier: What summary.json said; empty when there was none.
+        latest: From `build_summary`, of this invocation alone.
+        began: Unix time of its start.
+    """
+    before: list[dict[str, Any]] = list(earlier.get("invocations", ()))
+    from_step = int(earlier.get("steps", 0)) if before else 0
+    invocation = {
+        "began": round(began, 3),
+        "status": latest["status"],
+        "from_step": min(from_step, latest["steps"]),
+        "to_step": latest["steps"],
+        "wall_s": latest["wall_s"],
+        "cpu_s": latest["cpu_s"],
+    }
+    invocations = [*before, invocation]
+    if before and earlier.get("status") == "finished" and latest["steps"] <= from_step:
+        return {**earlier, "invocations": invocations}
+    restarts: dict[str, int] = dict(earlier.get("restarts", {})) if before else {}
+    for name, count in latest["restarts"].items():
+        restarts[name] = restarts.get(name, 0) + count
+    memory: dict[str, float] = dict(earlier.get("memory_mb", {})) if before else {}
+    for name, size in latest["memory_mb"].items():
+        memory[name] = max(memory.get(name, 0.0), size)
+    return {
+        **latest,
+        "wall_s": round(sum(each["wall_s"] for each in invocations), 2),
+        "cpu_s": round(sum(each["cpu_s"] for each in invocations), 2),
+        "restarts": restarts,
+        "memory_mb": memory,
+        "invocations": invocations,
+    }
+
+
+def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
+    """How the time is made up, where the run was started more than once."""
+    if len(invocations) < 2:
+        return ""
+    last = invocations[-1]
+    if last["to_step"] == last["from_step"]:
+        return "; this time nothing was left to train"
+    counted = [each for each in invocations if each["to_step"] > each["from_step"]]
+    return (
+        f", over {len(counted)} invocations; this one {last['wall_s']:.0f} s, steps "
+        f"{last['from_step'] + 1} to {last['to_step']}"
+    )
+
+
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, text) pairs for people."""
 
@@ -143,7 +200,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines += [
         (
             "time",
-            f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU seconds in all processes",
+            f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU seconds in all processes"
+            f"{_invocations(summary.get('invocations', ()))}",
         ),
         (
             "generated",

@@ -336,7 +336,11 @@ def test_doctor_when_this_machine_lacks_a_model_and_gpus_then_it_says_so(
     )
     findings = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert "nowhere" in findings["model"].found
-    assert {n for n, f in findings.items() if f.verdict is Verdict.MISSING} == {"model", "gpus"}
+    assert {n for n, f in findings.items() if f.verdict is Verdict.MISSING} == {
+        "model",
+        "tokenizer",
+        "gpus",
+    }
     makes_it = {each.name: each for each in examine_here(config, can_prepare=True)}
     assert makes_it["model"].verdict is Verdict.OK
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]

@@ -89,7 +89,7 @@ def test_script_when_rendered_then_it_is_the_same_command_inside_the_job(tmp_pat
     assert setup == "module load cuda"
     assert command.startswith("exec ")
     assert f"-m areal.cli run '/shared/my recipe.py' --config {tmp_path}/job.yaml" in command
-    assert command.endswith("--on slurm")
+    assert command.endswith("--on slurm --accept-changes")
 
 
 def test_script_when_cpus_are_given_then_the_nodes_are_shared(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 
 from areal.observability.plots import moving_mean, plot_rewards
 from areal.observability.poller import LedgerView, Snapshot
-from areal.observability.summary import build_summary, read_results, read_rows, summary_lines
+from areal.observability.summary import (
+    build_summary,
+    continue_summary,
+    read_results,
+    read_rows,
+    summary_lines,
+)
 from areal.servers import SyncStatus
 from areal.types import TaskState
 
@@ -110,3 +116,36 @@ def test_plot_when_there_are_steps_then_a_png(tmp_path: Path) -> None:
 def test_plot_when_there_is_no_step_then_no_file(tmp_path: Path) -> None:
     assert not plot_rewards(tmp_path, tmp_path / "reward.png")
     assert not (tmp_path / "reward.png").exists()
+
+
+def test_continue_when_the_run_had_finished_then_its_figures_stay() -> None:
+    first = continue_summary({}, summarize(wall_s=729.0), began=100.0)
+    again = continue_summary(first, summarize(wall_s=13.0, cpu_s=4.0), began=900.0)
+    assert again["wall_s"] == 729.0
+    assert {**again, "invocations": first["invocations"]} == first
+    assert [each["wall_s"] for each in again["invocations"]] == [729.0, 13.0]
+    assert "nothing was left to train" in dict(summary_lines(again))["time"]
+
+
+def test_continue_when_interrupted_before_then_times_add_up() -> None:
+    part = summarize(status="interrupted", rows=[row(1, 0.1), row(2, 0.2)], wall_s=10.0, cpu_s=5.0)
+    first = continue_summary({}, part, began=100.0)
+    whole = continue_summary(
+        first, summarize(memory_mb={"trainer": 400.0, "total": 3000.0}), began=200.0
+    )
+    assert whole["status"] == "finished"
+    assert (whole["wall_s"], whole["cpu_s"]) == (22.35, 25.0)
+    assert whole["restarts"] == {"buffer": 2}
+    assert whole["memory_mb"] == {"trainer": 500.0, "total": 3000.0}
+    spans = [(each["from_step"], each["to_step"]) for each in whole["invocations"]]
+    assert spans == [(0, 2), (2, 45)]
+    assert "over 2 invocations; this one 12 s, steps 3 to 45" in dict(summary_lines(whole))["time"]
+
+
+def test_continue_when_the_earlier_file_knows_no_invocations_then_it_starts_over() -> None:
+    assert (
+        continue_summary({"status": "finished", "steps": 9}, summarize(), began=1.0)["invocations"][
+            0
+        ]["from_step"]
+        == 0
+    )
