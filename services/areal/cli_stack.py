@@ -57,14 +57,17 @@ class Resolved:
     """Whether the recipe makes the model, which is not there yet."""
 
 
-def resolve_run(recipe: Path, config: Path | None, overrides: list[str]) -> Resolved:
+def resolve_run(
+    recipe: Path, config: Path | None, overrides: list[str], *, with_trainer: bool = True
+) -> Resolved:
     """Loads the recipe and the experiment file.
 
     Raises:
         InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
     """
     resolved, module = read_experiment(recipe, config, overrides)
-    return _with_model(resolved, callable(getattr(module, "prepare_model", None)))
+    can_prepare = callable(getattr(module, "prepare_model", None))
+    return _with_model(resolved, can_prepare=can_prepare, with_trainer=with_trainer)
 
 
 def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
@@ -97,15 +100,16 @@ def read_experiment(
 def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -> Resolved:
     """The same for a stack without trainer, where a recipe is optional."""
     if recipe is not None:
-        return resolve_run(recipe, config, overrides)
-    return _with_model(build_config(GRPOConfig, config, overrides), can_prepare=False)
+        return resolve_run(recipe, config, overrides, with_trainer=False)
+    resolved = build_config(GRPOConfig, config, overrides)
+    return _with_model(resolved, can_prepare=False, with_trainer=False)
 
 
-def _with_model(config: BaseExperimentConfig, can_prepare: bool) -> Resolved:
+def _with_model(config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool) -> Resolved:
     why = "" if config.endpoints.inference else missing_model(config)
     if why and not (can_prepare and config.model.path):
         raise ConfigError(why)
-    check_start(config, will_prepare=bool(why))
+    check_start(config, will_prepare=bool(why), with_trainer=with_trainer)
     return Resolved(config, prepare=bool(why))
 
 

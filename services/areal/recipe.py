@@ -316,7 +316,10 @@ def find_workflow(name: str, module: ModuleType | None) -> type[RolloutWorkflow]
             if isinstance(value, type) and issubclass(value, RolloutWorkflow):
                 found[key] = value
     if name not in found:
-        raise InvalidInput(f"workflow.name {name!r}: unknown workflow{_near(name, list(found))}")
+        hint = "" if module is not None else " (built-ins only: workflow.recipe_digest is empty)"
+        raise InvalidInput(
+            f"workflow.name {name!r}: unknown workflow{_near(name, list(found))}{hint}"
+        )
     return found[name]
 
 

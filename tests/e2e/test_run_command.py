@@ -83,6 +83,14 @@ def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(
     assert [row["step"] for row in rows_of(stack)] == list(range(1, steps + 1))
     check_books(summary, steps)
     assert "finished after 4 steps" in again.stdout
+    spans = [(each["from_step"], each["to_step"]) for each in summary["invocations"]]
+    assert spans == [(0, interrupted["steps"]), (interrupted["steps"], steps)]
+    assert summary["wall_s"] > interrupted["wall_s"]
+
+    changed = areal("run", *command, "gconfig.temperature=0.5", cwd=tmp_path)
+    assert changed.returncode == 2
+    assert "gconfig.temperature 1.0 -> 0.5" in changed.stderr
+    assert json.loads((stack.run_dir / "summary.json").read_text()) == summary
 
 
 def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
@@ -95,6 +103,7 @@ def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
         done = areal(
             *("run", str(recipe), f"model.path={tiny_model}", "model.context_length=64"),
             *("allocation_mode=sglang:d1+fsdp:d1", "stack.max_restarts=1"),
+            "gconfig.max_new_tokens=8",
             cwd=tmp_path,
         )
         stack.assert_gone()

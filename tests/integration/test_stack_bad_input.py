@@ -17,6 +17,7 @@ def make_model(folder: Path) -> Path:
     """Enough of a model to pass the launcher's look at it; nothing will be started."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
     return folder
 
@@ -33,7 +34,9 @@ def make_model(folder: Path) -> Path:
         (GOOD, ["total_train_steps"], "override 'total_train_steps': expected key=value"),
         (GOOD, ["allocation_mode=vllm:d1"], "allocation_mode 'vllm:d1': expected e.g."),
         (GOOD, ["model.path=nowhere"], "model.path 'nowhere': no config.json there"),
-        (GOOD, ["model.path=''"], "model.path '': expected a Hugging Face model directory"),
+        (GOOD, ["model.path=''"], "experiment file 'recipe.yaml': not there"),
+        (GOOD, ["run_root=recipe.py"], "recipe.py is a file, expected a folder"),
+        (GOOD, ["gconfig.max_new_tokens=4096"], "expected less than model.context_length 4096"),
         (GOOD, ["--config", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
         ("def main(argv)\n    pass\n", [], "recipe.py:1: expected ':'"),
         ("import nowhere\n", [], "recipe.py:1: ModuleNotFoundError"),

@@ -260,6 +260,16 @@ def test_dead_letters_when_a_reward_raises_then_listed_with_cause_and_retried(
     assert plain[0].startswith("poison   workflow_error, ")
     assert "no answer in this row" in plain[1]
     assert any('recipe.py", line 3, in reward_fn' in line for line in plain[2:]), plain
+    # The library's class with the recipe's reward: not scored by a built-in unasked.
+    file.write_text('{"task_id": "library", "prompt": "1+1="}\n')
+    done = areal(
+        *("submit", str(file), "--recipe", str(recipe), "--workflow", "RLVRWorkflow", "--wait"),
+        *run,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no answer in this row" in done.stdout
+    areal("dead-letters", "drop", "library", *run, cwd=tmp_path)
     retried = areal("dead-letters", "retry", "poison", *run, cwd=tmp_path)
     assert retried.stdout == "1 tasks queued again\n"
 

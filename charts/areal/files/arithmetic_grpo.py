@@ -53,7 +53,7 @@ def problems(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:
-    """1 for the right sum (leading zeros allowed), else 0. Runs in a sandboxed reward worker."""
+    """1 for the right sum (leading zeros allowed), else 0. Runs in a reward worker."""
     return float(completions.strip().lstrip("0") == answer)
 
 

@@ -22,6 +22,7 @@ from areal.launchers.places import shape_of
 from areal.launchers.plan import missing_model
 from areal.launchers.ports import FIRST_PORT, LAST_PORT, PortPicker
 from areal.launchers.preflight import (
+    answers_problem,
     dataset_problem,
     gateway_problem,
     run_root_problem,
@@ -105,6 +106,7 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             "model": lambda: _model(config, can_prepare=can_prepare),
             "tokenizer": lambda: _tokenizer(config, can_prepare=can_prepare),
             "dataset": lambda: _known("dataset", dataset_problem(config), _dataset_found(config)),
+            "answers": lambda: _known("answers", answers_problem(config), _answers_found(config)),
             "run folder": lambda: _known(
                 "run folder",
                 run_root_problem(config) or weights_problem(config),
@@ -232,6 +234,11 @@ def _tokenizer(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
 def _dataset_found(config: BaseExperimentConfig) -> str:
     path = config.train_dataset.path if isinstance(config, GRPOConfig) else ""
     return path or "the recipe's own"
+
+
+def _answers_found(config: BaseExperimentConfig) -> str:
+    longest = config.gconfig.max_new_tokens if isinstance(config, GRPOConfig) else 0
+    return f"{longest} tokens at most, of {config.model.context_length} with the prompt"
 
 
 def _dashboard(config: BaseExperimentConfig) -> str:

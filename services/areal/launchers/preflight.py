@@ -18,12 +18,15 @@ from areal.launchers.ports import port_is_free
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
-def check_start(config: BaseExperimentConfig, *, will_prepare: bool) -> None:
-    """Refuses a run that could not work.
+def check_start(
+    config: BaseExperimentConfig, *, will_prepare: bool, with_trainer: bool = True
+) -> None:
+    """Refuses a stack that could not work.
 
     Args:
         config: Valid, and its model is there or will be made.
         will_prepare: The recipe makes the model, and its tokenizer, first.
+        with_trainer: False: nothing is trained, so rows and answers are the clients' business.
 
     Raises:
         ConfigError: The first problem, in one line.
@@ -32,10 +35,10 @@ def check_start(config: BaseExperimentConfig, *, will_prepare: bool) -> None:
         lambda: run_root_problem(config),
         lambda: weights_problem(config),
         lambda: tokenizer_problem(config, will_prepare=will_prepare),
-        lambda: dataset_problem(config),
         lambda: gateway_problem(config),
     )
-    for check in checks:
+    training = (lambda: dataset_problem(config), lambda: answers_problem(config))
+    for check in (*checks, *(training if with_trainer else ())):
         if why := check():
             raise ConfigError(why)
 
@@ -71,6 +74,19 @@ def dataset_problem(config: BaseExperimentConfig) -> str:
     if not path.endswith(_FILES) or Path(path).is_file():
         return ""
     return f"train_dataset.path {path!r}: no such file (relative paths start at {Path.cwd()})"
+
+
+def answers_problem(config: BaseExperimentConfig) -> str:
+    """Why answers would be cut off long before the limit that was asked for."""
+    if not isinstance(config, GRPOConfig):
+        return ""
+    longest, room = config.gconfig.max_new_tokens, config.model.context_length
+    if longest < room:
+        return ""
+    return (
+        f"gconfig.max_new_tokens {longest}: expected less than model.context_length {room}, "
+        "which prompt and answer share"
+    )
 
 
 def gateway_problem(config: BaseExperimentConfig) -> str:

@@ -105,9 +105,15 @@ def test_missing_model_when_it_looks_like_a_hub_name_then_the_download_is_shown(
     assert "model.path=models/Qwen2.5-0.5B-Instruct" in why
 
 
-def test_config_when_answers_cannot_fit_then_both_numbers_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^gconfig\.max_new_tokens 100000: expected less than"):
-        build_config(GRPOConfig, None, ["gconfig.max_new_tokens=100000"])
+def test_check_when_answers_cannot_fit_then_both_numbers_are_named(
+    model: Path, tmp_path: Path
+) -> None:
+    config = experiment(model, tmp_path, "gconfig.max_new_tokens=100000")
+    assert refusal(config) == (
+        "gconfig.max_new_tokens 100000: expected less than model.context_length 4096, which prompt "
+        "and answer share"
+    )
+    check_start(config, will_prepare=False, with_trainer=False)
 
 
 def test_resolve_when_no_experiment_file_lies_beside_then_it_is_named(tmp_path: Path) -> None:
