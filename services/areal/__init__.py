@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 # Public name -> module that defines it.
 _EXPORTS = {
+    "Conversation": "areal.workflows.conversation",
     "FSDPPPOActor": "areal.engines.ppo_actor",
     "GRPOConfig": "areal.config",
     "GenerationHyperparameters": "areal.types",
@@ -26,6 +27,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Conversation",
     "FSDPPPOActor",
     "GRPOConfig",
     "GenerationHyperparameters",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         WeightUpdateMeta,
     )
     from areal.workflows.base import InferenceEngine, RolloutWorkflow, make_trajectory
+    from areal.workflows.conversation import Conversation
     from areal.workflows.rlvr import RLVRWorkflow
 
 

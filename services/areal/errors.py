@@ -12,6 +12,7 @@
     ├── Unavailable           try the same call again: draining, or a dependency is away
     ├── WaitTimeout           a deadline passed; says what, on whom, since when
     └── WorkflowError         user code (workflow, reward) raised, or returned nonsense
+        └── PromptDrift       a later turn's prompt does not begin with the tokens before it
 
 The gRPC chassis maps each class to a status code and clients map it back, so a caller catches the
 same class on either side of the wire.
@@ -72,6 +73,10 @@ class WorkflowError(ArealError):
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.traceback = traceback
+
+
+class PromptDrift(WorkflowError):
+    """A later turn's prompt does not begin with the tokens before it."""
 
 
 class WaitTimeout(ArealError):

@@ -55,6 +55,8 @@ class Tokenizer:
         self.eos_token_ids = list(eos_token_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
         self._template = _compile(chat_template) if chat_template else None
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
 
     @classmethod
     def load(cls, tokenizer_dir: Path, model_dir: Path | None = None) -> Tokenizer:
@@ -113,6 +115,10 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence token; None if it has none."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one that no ordinary text has (`<|im_end|>`)."""
+        return token_id in self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; with the tokens that the tokenizer puts around a text, if it does."""

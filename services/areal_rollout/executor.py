@@ -311,6 +311,8 @@ class Executor:
             if self._draining and (episode.engine is None or episode.engine.interrupted):
                 return await self._stopped(episode)
             failure = describe_failure(error)
+            if failure.drift:
+                self._observer.drifted()
             cause = (
                 ReturnCause.INFRASTRUCTURE if failure.infrastructure else ReturnCause.WORKFLOW_ERROR
             )

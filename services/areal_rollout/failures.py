@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areal.errors import CapacityExceeded, Unavailable, WaitTimeout, WorkflowError
+from areal.errors import CapacityExceeded, PromptDrift, Unavailable, WaitTimeout, WorkflowError
 
 _INFRASTRUCTURE = (Unavailable, WaitTimeout, CapacityExceeded)
 
@@ -22,6 +22,8 @@ class Failure:
     detail: str
     traceback: str = ""
     failed_server: str = ""
+    drift: bool = False
+    """A later prompt did not begin with the tokens before it."""
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -47,7 +49,8 @@ def describe_failure(error: BaseException) -> Failure:
     if isinstance(leaf, WorkflowError) and leaf.traceback:
         return Failure(False, _line(str(leaf)), leaf.traceback[-8000:])
     text = "".join(traceback.format_exception(error))[-8000:]
-    return Failure(False, _line(f"{type(leaf).__name__}: {leaf}"), text)
+    drift = isinstance(leaf, PromptDrift)
+    return Failure(False, _line(f"{type(leaf).__name__}: {leaf}"), text, drift=drift)
 
 
 def where_it_waits(task: asyncio.Task[Any]) -> tuple[str, str]:

@@ -56,6 +56,12 @@ class RolloutMetrics:
         self._replayed = Counter(
             "areal_rollout_replayed_tokens", "Tokens taken over from journals.", registry=registry
         )
+        self._drifted = Counter(
+            "areal_rollout_prompt_drift",
+            "Episodes lost because a later prompt did not begin with the tokens before it "
+            "(a chat rendered again: build it with areal.Conversation).",
+            registry=registry,
+        )
         self._busy = Counter(
             "areal_rollout_busy_seconds",
             "Time in which at least one episode was running.",
@@ -129,6 +135,10 @@ class RolloutMetrics:
     def replayed(self, tokens: int) -> None:
         """A journal gave so many tokens."""
         self._replayed.inc(tokens)
+
+    def drifted(self) -> None:
+        """A later prompt did not begin with the tokens before it; the episode is lost."""
+        self._drifted.inc()
 
     def request_done(self, seconds: float, tokens: int) -> None:
         """A generation request has ended well."""

@@ -74,6 +74,9 @@ class Observer(Protocol):
     def replayed(self, tokens: int) -> None:
         """A journal gave so many tokens."""
 
+    def drifted(self) -> None:
+        """A later prompt did not begin with the tokens before it; the episode is lost."""
+
 
 class Generation(Protocol):
     """Generates for all episodes of the process (`areal.engines.sglang.SGLangClient`)."""

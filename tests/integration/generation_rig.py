@@ -29,7 +29,9 @@ class Observer:
 
 
 @asynccontextmanager
-async def serving(*servers, request_timeout_s=10.0, setup_timeout_s=1.0, context=1000):
+async def serving(
+    *servers, request_timeout_s=10.0, setup_timeout_s=1.0, context=1000, vocab_size=200, eos=EOS
+):
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server.running())
@@ -40,7 +42,7 @@ async def serving(*servers, request_timeout_s=10.0, setup_timeout_s=1.0, context
 
         client = SGLangClient(
             table,
-            ModelLimits(vocab_size=200, context_length=context, eos_token_ids=(EOS,)),
+            ModelLimits(vocab_size=vocab_size, context_length=context, eos_token_ids=(eos,)),
             report=report,
             observer=Observer(),
             request_timeout_s=request_timeout_s,

@@ -7,21 +7,15 @@ A whole workflow, as a recipe writes it:
             self.reward_fn, self.gconfig = reward_fn, gconfig
 
         async def arun_episode(self, engine, data):
-            messages = [{"role": "user", "content": data["question"]}]
-            responses = []
+            chat = Conversation(engine.tokenizer, [{"role": "user", "content": data["question"]}])
             for _ in range(2):
-                ids = engine.tokenizer.apply_chat_template(messages)
-                response = await engine.agenerate(LLMRequest(ids, self.gconfig))
-                answer = engine.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-                responses.append(response)
-                [reward] = await engine.score(self.reward_fn, data=data, completions=[answer])
+                response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
+                reply = chat.add_response(response)
+                [reward] = await engine.score(self.reward_fn, data=data, completions=[reply.text])
                 if reward > 0:
                     break
-                messages += [
-                    {"role": "assistant", "content": answer},
-                    {"role": "user", "content": "That is wrong, try again."},
-                ]
-            return make_trajectory(responses, reward)
+                chat.add_messages({"role": "user", "content": "That is wrong, try again."})
+            return chat.trajectory(reward)
 
 An instance is built once per description in each rollout worker and serves all its episodes at
 once, so it keeps nothing of an episode on `self`.
@@ -36,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from areal.errors import WorkflowError
+from areal.errors import PromptDrift, WorkflowError
 from areal.types import LLMRequest, LLMResponse, Trajectory
 
 if TYPE_CHECKING:
@@ -148,7 +142,7 @@ def make_trajectory(
     Args:
         responses: The model's answers in order. The prompt of each must begin with everything
             before it (earlier prompt and output); what it adds (a user's reply, a tool's result)
-            is context.
+            is context. `areal.Conversation` builds such prompts.
         reward: The outcome, placed on the last sampled token; or one number per response, each
             placed on that response's last token.
         completion_text: What people see; may be empty.
@@ -158,11 +152,43 @@ def make_trajectory(
         executor.
 
     Raises:
-        WorkflowError: A later prompt does not extend what came before, there is nothing sampled,
-            or the number of rewards is not 1 or the number of responses.
+        PromptDrift: A later prompt does not extend what came before.
+        WorkflowError: There is nothing sampled, or the number of rewards is not 1 or the number
+            of responses.
     """
     turns = [responses] if isinstance(responses, LLMResponse) else list(responses)
-    if not turns or not any(turn.output_tokens for turn in turns):
+    context: list[int] = []
+    for index, turn in enumerate(turns):
+        prompt = [int(token) for token in turn.input_tokens]
+        if prompt[: len(context)] != context:
+            raise PromptDrift(
+                f"make_trajectory: the prompt of response {index} does not begin with the prompt "
+                f"and output of response {index - 1}: text turned into ids again is not what was "
+                f"sampled; build the prompts with areal.Conversation, which only appends"
+            )
+        context = [*prompt, *turn.output_tokens]
+    placed = [(len(turn.input_tokens), turn) for turn in turns]
+    return assemble_trajectory(context, placed, reward, completion_text)
+
+
+def assemble_trajectory(
+    ids: Sequence[int],
+    turns: Sequence[tuple[int, LLMResponse]],
+    reward: float | Sequence[float],
+    completion_text: str,
+) -> Trajectory:
+    """The arrays of `make_trajectory`, from ids that are known to hold each output.
+
+    Args:
+        ids: Of the whole trajectory.
+        turns: (index in `ids` of the first output token, response), in order.
+        reward: One in all, or one per response.
+        completion_text: What people see.
+
+    Raises:
+        WorkflowError: There is nothing sampled, or the number of rewards is wrong.
+    """
+    if not any(turn.output_tokens for _, turn in turns):
         raise WorkflowError("make_trajectory: no token was sampled")
     rewards_of = [float(reward)] if isinstance(reward, (int, float)) else [float(r) for r in reward]
     if len(rewards_of) not in {1, len(turns)}:
@@ -170,23 +196,12 @@ def make_trajectory(
             f"make_trajectory: {len(rewards_of)} rewards for {len(turns)} responses: "
             f"expected one in all or one each"
         )
-    last = turns[-1]
-    length = len(last.input_tokens) + len(last.output_tokens)
-    input_ids = np.array([*last.input_tokens, *last.output_tokens], dtype=np.int32)
+    length = len(ids)
     loss_mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
     versions = np.full(length, -1, dtype=np.int32)
     rewards = np.zeros(length, dtype=np.float32)
-    end = 0
-    for index, turn in enumerate(turns):
-        start = len(turn.input_tokens)
-        if start < end or (
-            index > 0 and _context(turns[index - 1]) != [int(t) for t in turn.input_tokens[:end]]
-        ):
-            raise WorkflowError(
-                f"make_trajectory: the prompt of response {index} does not begin with the prompt "
-                f"and output of response {index - 1}"
-            )
+    for index, (start, turn) in enumerate(turns):
         end = start + len(turn.output_tokens)
         loss_mask[start:end] = True
         logprobs[start:end] = turn.output_logprobs
@@ -197,15 +212,11 @@ def make_trajectory(
         rewards[np.flatnonzero(loss_mask)[-1]] = rewards_of[0]
     return Trajectory(
         trajectory_id="",
-        input_ids=input_ids,
+        input_ids=np.array(ids, dtype=np.int32),
         loss_mask=loss_mask,
         behavior_logprobs=logprobs,
         token_versions=versions,
         rewards=rewards,
-        finish_reason=last.stop_reason,
+        finish_reason=turns[-1][1].stop_reason,
         completion_text=completion_text,
     )
-
-
-def _context(turn: LLMResponse) -> list[int]:
-    return [*turn.input_tokens, *turn.output_tokens]

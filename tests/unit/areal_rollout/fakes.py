@@ -162,6 +162,7 @@ class FakeScorer:
 class FakeObserver:
     def __init__(self):
         self.outcomes, self.reasons, self.tokens, self.busy_s = Counter(), Counter(), 0, 0.0
+        self.drifts = 0
 
     def episode_ended(self, outcome):
         self.outcomes[outcome] += 1
@@ -174,6 +175,9 @@ class FakeObserver:
 
     def replayed(self, tokens):
         self.tokens += tokens
+
+    def drifted(self):
+        self.drifts += 1
 
 
 class FakeWorkflows(dict):
@@ -203,8 +207,8 @@ class Unreplayable(Calling):
 class Rig:
     """An executor between fakes; `async with` runs it."""
 
-    def __init__(self, function=None, workflow=Calling, **config):
-        self.ledger, self.generation = FakeLedger(), FakeGeneration()
+    def __init__(self, function=None, workflow=Calling, generation=None, **config):
+        self.ledger, self.generation = FakeLedger(), generation or FakeGeneration()
         self.scorer, self.observer = FakeScorer(), FakeObserver()
         self.workflows = FakeWorkflows(rlvr=workflow(function))
         self.executor = Executor(

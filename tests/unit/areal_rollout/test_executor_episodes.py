@@ -12,6 +12,7 @@ from areal.engines.sglang import GenerationFailed
 from areal.errors import InvalidInput, Unavailable, WaitTimeout, WorkflowError
 from areal.rewards.types import ScoreError, ScoreFailure
 from areal.types import Purpose
+from areal.workflows.base import make_trajectory
 from areal_rollout.journal import decode
 
 
@@ -210,3 +211,19 @@ async def test_episode_when_it_cancels_itself_then_workflow_error():
         await rig.ended(1)
     assert rig.ledger.returned["a"][0] is ReturnCause.WORKFLOW_ERROR
     assert "cancelled by itself" in rig.ledger.returned["a"][1]["detail"]
+
+
+async def test_episode_when_a_later_prompt_is_other_ids_then_counted_and_told_what_to_use():
+    async def episode(engine, data):
+        first = await engine.agenerate(request((1, 2)))
+        second = await engine.agenerate(request((1, 2, 3)))
+        return make_trajectory([first, second], 1.0)
+
+    async with Rig(episode) as rig:
+        rig.ledger.add(lease("a"))
+        await rig.ended(1)
+    cause, more = rig.ledger.returned["a"]
+    assert cause is ReturnCause.WORKFLOW_ERROR
+    assert "response 1 does not begin with" in more["detail"]
+    assert "areal.Conversation" in more["detail"]
+    assert rig.observer.drifts == 1

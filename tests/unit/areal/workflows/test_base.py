@@ -58,6 +58,7 @@ def test_trajectory_when_the_last_turn_is_empty_then_reward_is_on_a_sampled_toke
         ([], 1.0, "no token was sampled"),
         ([response([1], [])], 1.0, "no token was sampled"),
         ([response([1], [2]), response([1, 9, 3], [4])], 1.0, "prompt of response 1"),
+        ([response([1], [2]), response([1, 9, 3], [4])], 1.0, "with areal.Conversation, which"),
         ([response([1], [2, 3]), response([1, 2], [4])], 1.0, "prompt of response 1"),
         ([response([1], [2])], [1.0, 2.0], "2 rewards for 1 responses"),
     ],

@@ -1,0 +1,136 @@
+"""A conversation as the model has seen it: token ids that are only ever appended to.
+
+Rendering the whole chat again for each turn turns sampled ids into text and back. That changes
+them as soon as the model samples a special token, or a word in other pieces than the tokenizer
+would choose, and then what is trained on is not what was sampled. Here the ids, logprobs and
+versions of each answer are kept as sampled; only what stands between two answers is rendered:
+
+    | opening messages | answer | end of turn, new messages, header | answer | ...
+      loss_mask 0        1        0                                   1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal.errors import InvalidInput, WorkflowError
+from areal.tokenizer import Tokenizer
+from areal.types import LLMResponse, Trajectory
+from areal.workflows.base import assemble_trajectory
+from areal.workflows.rendering import ChatRenderer, Message, Reply, TemplateRenderer
+
+
+class Conversation:
+    """One episode's chat, and in the end its trajectory.
+
+    Example:
+        >>> chat = Conversation(engine.tokenizer, [{"role": "user", "content": "12+34="}])
+        >>> reply = chat.add_response(await engine.agenerate(LLMRequest(chat.input_ids, gconfig)))
+        >>> chat.add_messages({"role": "user", "content": "That is wrong, try again."})
+        >>> chat.add_response(await engine.agenerate(LLMRequest(chat.input_ids, gconfig)))
+        >>> chat.trajectory(reward=1.0)
+    """
+
+    def __init__(
+        self,
+        renderer: ChatRenderer | Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+    ) -> None:
+        """Renders the opening.
+
+        Args:
+            renderer: Of the model's chat format; a tokenizer stands for its own chat template
+                (`TemplateRenderer(tokenizer, enable_thinking=False)` sets template variables).
+            messages: The first of them, up to the model's first answer.
+            tools: JSON schemas of the functions offered to the model.
+
+        Raises:
+            InvalidInput: The template refuses the messages, or turns cannot be appended to it.
+        """
+        self._renderer = TemplateRenderer(renderer) if isinstance(renderer, Tokenizer) else renderer
+        self._tools = tools
+        self._messages: list[Message] = []
+        self._responses: list[LLMResponse] = []
+        self._starts: list[int] = []
+        self._ids: list[int] = []  # up to the end of the last answer
+        self._pending: list[Message] = []
+        self._context: list[int] = []  # what follows them
+        self.add_messages(*messages)
+        # Refused now rather than after the first answer.
+        self._renderer.bridge(self._context, [{"role": "user", "content": "?"}], tools)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Everything so far, ready to be answered: the prompt of the next request."""
+        return self._ids + self._context
+
+    @property
+    def messages(self) -> list[Message]:
+        """The same for people: roles and texts, the answers as `Reply.message`."""
+        return [*self._messages, *self._pending]
+
+    def add_messages(self, *messages: Message) -> None:
+        """What the model reads before its next answer: a user's words, results of tools.
+
+        Raises:
+            InvalidInput: One is an assistant's, or the chat template refuses them.
+        """
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or "role" not in message:
+                raise InvalidInput(
+                    f"messages[{index}]: expected an object with 'role' and 'content', "
+                    f"got {type(message).__name__}"
+                )
+            if message["role"] == "assistant" and self._responses:
+                raise InvalidInput(
+                    f"messages[{index}]: role 'assistant' after the opening: expected 'user', "
+                    f"'tool' or 'system'; what the model said comes by add_response"
+                )
+        if not messages:
+            raise InvalidInput("messages: expected at least one")
+        pending = [*self._pending, *messages]
+        self._context = (
+            self._renderer.bridge(self._ids, pending, self._tools)
+            if self._responses
+            else self._renderer.render(pending, self._tools, add_generation_prompt=True)
+        )
+        self._pending = pending
+
+    def add_response(self, response: LLMResponse) -> Reply:
+        """The model's answer to `input_ids`, kept as sampled.
+
+        An answer that was cut may be continued: ask again without adding messages.
+
+        Raises:
+            WorkflowError: It was sampled for another prompt.
+        """
+        if list(response.input_tokens) != self.input_ids:
+            raise WorkflowError(
+                f"Conversation: answer {len(self._responses)} was sampled for other ids than "
+                f"input_ids; a rewritten history needs a Conversation of its own"
+            )
+        reply = self._renderer.parse(response.output_tokens)
+        self._ids = [*self.input_ids, *response.output_tokens]
+        self._starts.append(len(response.input_tokens))
+        self._responses.append(response)
+        self._messages += [*self._pending, reply.message]
+        self._pending, self._context = [], []
+        return reply
+
+    def trajectory(self, reward: float | Sequence[float], completion_text: str = "") -> Trajectory:
+        """All turns up to the last answer; the loss covers exactly the sampled tokens.
+
+        Args:
+            reward: The outcome, placed on the last sampled token; or one number per answer, each
+                placed on that answer's last token.
+            completion_text: What people see; default: the last answer's text.
+
+        Raises:
+            WorkflowError: Nothing was sampled, or the number of rewards is neither 1 nor the
+                number of answers.
+        """
+        text = completion_text or (self._messages[-1]["content"] if self._responses else "")
+        turns = list(zip(self._starts, self._responses, strict=True))
+        return assemble_trajectory(self._ids, turns, reward, text)

@@ -1,0 +1,248 @@
+"""How messages become token ids and back: what a `Conversation` needs to know of a model's chat.
+
+`TemplateRenderer` works with any chat template. What stands between an answer and the next one,
+the bridge, is taken from a render in which a marker stands for the answer:
+
+    ... <|im_start|>assistant
+    MARKER<|im_end|>                 | the bridge: from here
+    <|im_start|>user                 |
+    Try again.<|im_end|>             |
+    <|im_start|>assistant            | to here
+
+No earlier turn is ever rendered again, so a template that rewrites earlier turns (Qwen3, GLM and
+MiniMax drop their reasoning) cannot change what was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from areal.errors import InvalidInput
+from areal.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+"""{"role": "user", "content": "…"}, with what the chat template knows besides ("tool_call_id")."""
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a person or a tool reads of one sampled answer."""
+
+    text: str
+    """All of it without special tokens; tool calls are still in it."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Those that are well formed."""
+
+    @property
+    def message(self) -> Message:
+        """As an assistant's message."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        return message
+
+
+class ChatRenderer(Protocol):
+    """What knows a model's chat format."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation that no model has sampled yet.
+
+        Raises:
+            InvalidInput: The chat format has no place for these messages.
+        """
+        ...
+
+    def bridge(
+        self,
+        history: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+    ) -> list[int]:
+        """Token ids that follow `history`, which ends with a sampled answer, up to the next answer.
+
+        Args:
+            history: All ids so far. The answer may have ended by itself (its end-of-turn token is
+                the last id) or been cut (the bridge then ends it).
+            messages: What comes next; no assistant's.
+            tools: As in `render`.
+
+        Raises:
+            InvalidInput: They cannot be appended without changing what came before.
+        """
+        ...
+
+    def parse(self, ids: Sequence[int]) -> Reply:
+        """Reads the ids of one sampled answer."""
+        ...
+
+
+class TemplateRenderer:
+    """A `ChatRenderer` on the model's own chat template.
+
+    Example:
+        >>> TemplateRenderer(engine.tokenizer, enable_thinking=False)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, **variables: Any) -> None:
+        """Cheap: renders nothing yet.
+
+        Args:
+            tokenizer: Of the model.
+            **variables: For the template (`enable_thinking=False`).
+        """
+        self._tokenizer = tokenizer
+        self._variables = variables
+        self._close: str | None = None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """See `ChatRenderer`."""
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **self._variables,
+        )
+
+    def bridge(
+        self,
+        history: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+    ) -> list[int]:
+        """See `ChatRenderer`. Costs two to four renders of the new messages alone."""
+        close, following = self._after_answer(messages, tools)
+        ids = self._tokenizer.encode(following, add_special_tokens=False)
+        last = history[-1] if history else None
+        if not ids or last is None or not self._tokenizer.is_special(ids[0]):
+            return ids
+        # An answer that was not cut has its end already. GLM's end is the next turn's first token,
+        # and there another end (<|endoftext|>) does not stand for it.
+        ended_otherwise = bool(close) and last in self._tokenizer.eos_token_ids
+        return ids[1:] if ids[0] == last or ended_otherwise else ids
+
+    def parse(self, ids: Sequence[int]) -> Reply:
+        """See `ChatRenderer`; knows the JSON tool calls of Qwen, Hermes and Llama 3."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return Reply(text, tuple(_tool_calls(text)))
+
+    def _after_answer(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> tuple[str, str]:
+        """(How the template ends an answer when nothing follows, all text up to the next answer).
+
+        A tool's result follows an answer with a call in it, where the template can show that.
+        """
+        marker = _marker([*messages, *(tools or ())])
+        question: Message = {"role": "user", "content": "?"}
+        answer: Message = {"role": "assistant", "content": marker}
+        if self._close is None:
+            self._close = self._tail([question, answer], marker, tools)
+        close = self._close
+        calls = [_call_of(m) for m in messages if m.get("role") == "tool"]
+        if calls:
+            try:
+                calling = {**answer, "tool_calls": calls}
+                before = self._tail([question, calling], marker, tools)
+                after = self._following([question, calling], messages, marker, tools)
+                if after.startswith(before) and before.endswith(close):
+                    return close, close + after.removeprefix(before)
+            except InvalidInput:
+                pass  # it has no place for an answer's text beside a call, or for several calls
+        return close, self._following([question, answer], messages, marker, tools)
+
+    def _following(
+        self,
+        before: list[Message],
+        messages: Sequence[Message],
+        marker: str,
+        tools: Sequence[Message] | None,
+    ) -> str:
+        """The text after the marker, with every message in it."""
+        text = self._tail([*before, *messages], marker, tools, True)
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if not isinstance(content, str) or content.strip() in text:
+                continue
+            # Escaped, or dropped? A plain word tells.
+            probe = [*messages]
+            probe[index] = {**message, "content": "ARRIVED"}
+            if "ARRIVED" not in self._tail([*before, *probe], marker, tools, True):
+                raise InvalidInput(
+                    f"messages: the chat template leaves out a message of role "
+                    f"{message.get('role')!r}"
+                )
+        return text
+
+    def _tail(
+        self,
+        messages: Sequence[Message],
+        marker: str,
+        tools: Sequence[Message] | None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        text = self._tokenizer.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._variables
+        )
+        _, found, tail = text.rpartition(marker)
+        if not found:
+            raise InvalidInput(
+                "messages: the chat template leaves out the model's answer: turns cannot be "
+                "appended to it"
+            )
+        return tail
+
+
+def _marker(messages: Sequence[Message]) -> str:
+    """A text that none of them has."""
+    known, marker = str(list(messages)), "AREAL-ANSWER"
+    while marker in known:
+        marker += "-X"
+    return marker
+
+
+def _call_of(message: Message) -> Message:
+    """The call that a tool's result answers."""
+    function: Message = {"name": message.get("name") or "tool", "arguments": {}}
+    return {"id": message.get("tool_call_id", ""), "type": "function", "function": function}
+
+
+def _tool_calls(text: str) -> Iterator[ToolCall]:
+    """`<tool_call>{"name", "arguments"}</tool_call>`, or a whole text of {"name", "parameters"}."""
+    for source in _TOOL_CALL.findall(text) or [text.strip()]:
+        try:
+            call = json.loads(source)
+        except ValueError:
+            continue
+        if not isinstance(call, dict):
+            continue
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(call.get("name"), str) and isinstance(arguments, dict):
+            yield ToolCall(call["name"], arguments)
