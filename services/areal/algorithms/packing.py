@@ -239,7 +239,9 @@ def split_minibatches(batch: Batch, count: int) -> list[list[int]]:
 def split_micro_batches(batch: Batch, max_tokens: int, min_count: int = 1) -> list[list[int]]:
     """Cut a batch into micro-batches of at most `max_tokens` tokens (best fit, longest first).
 
-    Groups stay together where they fit, so that their common prefixes are computed once.
+    Groups stay together where they fit, so that their common prefixes are computed once. Where
+    that makes fewer micro-batches than `min_count`, the largest is split until there are enough:
+    no micro-batch grows, so the budget holds.
 
     Args:
         batch: the batch.
@@ -250,18 +252,42 @@ def split_micro_batches(batch: Batch, max_tokens: int, min_count: int = 1) -> li
         For each micro-batch the ascending indices of its sequences; deterministic, none empty.
     """
     lengths = sequence_lengths(batch).tolist()
-    min_count = min(min_count, len(lengths))
     units = []
     for unit in group_units(batch):
         fits = sum(lengths[i] for i in unit) <= max_tokens
         units.extend([unit] if fits else [[i] for i in unit])
-    if len(units) < min_count:
-        units = [[i] for i in range(len(lengths))]
     sizes = [sum(lengths[i] for i in unit) for unit in units]
-    bins = _best_fit_decreasing(sizes, max_tokens)
-    if len(bins) < min_count:
-        bins = [chosen for chosen in assign_groups(sizes, min_count) if chosen]
-    return [sorted(i for number in chosen for i in units[number]) for chosen in bins]
+    bins = [[units[n] for n in chosen] for chosen in _best_fit_decreasing(sizes, max_tokens)]
+    bins = _split_largest(bins, lengths, min(min_count, len(lengths)))
+    return [sorted(i for unit in chosen for i in unit) for chosen in bins]
+
+
+def _split_largest(
+    bins: list[list[list[int]]], lengths: Sequence[int], count: int
+) -> list[list[list[int]]]:
+    """Halve the largest bin of several sequences until there are `count` bins.
+
+    A bin is a list of units (runs of sequences); one of a single unit is split inside it.
+    """
+
+    def entry(chosen: list[list[int]], number: int) -> tuple[int, int, list[list[int]]]:
+        return -sum(lengths[i] for unit in chosen for i in unit), number, chosen
+
+    several = [entry(b, n) for n, b in enumerate(bins) if sum(map(len, b)) > 1]
+    done = [chosen for chosen in bins if sum(map(len, chosen)) == 1]
+    heapq.heapify(several)
+    number = len(bins)
+    while several and len(several) + len(done) < count:
+        _, _, chosen = heapq.heappop(several)
+        units = chosen if len(chosen) > 1 else [[i] for i in chosen[0]]
+        for half in assign_groups([sum(lengths[i] for i in unit) for unit in units], 2):
+            part = [units[n] for n in half]
+            if sum(map(len, part)) == 1:
+                done.append(part)
+            else:
+                heapq.heappush(several, entry(part, number))
+                number += 1
+    return [chosen for _, _, chosen in sorted(several)] + done
 
 
 def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
