@@ -1,8 +1,8 @@
 """What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
 
 Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?,
-    background?}, run one
-after the other by a fresh engine each.
+    background?, one_token?}, run one after the other by a fresh engine each. With `one_token` the
+batch begins with a sequence of one token, which is in no loss.
 """
 
 import json
@@ -30,6 +30,15 @@ def share_of(batch, rank, world_size):
     return packing.select(batch, [i for number in chosen for i in units[number]])
 
 
+def batch_of(job, seed):
+    batch = make_batch(seed, groups=job["groups"])
+    if job.get("one_token"):
+        first = {key: value[:1] for key, value in packing.unpack(batch)[0].items()}
+        groups = [-1, *batch["group_index"].tolist()]
+        batch = packing.pack([first, *packing.unpack(batch)], groups)
+    return batch
+
+
 def run(job):
     schema = OmegaConf.structured(PPOActorConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(job["config"])))
@@ -45,8 +54,10 @@ def run(job):
     for step, seed in enumerate(job["seeds"]):
         if step < begin:
             continue
-        batch = share_of(make_batch(seed, groups=job["groups"]), engine.rank, engine.world_size)
+        batch = share_of(batch_of(job, seed), engine.rank, engine.world_size)
         actor.compute_advantages(batch)
+        if job.get("one_token"):
+            batch["proximal_logprobs"] = actor.compute_logprobs(batch)
         if job.get("gradients"):
             found, stats = gradients(engine, batch, actor._loss)
             if engine.rank == 0:

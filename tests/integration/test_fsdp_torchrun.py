@@ -72,6 +72,7 @@ def runs(tmp_path_factory):
     job, checkpoint = launches.job, launches.checkpoint
     clip = {"behavior_weight_cap": 2.0, "c_clip": 3.0}
     tiny_budget = {"mb_spec": {"max_tokens_per_mb": 20}}
+    alone = {"mb_spec": {"max_tokens_per_mb": 1}}
     minibatches = {"ppo_n_minibatches": 2}
 
     def common(ranks):
@@ -80,6 +81,7 @@ def runs(tmp_path_factory):
             job(f"gradients-{ranks}", "float32", [0], options=clip, gradients=True),
             job(f"train-{ranks}"),
             job(f"lonely-{ranks}", seeds=[0, 1, 2], groups=1, options=tiny_budget),
+            job(f"one-token-{ranks}", seeds=[0, 1], groups=1, options=alone, one_token=True),
             job(f"whole-{ranks}", **bits),
             job(
                 f"saving-{ranks}",
@@ -138,6 +140,15 @@ def test_weights_when_a_rank_has_no_sequences_then_equal_those_of_one(runs):
     (one, _), (two, rows) = runs.results["lonely-1"], runs.results["lonely-2"]
     assert_weights_close(two, one, 1e-10)
     assert rows[0]["n_micro_batches"] >= 2
+
+
+def test_weights_when_a_rank_has_but_one_sequence_of_one_token_then_equal_those_of_one(runs):
+    """In its forward passes for the proximal logprobs and its train steps nothing is shifted."""
+    (one, rows), (two, rows2) = runs.results["one-token-1"], runs.results["one-token-2"]
+    assert_weights_close(two, one, 1e-10)
+    assert len(rows2) == 2
+    for a, b in zip(rows, rows2, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-8)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -272,8 +272,8 @@ class FSDPEngine(TrainEngine):
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         layout = build_layout(mb, share_prefixes=self.config.share_prefixes and not self._flash)
         # A micro-batch without loss tokens still takes part in the collectives of forward and
-        # backward.
-        wanted = targets if len(targets) else targets.new_ones(1)
+        # backward; it may be a single token, so it asks for its first.
+        wanted = targets if len(targets) else targets.new_zeros(1)
         logprobs, entropies = self.model(mb, layout, wanted, temperature)
         if not len(targets):
             logprobs = logprobs * 0.0

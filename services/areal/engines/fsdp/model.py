@@ -67,6 +67,7 @@ class PackedCausalLM(nn.Module):
             batch: packed batch on the model's device.
             layout: from `build_layout(batch)`.
             targets: int64 [N], batch positions whose logprob is wanted; none is a sequence's first.
+                Position 0 stands for "none": what is returned for it means nothing.
             temperature: divides the logits.
 
         Returns:
@@ -91,7 +92,7 @@ class PackedCausalLM(nn.Module):
             **attention,
         )
         # The distribution of token t is read off token t - 1: the only shift in the code base.
-        rows = layout.locate[targets - 1]
+        rows = layout.locate[(targets - 1).clamp(min=0)]
         labels = batch["input_ids"][targets]
         hidden = output.last_hidden_state[0].index_select(0, rows)
         head = self.hf.get_output_embeddings()
