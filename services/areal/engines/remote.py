@@ -396,7 +396,7 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
                 }
             )
             group_index.append(number)
-            truncated.append(trajectory.finish_reason is not StopReason.STOP)
+            truncated.append(trajectory.finish_reason in (StopReason.LENGTH, StopReason.ABORT))
     if not sequences:
         return _empty_batch()
     batch: dict[str, Any] = pack(sequences, group_index)
