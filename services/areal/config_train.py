@@ -123,7 +123,7 @@ class NormConfig:
     mean_level: str | None = "batch"
     """`batch`, `group` or null."""
     std_level: str | None = "batch"
-    """`batch`, `group` or null."""
+    """`batch`, `group` or null; a group of one or of equal rewards counts as std 1."""
     mean_leave1out: bool = False
     """The mean leaves the sample itself out (group level; a group of one then gets 0)."""
     std_unbiased: bool = True
@@ -266,15 +266,16 @@ class PPOActorConfig(TrainEngineConfig):
     overlong_tokens: int = 0
     """Length of the penalized range."""
     overlong_penalty_factor: float = 1.0
-    """Penalty at `max_response_tokens`."""
+    """Penalty at `max_response_tokens` and beyond (DAPO)."""
     max_response_tokens: int = 0
     """Response length at which the overlong penalty is full."""
     mask_no_eos_with_zero: bool = False
     """The reward of a sequence cut off without end-of-sequence counts 0 (batch key `truncated`)."""
     reward_norm: NormConfig | None = None
-    """Normalization of sequence rewards."""
+    """Normalization of sequence rewards; rewards before the last token are scaled alike."""
     kl_ctl: float = 0.0
-    """Weight of the KL penalty against `reference_logprobs` in the token rewards."""
+    """Weight of the KL penalty of the policy at the start of the update against
+    `reference_logprobs`, in the token rewards."""
     kl_estimator: str = "k1"
     """`k1`, `k2` or `k3`."""
     discount: float = 1.0

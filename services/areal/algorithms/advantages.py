@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.algorithms.normalization import normalize_scores
+from areal.algorithms.normalization import center_and_scale
 from areal.algorithms.packing import Batch, sequence_index
 from areal.config_train import PPOActorConfig
 from areal.errors import InvalidInput
@@ -21,8 +21,10 @@ from areal.errors import InvalidInput
 # Weights within a block of the scan span at most 1e200 (1e26), which float64 (float32) holds.
 _MAX_LOG_WEIGHT = {torch.float64: 460.0, torch.float32: 60.0}
 _BLOCK = 256
-# No healthy policy's token reaches this; AReaL clamps there too.
+# No healthy policy's token reaches these; AReaL and verl clamp the estimate there, verl also the
+# logprob difference before it is exponentiated.
 _MAX_KL = 10.0
+_MAX_LOG_RATIO = 20.0
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -134,7 +136,9 @@ def gae(
 
     Returns:
         Advantages and returns (advantages + values), [T] in the dtype of `rewards`, 0 where
-        `loss_mask` is false. Float32 is accurate to about 1e-6 of the largest of a sequence's sums.
+        `loss_mask` is false. Accurate to about 1e-6 (float32) or 1e-14 (float64) of the largest
+        partial sum within 256 loss tokens, those of neighboring sequences included: next to one
+        whose rewards are 1e5 times larger, float32 is off by 1e-2. `PPOActor` passes float64.
     """
     chosen = torch.nonzero(loss_mask).flatten()
     # Loss tokens before each sequence boundary; sequences without any vanish from the scan.
@@ -166,12 +170,13 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
     """Estimate KL(policy || reference) from one sample per position.
 
     The estimators of joschu.net/blog/kl-approx.html. With
-    d = logprobs - reference_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; clamped to +-10.
+    d = logprobs - reference_logprobs, clamped to +-20: k1 = d, k2 = d^2 / 2,
+    k3 = exp(-d) - 1 + d; each clamped to +-10.
 
     Raises:
         InvalidInput: unknown estimator.
     """
-    d = logprobs - reference_logprobs
+    d = (logprobs - reference_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if estimator == "k1":
         kl = d
     elif estimator == "k2":
@@ -189,10 +194,11 @@ def overlong_penalty(
     """Return DAPO's soft length penalty (arXiv 2503.14476, equation 13), float64 [S], <= 0.
 
     0 up to max_response_tokens - overlong_tokens, then linear down to -factor at
-    max_response_tokens.
+    max_response_tokens, and -factor beyond (AReaL's goes on falling there). Lengths are generated
+    tokens: over all turns of a sequence they may exceed max_response_tokens.
     """
     excess = response_lengths.double() - (max_response_tokens - overlong_tokens)
-    return -factor * (excess / overlong_tokens).clamp(min=0.0)
+    return -factor * (excess / overlong_tokens).clamp(0.0, 1.0)
 
 
 def shape_scores(
@@ -210,13 +216,14 @@ def shape_scores(
         process_group: data-parallel group for batch-level normalization, or None.
 
     Returns:
-        Raw sums and shaped scores, float64 [S] each.
+        Shaped scores, and their slopes: what a reward added to a sequence, all others and the
+        centers and deviations of the normalization being held, adds to its score. 0 where the
+        score is clipped or zeroed. Float64 [S] each.
 
     Raises:
         InvalidInput: `mask_no_eos_with_zero` without `truncated` in the batch.
     """
-    raw = sequence_sums(batch["rewards"], batch["cu_seqlens"])
-    scores = raw
+    scores = sequence_sums(batch["rewards"], batch["cu_seqlens"])
     if config.overlong_reward_penalty:
         lengths = sequence_sums(batch["loss_mask"], batch["cu_seqlens"])
         scores = scores + overlong_penalty(
@@ -226,9 +233,13 @@ def shape_scores(
             config.overlong_penalty_factor,
         )
     scores = (scores + config.reward_bias) * config.reward_scaling
+    slopes = torch.where(scores.abs() > config.reward_clip, 0.0, config.reward_scaling).double()
     scores = scores.clamp(-config.reward_clip, config.reward_clip)
     if config.reward_norm is not None:
-        scores = normalize_scores(scores, batch["group_index"], config.reward_norm, process_group)
+        center, scale = center_and_scale(
+            scores, batch["group_index"], config.reward_norm, process_group
+        )
+        scores, slopes = (scores - center) / scale, slopes / scale
     if config.mask_no_eos_with_zero:
         if "truncated" not in batch:
             raise InvalidInput(
@@ -236,15 +247,28 @@ def shape_scores(
                 f"the batch has {sorted(batch)}"
             )
         scores = torch.where(batch["truncated"], 0.0, scores)
-    return raw, scores
+        slopes = torch.where(batch["truncated"], 0.0, slopes)
+    return scores, slopes
 
 
-def place_scores(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, scores: Tensor) -> Tensor:
+def place_scores(
+    rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, scores: Tensor, slopes: Tensor
+) -> Tensor:
     """Return token rewards whose sum over each sequence is its shaped score.
 
-    Rewards before the last generated token (process rewards) keep their place and size; the last
-    generated token takes the rest. A single outcome thus becomes exactly the score. Sequences
-    without loss tokens get none.
+    Rewards before the last generated token (process rewards) keep their place and are scaled as
+    the score was; the last generated token takes the rest. Without discount, a token's advantage
+    is then the same increasing function of its raw reward-to-go at every place of a sequence: were
+    process rewards left at their raw size beside a normalized score, the tokens after one could
+    get the opposite sign. A single outcome becomes exactly the score; a clipped or zeroed score
+    stands at the last token alone. Sequences without loss tokens get none.
+
+    Args:
+        rewards: float [T].
+        loss_mask: bool [T].
+        cu_seqlens: int [S+1].
+        scores: float64 [S], and
+        slopes: float64 [S], of `shape_scores`.
 
     Returns:
         Float64 [T].
@@ -254,7 +278,7 @@ def place_scores(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, scores:
     owner = sequence_index(cu_seqlens)
     last.scatter_reduce_(0, owner, torch.where(loss_mask, positions, -1), "amax")
     used = last >= 0
-    placed = torch.where(loss_mask, rewards.double(), 0.0)
+    placed = torch.where(loss_mask, rewards.double() * slopes[owner], 0.0)
     placed[last[used]] = 0.0
     rest = scores - sequence_sums(placed, cu_seqlens)
     placed[last[used]] = rest[used]

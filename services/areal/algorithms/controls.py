@@ -27,4 +27,5 @@ def shuffle_rewards(batch: Batch, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     dealt = outcomes[torch.randperm(len(outcomes), generator=generator)]
     nothing = torch.zeros_like(batch["rewards"])
-    batch["rewards"] = place_scores(nothing, batch["loss_mask"], cu_seqlens, dealt).float()
+    mask, slopes = batch["loss_mask"], torch.ones_like(dealt)
+    batch["rewards"] = place_scores(nothing, mask, cu_seqlens, dealt, slopes).float()

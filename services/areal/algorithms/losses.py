@@ -5,6 +5,11 @@ tokens of the step (all micro-batches, all ranks), so that neither micro-batchin
 parallelism changes the result. Tokens that a loss leaves out (behavior weight above its cap) still
 count in that number.
 
+Log ratios are clamped to +-20 before they are exponentiated, a sequence's mean after it was taken:
+no logprob, however small, makes an infinite ratio or weight, and so no NaN where it meets an
+advantage or weight of 0. The gradient is exact inside and 0 beyond, like that of verl's clamp.
+(verl clamps GSPO's ratio of a sequence at 10 instead, from above only; AReaL clamps nothing.)
+
 Statistics are float scalars without gradient: sums over loss tokens, which the engine divides by
 the same number; a name that ends in `_max` is combined by maximum instead.
 """
@@ -20,6 +25,9 @@ from areal.algorithms.packing import sequence_index
 from areal.errors import InvalidInput
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
+
+MAX_LOG_RATIO = 20.0
+"""e^20 = 4.9e8: far above any clip range or cap, far below what float32 and its squares hold."""
 
 
 def _masked_difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
@@ -70,17 +78,21 @@ def behavior_weight(
         cap: largest weight; None: any.
 
     Returns:
-        The weight, [T], 0 for tokens above the cap and off the mask; and statistics.
+        The weight, [T], at most e^20, 0 for tokens above the cap and off the mask; and statistics:
+        `behavior_weight` (of the tokens that are kept), `behavior_weight_max` (of all loss tokens),
+        `behavior_weight_capped_ratio` (tokens above the cap).
     """
-    weight = _masked_difference(proximal_logprobs, behavior_logprobs, loss_mask).exp_()
-    weight.masked_fill_(~loss_mask, 0.0)
+    weight = _masked_difference(proximal_logprobs, behavior_logprobs, loss_mask)
+    weight.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_().masked_fill_(~loss_mask, 0.0)
+    largest = weight.amax() if len(weight) else weight.sum()
     capped = torch.zeros_like(loss_mask) if cap is None else weight > cap
+    weight.masked_fill_(capped, 0.0)
     stats = {
         "behavior_weight": weight.sum(),
-        "behavior_weight_max": weight.amax() if len(weight) else weight.sum(),
+        "behavior_weight_max": largest,
         "behavior_weight_capped_ratio": capped.sum(),
     }
-    return weight if cap is None else weight.masked_fill(capped, 0.0), stats
+    return weight, stats
 
 
 def ppo_actor_loss(
@@ -108,8 +120,13 @@ def ppo_actor_loss(
         loss = sum of w l over loss tokens with w <= behavior_weight_cap
 
     `decoupled=True` multiplies by w whether or not a cap is set. `decoupled=False` is plain PPO
-    around the behavior
-    policy: r = exp(policy - behavior), no weight.
+    around the behavior policy: r = exp(policy - behavior), no weight.
+
+    The sequence level is GSPO (arXiv 2507.18071): r is the exponential of the sequence's mean log
+    ratio, A its mean advantage, both over all its loss tokens; w stays each token's own. The papers
+    do not say how a cap acts there: a token above it is left out of the sum, but stays in its
+    sequence's means (AReaL takes it out of the means too). The gradient is the exact derivative of
+    this sum (verl's token weights use a straight-through one).
 
     Args:
         policy_logprobs: float [T], with gradient.
@@ -122,8 +139,7 @@ def ppo_actor_loss(
         c_clip: dual clip, > 1; None: off.
         decoupled: see above.
         behavior_weight_cap: tokens with a larger w are dropped; None: none.
-        importance_sampling_level: `token`, or `sequence` (GSPO, arXiv 2507.18071: r is the
-            exponential of the sequence's mean log ratio, A its mean advantage).
+        importance_sampling_level: `token`, or `sequence` (GSPO, see above).
         cu_seqlens: int [S+1], for the sequence level.
 
     Returns:
@@ -147,13 +163,14 @@ def ppo_actor_loss(
                 f"importance_sampling_level={importance_sampling_level!r}: "
                 "expected 'token' or 'sequence'"
             )
-        ratio = log_ratio.exp()
+        beyond = log_ratio.abs() > MAX_LOG_RATIO
+        ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         unclipped = (ratio * advantages).neg_()
         clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher).mul_(advantages).neg_()
         is_clipped = clipped > unclipped
         loss = torch.maximum(unclipped, clipped)
-        # d(-A r) / d(log r) is -A r again; it vanishes where the ratio is clipped.
-        slope = unclipped.masked_fill_(is_clipped, 0.0)
+        # d(-A r) / d(log r) is -A r again; it vanishes where the ratio or its log is clipped.
+        slope = unclipped.masked_fill_(is_clipped | beyond, 0.0)
         stats = {
             "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
             "clip_ratio": (is_clipped & loss_mask).sum(),
@@ -202,7 +219,7 @@ def cispo_loss(
     with torch.no_grad():
         center = proximal_logprobs if decoupled else behavior_logprobs
         log_ratio = _masked_difference(policy_logprobs, center, loss_mask)
-        ratio = log_ratio.exp()
+        ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher)
         stats = {
             "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
@@ -216,7 +233,7 @@ def cispo_loss(
             )
             stats |= weight_stats
         slope = -clipped * weight * advantages.masked_fill(~loss_mask, 0.0)
-        loss_sum = (slope * policy_logprobs.masked_fill(~loss_mask, 0.0)).sum()
+        loss_sum = (slope * policy_logprobs.masked_fill(slope == 0, 0.0)).sum()
     return _with_gradient(policy_logprobs, loss_sum, slope), stats
 
 
@@ -232,7 +249,9 @@ def loglinear_proximal_logprobs(
     With v_b the version that sampled a token, v_p the version at the start of the update and v =
     v_p + 1 the version that the update makes: alpha = clip((v_p - v_b) / (v - v_b), 0, 1) and
     proximal = behavior + alpha (policy - behavior). A token sampled by v_p keeps its behavior
-    logprob.
+    logprob. This is the formula of AReaL's documentation with v = v_p + 1, so that the proximal
+    policy is the weights at the start of the update; AReaL's trainer passes v = v_p, as if every
+    token were one version younger.
 
     Returns:
         Float [T] without gradient, 0 where `loss_mask` is false.
@@ -269,6 +288,10 @@ def critic_loss(
         loss_mask: bool [T].
         eps_clip: the value is clipped to values +- eps_clip.
     """
+    # Before the squares: the derivative of a square that is masked afterwards is 0 * NaN.
+    new_values, values, returns = (
+        torch.where(loss_mask, x, 0.0) for x in (new_values, values, returns)
+    )
     clipped_values = values + (new_values - values).clamp(-eps_clip, eps_clip)
     unclipped = (new_values - returns).square()
     clipped = (clipped_values - returns).square()

@@ -69,11 +69,28 @@ def normalize_tokens(
 def normalize_scores(
     scores: Tensor, group_index: Tensor, config: NormConfig, process_group: Any = None
 ) -> Tensor:
-    """Normalize one score per sequence, by group or by batch.
+    """Normalize one score per sequence, by group or by batch: (x - center) / scale.
+
+    Arguments as for `center_and_scale`. Returns float64 [S].
+    """
+    center, scale = center_and_scale(scores, group_index, config, process_group)
+    return (scores.double() - center) / scale
+
+
+def center_and_scale(
+    scores: Tensor, group_index: Tensor, config: NormConfig, process_group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Find what is subtracted from each sequence's score, and what then divides it.
 
     Groups have their actual sizes: a group that lost members to rejection is normalized over the
-    rest. A group of one has std 0, so that its result is 0 with `mean_level="group"`, also when it
-    is left out of its own mean.
+    rest. The center of a group of one that is left out of its own mean is its score. The standard
+    deviation is that of the raw scores around their own mean, whatever is subtracted (AReaL takes
+    it around the center instead: a root mean square without one, larger with leave-one-out).
+
+    A group of one and a group of equal scores say nothing about their spread: their standard
+    deviation counts as 1 (verl's GRPO does the same for a group of one). With the group's mean as
+    center the result is 0 either way; with another, dividing by `eps` alone would make that group
+    1e5 times larger than all others.
 
     Args:
         scores: float [S].
@@ -82,7 +99,7 @@ def normalize_scores(
         process_group: data-parallel group for `batch` levels, or None. Groups never span ranks.
 
     Returns:
-        Float64 [S].
+        Center and scale (> 0, `eps` included), float64 [S] each.
     """
     x = scores.double()
     _, group = torch.unique(group_index, return_inverse=True)
@@ -96,18 +113,21 @@ def normalize_scores(
             x, everything, unbiased=config.std_unbiased, process_group=process_group
         )
     if config.mean_level == "batch":
-        centered = x - batch_mean
+        center = batch_mean.expand_as(x)
     elif config.mean_level == "group" and config.mean_leave1out:
         others = (group_sum[group] - x) / (count[group] - 1).clamp(min=1)
-        centered = torch.where(count[group] > 1, x - others, 0.0)
+        center = torch.where(count[group] > 1, others, x)
     elif config.mean_level == "group":
-        centered = x - group_mean[group]
+        center = group_mean[group]
     else:
-        centered = x
+        center = torch.zeros_like(x)
     if config.std_level == "batch":
-        return centered / (batch_std + config.eps)
+        return center, (batch_std + config.eps).expand_as(x)
     if config.std_level == "group":
         squares = torch.zeros_like(count).index_add_(0, group, (x - group_mean[group]).square())
         std = (squares / (count - int(config.std_unbiased)).clamp(min=1)).sqrt()
-        return centered / (std[group] + config.eps)
-    return centered
+        # Not std == 0: the mean of equal scores need not be that score to the last bit.
+        largest = torch.zeros_like(count).scatter_reduce_(0, group, x, "amax", include_self=False)
+        smallest = torch.zeros_like(count).scatter_reduce_(0, group, x, "amin", include_self=False)
+        return center, torch.where(largest > smallest, std + config.eps, 1.0)[group]
+    return center, torch.ones_like(x)

@@ -53,7 +53,9 @@ class PPOActor:
 
         Rewards are shaped and normalized per sequence, placed on the last generated token, joined
         by the KL penalty, turned into advantages by GAE, and normalized. `rewards` is left as it
-        is.
+        is. The KL penalty is that of the policy at the start of the update, not of the one that
+        sampled: with `kl_ctl` a batch without `proximal_logprobs` takes a forward pass for them,
+        and keeps them where `ppo_update` would compute them again.
 
         Args:
             batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
@@ -64,16 +66,20 @@ class PPOActor:
         config, mask, cu_seqlens = self.config, batch["loss_mask"], batch["cu_seqlens"]
         packing.check_batch(batch)
         group = self.engine.process_group
-        _, scores = adv.shape_scores(batch, config, group)
-        rewards = adv.place_scores(batch["rewards"], mask, cu_seqlens, scores)
+        scores, slopes = adv.shape_scores(batch, config, group)
+        rewards = adv.place_scores(batch["rewards"], mask, cu_seqlens, scores, slopes)
         if config.kl_ctl != 0.0:
             if "reference_logprobs" not in batch:
                 raise InvalidInput(
                     f"kl_ctl={config.kl_ctl}: expected batch['reference_logprobs'], "
                     f"the batch has {sorted(batch)}"
                 )
-            policy = batch.get("proximal_logprobs", batch["behavior_logprobs"])
-            kl = adv.kl_estimate(policy, batch["reference_logprobs"], config.kl_estimator)
+            proximal = batch.get("proximal_logprobs")
+            if proximal is None:
+                proximal = self.compute_logprobs(batch)
+                if config.recompute_logprob and config.prox_logp_method == "recompute":
+                    batch["proximal_logprobs"] = proximal
+            kl = adv.kl_estimate(proximal, batch["reference_logprobs"], config.kl_estimator)
             rewards = rewards - config.kl_ctl * torch.where(mask, kl, 0.0)
         advantages, returns = adv.gae(
             rewards,
@@ -103,9 +109,10 @@ class PPOActor:
 
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
-            averaged over minibatches by loss tokens, and `reward`, `response_tokens` (means over
-            sequences), `advantage_abs`, `staleness`, `staleness_max` (policy version less a
-            sequence's oldest token), `n_sequences`, `update_seconds`.
+            averaged over minibatches by loss tokens (`behavior_weight`: over those below its cap),
+            and `reward`, `response_tokens` (means over sequences), `advantage_abs`, `staleness`,
+            `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
+            `update_seconds`.
         """
         started = time.perf_counter()
         config = self.config
@@ -123,6 +130,9 @@ class PPOActor:
             for part in parts
         ]
         stats |= _combine(results)
+        if "behavior_weight" in stats:
+            kept = (1.0 - stats["behavior_weight_capped_ratio"]) * stats["n_loss_tokens"]
+            stats["behavior_weight"] *= stats["n_loss_tokens"] / max(round(kept), 1)
         stats["update_seconds"] = time.perf_counter() - started
         return stats
 

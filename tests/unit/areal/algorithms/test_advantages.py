@@ -68,7 +68,8 @@ def test_gae_when_tokens_are_masked_then_equals_a_loop(seed, discount, gae_lambd
 def test_gae_when_there_is_no_critic_then_every_token_gets_the_outcome(seed):
     _, mask, cu_seqlens, _, outcome = random_sequences(seed)
     owner = packing.sequence_index(cu_seqlens)
-    rewards = advantages.place_scores(torch.zeros(len(mask)), mask, cu_seqlens, outcome)
+    slopes = torch.ones_like(outcome)
+    rewards = advantages.place_scores(torch.zeros(len(mask)), mask, cu_seqlens, outcome, slopes)
     ours, returns = advantages.gae(rewards, mask, cu_seqlens, discount=1.0, gae_lambda=1.0)
     torch.testing.assert_close(ours, torch.where(mask, outcome[owner], 0.0))
     torch.testing.assert_close(returns, ours)
@@ -99,13 +100,17 @@ def test_discounted_suffix_sums_when_segments_are_long_and_short_then_equal_a_lo
     assert float(((ours - expected) / scale).abs().max()) < 1e-7
 
 
-def test_place_scores_when_rewards_are_dense_then_keeps_them_and_sums_to_the_score():
+def test_place_scores_when_rewards_are_dense_then_scales_them_and_sums_to_the_score():
     rewards = torch.tensor([0.0, 0.25, 0.0, 1.0, 9.0, 0.0, 0.5])
     mask = torch.tensor([0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
     placed = advantages.place_scores(
-        rewards, mask, torch.tensor([0, 5, 7]), torch.tensor([2.0, -1.0], dtype=torch.float64)
+        rewards,
+        mask,
+        torch.tensor([0, 5, 7]),
+        torch.tensor([2.0, -1.0], dtype=torch.float64),
+        torch.tensor([4.0, 1.0], dtype=torch.float64),
     )
-    assert placed.tolist() == [0.0, 0.25, 0.0, 1.75, 0.0, 0.0, -1.0]
+    assert placed.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0, -1.0]
 
 
 def test_shape_scores_when_all_settings_are_on_then_applies_them_in_order():
@@ -130,10 +135,10 @@ def test_shape_scores_when_all_settings_are_on_then_applies_them_in_order():
         ]
     )
     batch["truncated"] = torch.tensor([False, False, False, True])
-    raw, scores = advantages.shape_scores(batch, config)
-    assert raw.tolist() == [1.0] * 4
+    scores, slopes = advantages.shape_scores(batch, config)
     # Penalties 0, .25, .5; (1 - .5) * 10 = 5 is clipped to 4; the last was cut off.
     assert scores.tolist() == [4.0, 2.5, 0.0, 0.0]
+    assert slopes.tolist() == [0.0, 10.0, 10.0, 0.0]
 
 
 def test_shape_scores_when_truncation_is_unknown_then_says_what_is_missing():
@@ -165,6 +170,6 @@ def test_drgrpo_when_configured_then_only_centers():
         ],
         group_index=[4, 4, 4, 2, 2],
     )
-    _, scores = advantages.shape_scores(batch, config)
+    scores, _ = advantages.shape_scores(batch, config)
     expected = torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0], dtype=torch.float64)
     torch.testing.assert_close(scores, expected)

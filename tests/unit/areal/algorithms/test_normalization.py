@@ -29,7 +29,8 @@ def loop(norm):
             std = deviation(scores)
         elif norm.std_level == "group":
             std = deviation(members) if len(members) > 1 else 0.0
-        result.append((score - mean) / (std + norm.eps if norm.std_level else 1.0))
+        # No spread, no division.
+        result.append((score - mean) / (std + norm.eps if norm.std_level and std else 1.0))
     return torch.tensor(result, dtype=torch.float64)
 
 
@@ -41,7 +42,6 @@ def test_normalize_scores_when_groups_are_uneven_then_equals_a_loop(
 ):
     norm = NormConfig(mean_level, std_level, std_unbiased=unbiased)
     ours = normalization.normalize_scores(SCORES, GROUPS, norm)
-    # A group of one without its mean taken off has std 0: both give score / eps.
     torch.testing.assert_close(ours, loop(norm), rtol=1e-9, atol=1e-9)
 
 
@@ -58,6 +58,33 @@ def test_normalize_scores_when_rewards_are_equal_then_is_zero():
         torch.full((4,), 0.1), torch.tensor([0, 0, 1, 1]), NormConfig("group", "group")
     )
     assert float(ours.abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_normalize_scores_when_a_group_has_no_spread_then_only_its_center_is_taken_off(unbiased):
+    scores, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.3]), torch.tensor([0, 0, 1, 1, 2])
+    norm = NormConfig("batch", "group", std_unbiased=unbiased)
+    ours = normalization.normalize_scores(scores, groups, norm)
+    std = 0.5**0.5 if unbiased else 0.5
+    expected = [0.34, 0.34, -0.66 / std, 0.34 / std, -0.36]
+    assert ours.tolist() == pytest.approx(expected, rel=1e-4)
+    alone = normalization.normalize_scores(scores, groups, NormConfig(None, "group"))
+    assert alone[[0, 1, 4]].tolist() == pytest.approx([1.0, 1.0, 0.3])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mean_level", ["batch", None])
+def test_normalize_scores_when_equal_scores_round_then_their_group_still_has_no_spread(
+    seed, mean_level
+):
+    g = torch.Generator().manual_seed(seed)
+    # The float64 mean of three times 0.1 (or of any such number) is not always that number.
+    values = torch.rand(50, generator=g, dtype=torch.float64)
+    ours = normalization.normalize_scores(
+        values.repeat_interleave(3), torch.arange(150) // 3, NormConfig(mean_level, "group")
+    )
+    center = values.mean() if mean_level else 0.0
+    torch.testing.assert_close(ours, (values - center).repeat_interleave(3))
 
 
 def test_masked_mean_std_when_mean_is_large_then_does_not_cancel():

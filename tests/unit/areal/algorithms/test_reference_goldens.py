@@ -125,8 +125,8 @@ def test_advantages_when_shaped_normalized_and_penalized_then_equal_areal(seed, 
         mask_no_eos_with_zero=not critic,
     )
     batch = case.batch(torch.arange(8) // 4)
-    _, scores = advantages.shape_scores(batch, config)
-    rewards = advantages.place_scores(batch["rewards"], case.mask, case.cu_seqlens, scores)
+    shaped = advantages.shape_scores(batch, config)
+    rewards = advantages.place_scores(batch["rewards"], case.mask, case.cu_seqlens, *shaped)
     values = bootstrap = None
     if critic:
         kl = advantages.kl_estimate(case["behavior_logprobs"], case["reference_logprobs"], "k3")
@@ -161,8 +161,8 @@ def test_advantages_when_shaped_normalized_and_penalized_then_equal_areal(seed, 
 def test_group_advantages_when_groups_are_uneven_then_equal_verl(seed, name, norm):
     case = Case("verl", seed)
     batch = case.batch(case.arrays["index"])
-    _, scores = advantages.shape_scores(batch, PPOActorConfig(reward_norm=norm))
-    rewards = advantages.place_scores(batch["rewards"], case.mask, case.cu_seqlens, scores)
+    shaped = advantages.shape_scores(batch, PPOActorConfig(reward_norm=norm))
+    rewards = advantages.place_scores(batch["rewards"], case.mask, case.cu_seqlens, *shaped)
     ours, _ = advantages.gae(rewards, case.mask, case.cu_seqlens, discount=1.0, gae_lambda=1.0)
     torch.testing.assert_close(ours.float(), case[name], rtol=1e-5, atol=1e-5)
 

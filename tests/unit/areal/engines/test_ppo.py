@@ -160,7 +160,7 @@ def test_compute_advantages_when_kl_is_on_then_penalizes_distance(make_actor):
     batch = make_batch(groups=1, per_group=1)
     with pytest.raises(InvalidInput, match="reference_logprobs"):
         actor.compute_advantages(batch)
-    batch["reference_logprobs"] = batch["behavior_logprobs"] - 2.0 * batch["loss_mask"]
+    batch["reference_logprobs"] = actor.compute_logprobs(batch) - 2.0 * batch["loss_mask"]
     actor.compute_advantages(batch)
     mask = batch["loss_mask"]
     # Each loss token costs 0.5 * 2^2 / 2 = 1; the advantage at the first is the outcome less all.
@@ -171,3 +171,56 @@ def test_compute_advantages_when_kl_is_on_then_penalizes_distance(make_actor):
 def test_ppo_update_when_advantages_are_missing_then_says_so(make_actor):
     with pytest.raises(InvalidInput, match="compute_advantages"):
         make_actor().ppo_update(make_batch())
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_kl_penalty_when_the_sampler_was_another_policy_then_is_of_the_current_one(
+    make_actor, minibatches
+):
+    actor = make_actor(kl_ctl=0.5, reward_norm=None, adv_norm=None, ppo_n_minibatches=minibatches)
+    batch = make_batch(groups=2)
+    current = actor.compute_logprobs(batch)
+    mask = batch["loss_mask"]
+    assert float((current - batch["behavior_logprobs"])[mask].abs().max()) > 0.1
+    batch["reference_logprobs"] = torch.where(mask, current - 1.0, 0.0)
+    actor.compute_advantages(batch)
+    # k1 is 1 at every loss token: the advantage at the first is the outcome less half of them.
+    for sequence in packing.unpack(batch):
+        own = sequence["loss_mask"]
+        expected = float(sequence["rewards"].sum()) - 0.5 * int(own.sum())
+        assert float(sequence["advantages"][own][0]) == pytest.approx(expected, abs=1e-4)
+    forwards = []
+    original = actor.engine.forward
+    actor.engine.forward = lambda *a, **o: forwards.append(1) or original(*a, **o)
+    actor.ppo_update(batch)
+    assert not forwards, "the logprobs of the same weights were computed twice"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute_logprob": False, "use_decoupled_loss": False}, {"prox_logp_method": "loglinear"}],
+    ids=str,
+)
+def test_kl_penalty_when_the_loss_does_not_recompute_then_its_center_stays(make_actor, options):
+    actor = make_actor(kl_ctl=0.5, **options)
+    batch = make_batch(groups=2)
+    batch["reference_logprobs"] = batch["behavior_logprobs"] * 0.9
+    actor.compute_advantages(batch)
+    assert "proximal_logprobs" not in batch
+
+
+def test_ppo_update_when_a_behavior_logprob_is_a_placeholder_then_steps_with_finite_statistics(
+    make_actor,
+):
+    actor = make_actor(behavior_weight_cap=5.0)
+    batch = make_batch(groups=2)
+    token = int(torch.nonzero(batch["loss_mask"])[0])
+    batch["behavior_logprobs"][token] = -9999.0
+    actor.compute_advantages(batch)
+    kept = batch["loss_mask"].clone()
+    weight = (actor.compute_logprobs(batch) - batch["behavior_logprobs"]).double().exp()
+    kept &= weight <= 5.0
+    stats = actor.ppo_update(batch)
+    assert stats["skipped_steps"] == 0.0
+    assert stats["behavior_weight"] == pytest.approx(float(weight[kept].mean()), rel=1e-4)
+    assert all(math.isfinite(value) for value in stats.values())
