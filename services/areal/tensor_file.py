@@ -23,6 +23,7 @@ import xxhash
 from areal.errors import InvalidInput
 
 SUFFIX = ".safetensors"
+_BLOCK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -190,7 +191,11 @@ def file_digest(file: Path) -> str:
     if file.suffix == SUFFIX:
         layout = read_layout(file)
         return layout.file_digest(tensor_digests(file, layout))
+    whole = xxhash.xxh3_128()
     try:
-        return digest_of(file.read_bytes())
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                whole.update(block)
+        return whole.hexdigest()
     except OSError as error:
         raise InvalidInput(f"{file}: {error.strerror}") from None

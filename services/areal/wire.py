@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ TRAJECTORY_ARRAYS = {
     "token_versions": "int32",
     "rewards": "float32",
 }
+# Levels of nesting that orjson writes, and how many of them a client's JSON may take: it is
+# written inside of records and answers.
+_WRITER_DEPTH, _MAX_DEPTH = 254, 200
 _ARRAY_DTYPES = {
     name: np.dtype(dtype).newbyteorder("<") for name, dtype in TRAJECTORY_ARRAYS.items()
 }
@@ -172,6 +176,12 @@ def _arrays_from_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
         finite = np.isfinite(arrays[name])
         if np.count_nonzero(finite) < total:
             raise InvalidInput(f"{_owner(message, ~finite)} {name}: a value is not finite")
+    for trajectory in message.trajectories:
+        if not math.isfinite(trajectory.reward):
+            raise InvalidInput(
+                f"trajectory {trajectory.trajectory_id!r} reward {trajectory.reward}: expected a "
+                "finite number"
+            )
     # A workflow may leave sampled tokens out of the loss, but cannot train on unsampled ones.
     unsampled = arrays["loss_mask"] & (arrays["token_versions"] < 0)
     if np.count_nonzero(unsampled):
@@ -241,6 +251,17 @@ def parse_json_object(text: str, field: str) -> dict[str, Any]:
         raise InvalidInput(f"{field}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise InvalidInput(f"{field}: expected a JSON object, got {type(value).__name__}")
+    # What is read here is written again later, and the writer knows fewer levels.
+    if text.count("{") + text.count("[") > _MAX_DEPTH:
+        inside: Any = value
+        for _ in range(_WRITER_DEPTH - _MAX_DEPTH):
+            inside = [inside]
+        try:
+            orjson.dumps(inside)
+        except orjson.JSONEncodeError:
+            raise InvalidInput(
+                f"{field}: nested too deep, expected {_MAX_DEPTH} levels at most"
+            ) from None
     return value
 
 

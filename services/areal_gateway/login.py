@@ -36,7 +36,8 @@ class Sessions:
     ) -> None:
         self.security = security
         # Two runs on one host share its cookies: each has its own.
-        self.cookie = "areal-" + namespace.replace("/", "-")
+        # No name holds a dot: a-b/c and a/b-c stay apart.
+        self.cookie = "areal-" + namespace.replace("/", ".")
         self._clock = clock
 
     def issue(self) -> str:

@@ -121,9 +121,13 @@ def raised(name: str, error: BaseException) -> pb.ScoreResult:
     own = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if own not in f.filename]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())[:_MAX_MESSAGE]
     kind = type(error).__name__
-    trace = "".join([*traceback.format_list(frames), f"{kind}: {error}\n"])
+    try:
+        said = str(error)
+    except Exception as broken:  # the recipe's own __str__
+        said = f"(its message could not be read: {type(broken).__name__})"
+    text = " ".join(said.split())[:_MAX_MESSAGE]
+    trace = "".join([*traceback.format_list(frames), f"{kind}: {said}\n"])
     return failure(
         pb.SCORE_ERROR_FUNCTION,
         f"{name} raised {kind}{': ' if text else ''}{text}{where}",

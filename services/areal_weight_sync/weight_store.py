@@ -10,11 +10,12 @@ What a manifest does not declare is not stored, and nothing is visible before al
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from areal.errors import CapacityExceeded, InvalidInput, NotFound
-from areal.tensor_file import SUFFIX, digest_of, read_layout, tensor_digests
+from areal.tensor_file import SUFFIX, file_digest, read_layout, tensor_digests
 from areal.transports.base import companions
 from areal.transports.delta import FILE
 from areal.transports.rebuild import rebuild
@@ -34,6 +35,7 @@ from areal.weights import (
 )
 
 _MAX_FILES = 10_000
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _MAX_DELTA_BYTES = 16 << 30
 _RESERVE_BYTES = 64 << 20
 """Left free on the volume: Redis or logs may share it."""
@@ -118,7 +120,7 @@ class WeightStore:
         for file in manifest.files:
             path = staging / file.name
             if not path.name.endswith(SUFFIX):
-                digest = digest_of(path.read_bytes())
+                digest = file_digest(path)
             else:
                 layout = read_layout(path)
                 found = tensor_digests(path, layout)
@@ -170,7 +172,9 @@ def _check_manifest(manifest: PolicyVersion) -> None:
     if not 0 < len(manifest.files) <= _MAX_FILES:
         raise InvalidInput(f"files: {len(manifest.files)}, expected 1 to {_MAX_FILES}")
     for file in manifest.files:
-        if Path(file.name).name != file.name or file.name.startswith("."):
-            raise InvalidInput(f"file name {file.name!r}: expected a plain name")
+        if not _FILE_NAME.fullmatch(file.name):
+            raise InvalidInput(
+                f"file name {file.name!r}: expected letters, digits and ._- only, and no dot first"
+            )
         if file.size_bytes < 0:
             raise InvalidInput(f"file {file.name}: {file.size_bytes} bytes")

@@ -76,6 +76,10 @@ async def test_store_when_fuzzed_then_no_server_error(tmp_path: Path) -> None:
                 path = f"/versions/{NAME}/{file}"
                 async with http.put(path, data=b"x", headers=headers) as answer:
                     assert answer.status == 404, await answer.text()
+            for bad in ("a\x00b", "half \ud800", "a/b", ".hidden", "a" * 300):
+                named = {**MANIFEST, "files": [{**MANIFEST["files"][0], "name": bad}]}
+                async with http.post(f"/versions/{NAME}", json=named) as answer:
+                    assert answer.status == 400, (bad, await answer.text())
     finally:
         await app.close()
     assert not any(problems), problems

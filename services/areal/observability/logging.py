@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -22,7 +24,7 @@ def configure_logging(
         text: Human-readable lines instead of JSON.
         stream: Where lines go; None: stderr.
     """
-    stream = stream or sys.stderr
+    stream = cast("TextIO", LossyStream(stream or sys.stderr))
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -48,6 +50,40 @@ def configure_logging(
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+class LossyStream:
+    """A text stream that drops what it cannot write: a full disk must not end what is logged.
+
+    Once it can write again it says how many lines are missing.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Writes to `stream`."""
+        self._stream = stream
+        self._dropped = 0
+
+    def write(self, text: str) -> int:
+        """All of it or nothing; returns its length either way."""
+        try:
+            if self._dropped:
+                note = {"event": "log_lines_dropped", "level": "warning", "count": self._dropped}
+                self._stream.write(json.dumps(note) + "\n")
+                self._stream.flush()
+                self._dropped = 0
+            self._stream.write(text)
+        except OSError:
+            self._dropped += text.count("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """What cannot be flushed now stays in the stream's buffer."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person reads it."""
+        return self._stream.isatty()
 
 
 class _Formatter(logging.Formatter):

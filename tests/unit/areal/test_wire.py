@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -64,6 +65,8 @@ def broken(change) -> pb.TrajectoryGroup:
         (lambda t, m: setattr(m.trajectories[0], "length", 4), "length 5, expected 4"),
         (lambda t, m: setattr(m.trajectories[0], "length", -5), "length -5"),
         (lambda t, m: setattr(m.trajectories[0], "finish_reason", "bored"), "bored"),
+        (lambda t, m: setattr(m.trajectories[0], "reward", np.nan), "reward nan: expected a fin"),
+        (lambda t, m: setattr(m.trajectories[0], "reward", -np.inf), "reward -inf: expected"),
         (
             lambda t, m: t["rewards"].tensor.CopyFrom(tensor_pb(np.full(5, np.nan, np.float32))),
             "not finite",
@@ -156,3 +159,16 @@ def test_task_when_data_is_not_an_object_then_error_names_the_field(text):
 def test_task_when_purpose_is_unset_then_refused():
     with pytest.raises(InvalidInput, match="purpose"):
         wire.task_from_pb(pb.Task(task_id="t"))
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def test_json_when_nested_deeper_than_can_be_written_inside_a_record_then_refused():
+    assert wire.parse_json_object(nested(200), "data_json")
+    flat = json.dumps({"rows": [{}] * 2000})
+    assert len(wire.parse_json_object(flat, "data_json")["rows"]) == 2000
+    for depth in (201, 300, 1000):
+        with pytest.raises(InvalidInput, match=r"^data_json: nested too deep, expected 200 levels"):
+            wire.parse_json_object(nested(depth), "data_json")

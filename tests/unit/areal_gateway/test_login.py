@@ -27,6 +27,9 @@ def test_session_when_forged_or_of_another_token_or_run_then_refused() -> None:
     other_token = Sessions(Security(token=TOKEN + "!"), "arithmetic/t0")
     other_run = Sessions(Security(token=TOKEN), "arithmetic/t1")
     assert other_run.cookie != sessions.cookie
+    dashes = [Sessions(Security(token=TOKEN), name) for name in ("a-b/c", "a/b-c")]
+    assert dashes[0].cookie != dashes[1].cookie
+    assert not dashes[1].valid(dashes[0].issue())
     assert not other_token.valid(cookie)
     assert not other_run.valid(cookie)
     for forged in (

@@ -90,6 +90,21 @@ def test_raised_when_function_raises_then_line_and_trace_are_told():
     assert len(result.failure.traceback) <= 4000
 
 
+def test_raised_when_the_errors_own_text_raises_then_it_is_still_told():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    try:
+        raise Mute
+    except Mute as error:
+        result = raised("reward_fn", error)
+    assert result.failure.error == pb.SCORE_ERROR_FUNCTION
+    assert "reward_fn raised Mute: (its message could not be read: RuntimeError)" in (
+        result.failure.message
+    )
+
+
 def test_resolve_when_recipe_has_the_function_then_it_is_called_by_name():
     recipe = ("recipe.py", b"class A:\n    @staticmethod\n    def f(completion): return 2\n")
     function = resolve(pb.RewardSpec(name="A.f", recipe_digest="d"), recipe)

@@ -52,6 +52,9 @@ class ScriptedWorker:
                 continue
             if word == "hang":
                 return
+            if word == "future":  # what a function can write into the memory it shares
+                self.progress._cells[1] += 3600 * 10**9
+                return
             if word == "die":
                 self.frames.put_nowait(None)
                 return
@@ -136,6 +139,12 @@ async def test_pool_when_one_item_hangs_then_only_it_fails():
         assert "reward.timeout_s = 0.1 s" in results[1].failure.message
         assert [results[i].reward for i in (0, 2, 3)] == [1, 2, 3]
         assert len(rig.workers) == 2
+
+
+async def test_pool_when_an_item_claims_to_begin_in_the_future_then_it_is_overdue():
+    async with running() as rig:
+        results = await rig.score("1", "future", "2")
+        assert _errors(results) == [None, pb.SCORE_ERROR_TIMEOUT, None]
 
 
 async def test_pool_when_worker_dies_then_only_its_item_fails_and_says_how():

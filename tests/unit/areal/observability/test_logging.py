@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import structlog
 
-from areal.observability.logging import configure_logging
+from areal.observability.logging import LossyStream, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,36 @@ def test_logging_when_json_then_a_line_says_whose_it_is() -> None:
     line = json.loads(logged(text=False))
     assert (line["service"], line["run"], line["component"]) == ("trainer", "a/b", "areal.x")
     assert (line["event"], line["url"]) == ("training", "redis://***@h/0")
+
+
+class FullDisk(io.StringIO):
+    """Takes no line while it is full."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_logging_when_the_disk_is_full_then_lines_are_dropped_and_counted() -> None:
+    disk = FullDisk()
+    configure_logging("trainer", "a/b", stream=disk)
+    log = structlog.get_logger(component="areal.x")
+    log.info("lost")
+    log.info("lost_too")
+    disk.full = False
+    log.info("kept")
+    lines = [json.loads(line) for line in disk.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["log_lines_dropped", "kept"]
+    assert lines[0]["count"] == 2
+
+
+def test_stream_when_what_it_holds_cannot_be_written_then_flush_says_nothing() -> None:
+    stream = Path("/dev/full").open("w")  # noqa: SIM115 - its end is part of the test
+    lossy = LossyStream(stream)
+    assert lossy.write("x\n") == 2
+    lossy.flush()
+    with pytest.raises(OSError, match="No space"):
+        stream.close()
