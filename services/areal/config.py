@@ -31,6 +31,7 @@ from areal.config_services import (
 )
 from areal.config_train import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.errors import ConfigError
+from areal.model_directory import SERVING_DTYPES
 from areal.security import SecurityConfig, redact
 from areal.server_sources import parse_source
 from areal.types import GenerationHyperparameters
@@ -245,7 +246,7 @@ def validate(config: BaseExperimentConfig) -> None:
     for entry in config.endpoints.inference:
         parse_source(entry)
     choices = {
-        "model.dtype": ("float32", "bfloat16"),
+        "model.dtype": SERVING_DTYPES,
         "weight_sync.transport": TRANSPORTS,
         "weight_sync.encoding": ("full", "delta"),
         "weight_sync.interrupt": ("in_place", "retract", "abort"),

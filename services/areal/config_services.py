@@ -39,8 +39,9 @@ class ModelConfig:
     """A Hugging Face model directory. Relative paths are taken from the working directory."""
     tokenizer_path: str = ""
     """Where tokenizer.json lies; empty: the model's directory."""
-    dtype: str = "float32"
-    """Of the inference servers: float32 or bfloat16."""
+    dtype: str = "auto"
+    """Of the inference servers, and of the weights that are published to them: `float32`,
+    `bfloat16`, or `auto` (bfloat16 on GPUs, that of the checkpoint on CPUs)."""
     context_length: int = 4096
     """Prompt and completion together, in tokens."""
 

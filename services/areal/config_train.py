@@ -193,8 +193,9 @@ class TrainEngineConfig(EngineConfig):
     master_dtype: str = "float32"
     """Precision of the weights that the optimizer updates: `float32` or `float64`; never below
     `dtype`."""
-    gradient_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each decoder layer in the backward pass, so that activations of one layer at a time
+    are kept; null: on a GPU."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a model that is not trained."""
 
@@ -219,7 +220,6 @@ class RefConfig(EngineConfig):
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the GPU while it computes."""
     optimizer: ClassVar[None] = None
-    gradient_checkpointing: ClassVar[bool] = False
 
 
 @dataclass

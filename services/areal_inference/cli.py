@@ -25,7 +25,7 @@ def run(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one [30000].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16 [float32].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto [auto].")] = None,
     context_length: Annotated[
         int | None, typer.Option(help="Longest prompt + completion, tokens [the model's].")
     ] = None,

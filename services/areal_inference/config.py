@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import ConfigError
-
-DTYPES = ("float32", "bfloat16")
+from areal.model_directory import SERVING_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +31,8 @@ class InferenceConfig:
     port: int = 30000
     """Port to listen on; 0 takes a free one, which the ``listening`` log line names."""
 
-    dtype: str = "float32"
-    """Type of weights and KV cache: float32 or bfloat16."""
+    dtype: str = "auto"
+    """Type of weights and KV cache: float32, bfloat16, or auto: the checkpoint's."""
 
     context_length: int | None = None
     """Longest prompt + completion, in tokens; default, and at most, the model's
@@ -80,8 +79,10 @@ class InferenceConfig:
         Raises:
             ConfigError: naming the field, its value and what was expected.
         """
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"inference.dtype: {self.dtype!r}, expected one of {list(DTYPES)}")
+        if self.dtype not in SERVING_DTYPES:
+            raise ConfigError(
+                f"inference.dtype: {self.dtype!r}, expected one of {list(SERVING_DTYPES)}"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"inference.port: {self.port}, expected 0..65535")
         for name in (

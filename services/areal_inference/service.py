@@ -6,10 +6,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.errors import ConfigError, Unavailable
+from areal.model_directory import serving_dtype
 from areal.observability.logging import get_logger
 from areal.observability.waits import Wait
 from areal_inference.api import GenerateCall, Limits, RequestError
@@ -41,7 +43,8 @@ class Service:
         model: ModelConfig,
         on_failure: Callable[[Exception], None],
     ):
-        self.config = config
+        dtype = serving_dtype(config.dtype, Path(config.model_path), gpu=False)
+        self.config = config = replace(config, dtype=dtype)
         self.model = model
         self.model_path = config.model_path
         self.context_length = _context_length(config, model)

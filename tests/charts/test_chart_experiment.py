@@ -133,6 +133,7 @@ def test_gpus_when_asked_for_then_upstream_sglang_runs_with_a_key_from_a_file():
     assert container["image"].startswith("lmsysorg/sglang:v")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
     assert "--tp=2" in container["args"]
+    assert "--dtype=bfloat16" in container["args"], "left open: 16 bits on GPUs"
     assert container["command"][-2:] == ["--config", "/run/areal/sglang.yaml"]
     assert pod.spec["readinessGates"] == [{"conditionType": "areal.io/weights-current"}]
 

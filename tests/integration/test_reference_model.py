@@ -6,6 +6,8 @@ A real ledger, real engines; weight-sync is the one fake: it takes every version
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,10 +38,11 @@ class Versions(ServedVersion):
     """Weight-sync whose servers take every version at once."""
 
     def __init__(self) -> None:
-        self.published: list[int] = []
+        self.published: list[set[str]] = []
+        """Types of the tensors of each version."""
 
     async def publish_version(self, version: PolicyVersion, *, retry_for: float) -> None:
-        self.published.append(version.version)
+        self.published.append({tensor.dtype for tensor in version.tensors})
 
 
 class Session(TrainerSession):
@@ -95,6 +98,7 @@ class Trial:
                     name: dict(model.engine.iter_full_tensors())
                     for name, model in (("actor", actor), ("ref", ref))
                 }
+                self.published = session.weight_sync.published
                 if until < STEPS:
                     session._checkpoints.settle(wait=True)
                     raise Crash
@@ -241,3 +245,16 @@ def test_actor_when_frozen_or_a_second_one_then_refused_in_one_line(trial) -> No
             pass
         finally:
             session.close()
+
+
+@pytest.mark.parametrize(("stored", "published"), [("bfloat16", "BF16"), ("float32", "F32")])
+def test_versions_when_the_dtype_is_left_open_then_published_in_the_checkpoints(
+    trial, models: tuple[Path, Path], tmp_path: Path, stored: str, published: str
+) -> None:
+    policy = shutil.copytree(models[0], tmp_path / "policy")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**config, "dtype": stored}))
+    with trial("stored") as stored_so:
+        stored_so.config.model.path = str(policy)
+        stored_so.life(1)
+        assert set().union(*stored_so.published) == {published}

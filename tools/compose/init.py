@@ -14,6 +14,8 @@ from pathlib import Path
 
 import yaml
 
+from areal.model_directory import serving_dtype
+
 DATA, SECRETS, RECIPES = Path("/data"), Path("/secrets"), Path("/recipes")
 ENDPOINTS = {
     "redis": "redis://redis:6379/0",
@@ -84,7 +86,8 @@ def configure_engines(experiment: dict) -> None:
     }
     cpu = {"inference": {**common, "token_file": experiment["security"]["token_file"]}}
     write(DATA / "inference.yaml", yaml.safe_dump(cpu))
-    gpu = {**common, "api_key": (SECRETS / "token").read_text().strip()}
+    dtype = serving_dtype(model["dtype"], DATA / model["path"], gpu=True)
+    gpu = {**common, "dtype": dtype, "api_key": (SECRETS / "token").read_text().strip()}
     renamed = {key.replace("_", "-"): value for key, value in gpu.items()}
     write(SECRETS / "sglang.yaml", yaml.safe_dump(renamed))
 

@@ -15,6 +15,7 @@ from areal.config_train import PPOActorConfig, RefConfig
 from areal.engines.publishing import host_tensors, make_publisher
 from areal.engines.session import current_session
 from areal.errors import InvalidInput
+from areal.model_directory import serving_dtype
 from areal.transports.base import NewVersion, Publisher
 from areal.types import WeightUpdateMeta
 
@@ -130,7 +131,9 @@ class FSDPPPOActor:
     def _publish(self, meta: WeightUpdateMeta, version: int) -> None:
         """Every rank takes part in gathering; rank 0 publishes."""
         session = self.session
-        tensors = list(self.engine.iter_full_tensors(dtype=session.config.model.dtype))
+        source, gpu = Path(self.engine.config.path), self.engine.device.type == "cuda"
+        dtype = serving_dtype(session.config.model.dtype, source, gpu=gpu)
+        tensors = list(self.engine.iter_full_tensors(dtype))
         if session.rank != 0:
             return
         if self._publisher is None or self._publisher[0] != meta:
@@ -139,8 +142,6 @@ class FSDPPPOActor:
                 make_publisher(session.config, session.security, meta, session.offer),
             )
         self._publisher[1].publish(
-            NewVersion(
-                version, session.incarnation, host_tensors(tensors), Path(self.engine.config.path)
-            ),
+            NewVersion(version, session.incarnation, host_tensors(tensors), source),
             session.publish,
         )

@@ -21,6 +21,7 @@ from areal.launchers.processes import ProcessSpec, Slot
 from areal.launchers.run_folder import RunFolder
 from areal.launchers.secret_files import place_secrets, sglang_config
 from areal.launchers.stores import nats_spec, redis_spec
+from areal.model_directory import serving_dtype
 from areal.verdict import VERDICT_VARIABLE
 
 # Services that take part in gRPC: process name to module and to the key in `endpoints`.
@@ -181,7 +182,7 @@ def _inference(
         "model-path": config.model.path,
         "host": hosts.bind,
         "port": str(port),
-        "dtype": config.model.dtype,
+        "dtype": _dtype(config, own_engine=not command),
         "context-length": str(config.model.context_length),
         "max-running-requests": str(config.stack.inference_max_running),
         # Servers must differ, and a rerun should not.
@@ -206,6 +207,12 @@ def _inference(
         environment=_devices(slot),
         slots=_remote(slot),
     )
+
+
+def _dtype(config: BaseExperimentConfig, *, own_engine: bool) -> str:
+    """For `--dtype`. The CPU engine decides when it loads the model, which may not be made yet."""
+    model, gpu = config.model, config.stack.gpus_per_node > 0
+    return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
 
 
 def _trainer(

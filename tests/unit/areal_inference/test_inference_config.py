@@ -1,11 +1,14 @@
 """Configuration: strict keys and types, flags over file."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from areal.errors import ConfigError
 from areal_inference.config import InferenceConfig
+from areal_inference.model_config import ModelConfig
+from areal_inference.service import Service
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,12 @@ def test_load_when_file_is_broken_then_one_line(tmp_path: Path, text: str, messa
 def test_load_when_file_is_missing_then_one_line(tmp_path: Path):
     with pytest.raises(ConfigError, match="No such file"):
         InferenceConfig.load(tmp_path / "nothing.yaml", {})
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_service_when_the_dtype_is_left_open_then_the_checkpoints(tiny_model, tmp_path, stored):
+    model = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**model, "dtype": stored}))
+    config = InferenceConfig(model_path=str(tmp_path))
+    service = Service(config, ModelConfig.from_folder(tmp_path), print)
+    assert service.config.dtype == stored

@@ -37,7 +37,13 @@ from areal.engines.fsdp import checkpoint, hub_names, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
 from areal.engines.fsdp.model import PackedCausalLM
 from areal.engines.fsdp.packed_attention import build_layout
-from areal.engines.fsdp.setup import DTYPES, make_optimizer, resolve_precision, shard
+from areal.engines.fsdp.setup import (
+    DTYPES,
+    checkpoints_activations,
+    make_optimizer,
+    resolve_precision,
+    shard,
+)
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, WaitTimeout
 
@@ -92,7 +98,7 @@ class FSDPEngine(TrainEngine):
             from_scratch=config.init_from_scratch,
             seed=config.seed,
         )
-        if config.gradient_checkpointing:
+        if checkpoints_activations(config, self.device):
             hf.activation_checkpointing_enable()
         if config.optimizer is None:
             hf.requires_grad_(False)

@@ -30,6 +30,14 @@ def resolve_precision(
     return compute, master, flash
 
 
+def checkpoints_activations(config: TrainEngineConfig | RefConfig, device: torch.device) -> bool:
+    """Whether the backward pass recomputes each layer: as configured, or where there is a GPU."""
+    if isinstance(config, RefConfig) or config.optimizer is None:
+        return False
+    chosen = config.gradient_checkpointing
+    return device.type == "cuda" if chosen is None else chosen
+
+
 def shard(
     model: PackedCausalLM,
     device: torch.device,

@@ -77,6 +77,27 @@ def test_plan_when_a_command_for_inference_is_given_then_it_gets_the_flags(tmp_p
         plan_stack(config, folder, with_trainer=False)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "stored", "expected"),
+    [(0, "float32", "float32"), (0, "bfloat16", "bfloat16"), (4, "float32", "bfloat16")],
+)
+def test_plan_when_the_dtype_is_left_open_then_the_checkpoints_and_16_bits_on_gpus(
+    tmp_path: Path, gpus: int, stored: str, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"dtype": "{stored}"}}')
+    config, folder = make(tmp_path, f"model.path={tmp_path}", f"stack.gpus_per_node={gpus}")
+
+    def dtype() -> str:
+        [spec, *_] = plan_stack(config, folder, with_trainer=False).inference
+        return spec.argv[spec.argv.index("--dtype") + 1]
+
+    assert dtype() == "auto", "the CPU engine decides when it loads the model"
+    config.stack.inference_command = "python -m sglang.launch_server"
+    assert dtype() == expected
+    config.model.dtype = "float32"
+    assert dtype() == "float32"
+
+
 def test_plan_when_a_token_meets_another_command_then_it_is_in_a_file_only(tmp_path: Path) -> None:
     secret = "0123456789abcdef+/="
     (tmp_path / "token").write_text(secret)

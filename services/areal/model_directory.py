@@ -1,0 +1,56 @@
+"""What a Hugging Face model directory says of itself. No torch here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from areal.errors import InvalidInput
+
+SERVING_DTYPES = ("auto", "float32", "bfloat16")
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json; of a model with several parts (text and vision), the text's.
+
+    Raises:
+        InvalidInput: There is none, or it is no JSON object.
+    """
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise InvalidInput(f"model {str(directory)!r}: {file.name}: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidInput(f"{str(file)!r}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{str(file)!r}: expected a JSON object")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def serving_dtype(requested: str, directory: Path, *, gpu: bool) -> str:
+    """The precision of inference servers, and of the weights that are published to them.
+
+    Args:
+        requested: `model.dtype`; what is not `auto` is taken as it is.
+        directory: The model's; one that a recipe has yet to make counts as float32, which is what
+            an engine saves.
+        gpu: Servers have GPUs: 16 bits then, as the trainer computes there.
+
+    Returns:
+        `float32` or `bfloat16`; for `auto` on CPUs that of the checkpoint (bfloat16 for float16).
+
+    Raises:
+        InvalidInput: config.json cannot be read.
+    """
+    if requested != "auto":
+        return requested
+    if gpu:
+        return "bfloat16"
+    if not (directory / "config.json").is_file():
+        return "float32"
+    config = read_model_config(directory)
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return "bfloat16" if stored.removeprefix("torch.") in ("bfloat16", "float16") else "float32"
