@@ -1,5 +1,6 @@
 """Configuration: strict keys and types, flags over file."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -74,5 +75,8 @@ def test_service_when_the_dtype_is_left_open_then_the_checkpoints(tiny_model, tm
     model = json.loads((tiny_model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**model, "dtype": stored}))
     config = InferenceConfig(model_path=str(tmp_path))
-    service = Service(config, ModelConfig.from_folder(tmp_path), print)
-    assert service.config.dtype == stored
+
+    async def resolved() -> str:
+        return Service(config, ModelConfig.from_folder(tmp_path), print).config.dtype
+
+    assert asyncio.run(resolved()) == stored
