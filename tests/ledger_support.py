@@ -114,6 +114,7 @@ def ledger_config(url: str, **changes: object) -> LedgerConfig:
         "sweep_interval_ms": 5_000,
         "straggler_deadline_ms": 60_000,
         "max_attempts": 2,
+        "max_failure_ratio": 1.0,
         "max_infrastructure_attempts": 3,
         "serve_result_ttl_ms": 60_000,
         "max_group_bytes": 1_000_000,

@@ -48,6 +48,7 @@ class Follower:
         if self.poller is not None:
             return
         self.poller = StackPoller(endpoints, security)
+        self.poller.listen_notices(lambda text: self.stack.events.report("warning", "recipe", text))
         self.poller.start()
         self.display.begin(self.stack, self.poller, NoUsage())
         self._drawing = asyncio.create_task(self.display.run(), name="display")

@@ -22,6 +22,7 @@ from areal.launchers.run_folder import RunFolder, find_run
 from areal.launchers.tags import end_tagged, leaders_of
 from areal.observability.poller import Snapshot, StackPoller
 from areal.observability.watchdog import ask_waits
+from areal.observability.words import state_word
 from areal.security import Security
 from areal.types import TaskState
 
@@ -88,6 +89,7 @@ def _as_json(snapshot: Snapshot) -> dict[str, Any]:
             "max": ledger.staleness_max,
             "bound": ledger.staleness_bound,
         },
+        "failures": [asdict(failure) for failure in snapshot.failures],
         "policy_version": sync and sync.current_version,
         "servers": [
             {
@@ -115,8 +117,13 @@ def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) 
         doing = f"{trainer.state}: {trainer.detail}" if trainer.detail else trainer.state
         console.print(f"trainer    step {trainer.step}/{trainer.total_steps}, {doing}")
     if ledger is not None:
-        counts = ", ".join(f"{ledger.counts[s]} {s.value}" for s in TaskState if ledger.counts[s])
+        counts = ", ".join(
+            f"{ledger.counts[s]} {state_word(s)}" for s in TaskState if ledger.counts[s]
+        )
         console.print(f"tasks      {ledger.submitted} submitted: {counts or 'none'}")
+    for failure in snapshot.failures:
+        told = f"failing    {failure} ({failure.attempts} attempts)"
+        console.print(told, style="red", soft_wrap=True, markup=False)
     for server in snapshot.servers:
         cause = f" ({server.cause})" if server.cause else ""
         console.print(f"server     {server.url} {server.state} at version {server.version}{cause}")

@@ -182,7 +182,7 @@ class ReleaseFollower:
         if outcome.word == "failed":
             words = await asyncio.to_thread(self._release.last_words)
             error = ArealError(f"{outcome.cause}{f' | {words}' if words else ''}")
-        summary = self._sum_up(outcome, snapshot)
+        summary = self._sum_up(outcome, snapshot, str(error or ""))
         await self._plot()
         self._follower.display.summary(stack, summary, error)
         if error is not None or self._keep:
@@ -195,7 +195,7 @@ class ReleaseFollower:
             )
         return 0 if error is None else 1
 
-    def _sum_up(self, outcome: Outcome, snapshot: Snapshot) -> dict[str, Any]:
+    def _sum_up(self, outcome: Outcome, snapshot: Snapshot, cause: str) -> dict[str, Any]:
         stack, folder = self._follower.stack, self._follower.stack.folder
         summary = build_summary(
             status=outcome.word,
@@ -206,6 +206,7 @@ class ReleaseFollower:
             cpu_s=0.0,
             memory_mb={},
             restarts={n: p.restarts for n, p in stack.processes.items()},
+            cause=cause,
         )
         write_json(folder.summary_file, summary)
         rows = "".join(json.dumps(row) + "\n" for row in snapshot.rows)

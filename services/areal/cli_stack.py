@@ -187,6 +187,7 @@ class Session:
         background = [asyncio.create_task(usage.run(), name="usage")]
         status, error = "failed", None
         try:
+            poller.listen_notices(lambda text: stack.events.report("warning", "recipe", text))
             poller.start()
             self._display.begin(stack, poller, usage)
             for caution in cautions(stack.config) if self._with_trainer else ():
@@ -206,7 +207,8 @@ class Session:
         if isinstance(error, InvalidInput):
             raise error
         if self._with_trainer:
-            summary = self._sum_up(status, stack, poller, usage, time.monotonic() - began)
+            took = time.monotonic() - began
+            summary = self._sum_up(status, stack, poller, usage, took, str(error or ""))
             self._display.summary(stack, summary, error)
         elif error is not None:
             raise error
@@ -263,6 +265,7 @@ class Session:
         poller: StackPoller,
         usage: UsageSampler,
         wall_s: float,
+        cause: str,
     ) -> dict[str, Any]:
         """Writes summary.json and reward.png; the run's, over all its invocations."""
         folder = stack.folder
@@ -275,6 +278,7 @@ class Session:
             cpu_s=usage.cpu_seconds(),
             memory_mb=usage.peak_mb,
             restarts={n: p.restarts for n, p in stack.supervisor.processes.items()},
+            cause=cause,
         )
         earlier = read_results(folder.summary_file)
         summary = continue_summary(earlier, summary, began=stack.started)

@@ -9,6 +9,7 @@ of its own; services ignore top-level keys they do not know, recipes and `areal 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -266,6 +267,7 @@ def validate(config: BaseExperimentConfig) -> None:
         "rollout.max_head_offpolicyness": 0,
         "rollout.max_concurrent_rollouts": 1,
         "rollout.max_attempts": 1,
+        "rollout.max_failure_ratio": 0,
         "reward.workers": 1,
         "reward.memory_mb": 64,
         "checkpoint.freq_steps": 0,
@@ -277,11 +279,13 @@ def validate(config: BaseExperimentConfig) -> None:
         "weight_sync.keep_versions": 2,
         "weight_sync.max_unavailable": 0,
     }
+    maximum = {"rollout.max_failure_ratio": 1}
     for key, least in minimum.items():
         section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value < least:
-            raise ConfigError(f"{key} {value}: expected {least} or more")
+        value, most = getattr(getattr(config, section), name), maximum.get(key, math.inf)
+        if not least <= value <= most:
+            limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
+            raise ConfigError(f"{key} {value}: expected {limits}")
     if isinstance(config, GRPOConfig):
         if config.train_dataset.batch_size < 1:
             raise ConfigError(

@@ -78,6 +78,9 @@ class RolloutConfig:
     """How long the trainer waits for a batch before it gives up with a named cause."""
     max_attempts: int = 3
     """Attempts ended by the workflow's own error before a task is dead-lettered."""
+    max_failure_ratio: float = 0.5
+    """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
+    or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
     max_infrastructure_attempts: int = 10
     """Attempts ended by infrastructure before a task is dead-lettered."""
     max_group_bytes: int = 64 * 1024 * 1024

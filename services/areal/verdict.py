@@ -1,7 +1,8 @@
 """How a process says that starting it again is pointless, where its exit code cannot get through.
 
-torchrun ends with code 1 whatever its ranks ended with. So a rank with bad input writes its one
-line into the file that `AREAL_VERDICT` names; the supervisor reads it when the job has ended.
+torchrun ends with code 1 whatever its ranks ended with. So a rank with bad input, or with a recipe
+that fails, writes its one line into the file that `AREAL_VERDICT` names; the supervisor reads it
+when the job has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _MOST_BYTES = 4096
 
 
 def write_verdict(line: str) -> None:
-    """Says that the input is bad; nothing to do where nobody asks."""
+    """Says that starting again is pointless; nothing to do where nobody asks."""
     if not (name := os.environ.get(VERDICT_VARIABLE)):
         return
     file = Path(name)

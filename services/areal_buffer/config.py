@@ -22,6 +22,7 @@ class LedgerConfig:
     """Two of these without a sweep count as an outage, and leases are extended."""
     straggler_deadline_ms: int
     max_attempts: int
+    max_failure_ratio: float
     max_infrastructure_attempts: int
     serve_result_ttl_ms: int
     max_group_bytes: int
@@ -44,6 +45,7 @@ class LedgerConfig:
             sweep_interval_ms=min(5_000, lease_ttl_ms // 4),
             straggler_deadline_ms=int(rollout.straggler_deadline_s * 1000),
             max_attempts=rollout.max_attempts,
+            max_failure_ratio=rollout.max_failure_ratio,
             max_infrastructure_attempts=rollout.max_infrastructure_attempts,
             serve_result_ttl_ms=max(1, int(buffer.serve_result_ttl_s * 1000)),
             max_group_bytes=rollout.max_group_bytes,
@@ -60,6 +62,7 @@ class LedgerConfig:
             "sweep_interval_ms",
             "straggler_deadline_ms",
             "max_attempts",
+            "max_failure_ratio",
             "max_infrastructure_attempts",
             "max_regenerations",
             "serve_result_ttl_ms",

@@ -73,7 +73,7 @@ class Store(Protocol):
     ) -> Take:
         """One attempt at the batch of a step."""
 
-    async def ended(self, task_ids: Sequence[str]) -> list[str]:
+    async def ended(self, task_ids: Sequence[str], incarnation: int) -> list[str]:
         """Those that have ended or are completed."""
 
     async def complete(
@@ -157,11 +157,13 @@ class Ledger:
             f"step {step}",
         )
 
-    async def wait_tasks(self, task_ids: Sequence[str], max_wait_s: float) -> list[str]:
+    async def wait_tasks(
+        self, task_ids: Sequence[str], max_wait_s: float, incarnation: int = 0
+    ) -> list[str]:
         """Those that have ended (train: completed counts); empty when max_wait passed first."""
         return await self._until(
             Kind.ENDED,
-            lambda: self._store.ended(task_ids),
+            lambda: self._store.ended(task_ids, incarnation),
             bool,
             max_wait_s,
             f"one of {len(task_ids)} tasks",

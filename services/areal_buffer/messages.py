@@ -83,7 +83,17 @@ def stats_message(stats: Stats, memory_bytes: int) -> pb.GetStatsResponse:
         redis_memory_bytes=memory_bytes,
         trajectories=stats.trajectories,
         generated_tokens=stats.generated_tokens,
+        stopped=stats.stopped,
+        retried=stats.retried,
     )
     if stats.oldest_queued_ms:
         response.oldest_queued_time.CopyFrom(_timestamp(stats.oldest_queued_ms))
+    for failure in stats.failures:
+        response.failures.add(
+            site=failure.site,
+            attempts=failure.attempts,
+            task_id=failure.task_id,
+            detail=failure.detail,
+            time=_timestamp(failure.time_ms),
+        )
     return response

@@ -78,6 +78,8 @@ class ReturnedLease:
     partial: bytes
     """The journal for the next attempt."""
     failed_server: str
+    site: str = ""
+    """Of an error of the recipe: what all tasks that fail alike share; else empty."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,20 @@ class Trainer:
     incarnation: int
     last_taken_step: int
     last_committed_step: int
+    retried: int
+    """Dead letters that were queued again."""
+
+
+@dataclass(frozen=True)
+class WorkflowFailure:
+    """What several attempts failed of alike."""
+
+    site: str
+    attempts: int
+    task_id: str
+    """Of the first one, as are detail and time."""
+    detail: str
+    time_ms: int
 
 
 @dataclass(frozen=True)
@@ -174,11 +190,29 @@ class Stats:
     """Submission time of the oldest queued task; 0: none is queued."""
     trajectories: int
     generated_tokens: int
+    failures: tuple[WorkflowFailure, ...]
+    """Since the trainer registered, the most frequent first."""
+    stopped: str
+    """Why the run was stopped; empty: it was not."""
+    retried: int
+    """Dead letters that the trainer's registration queued again."""
 
 
 def text(value: Any) -> str:
     """Of a reply: bytes, or nil."""
     return value.decode(errors="replace") if value else ""
+
+
+def failures_of(first: Sequence[bytes], attempts: Sequence[bytes]) -> tuple[WorkflowFailure, ...]:
+    """From the hashes `failures` and `failures:attempts`, as Redis lists them."""
+    counts = dict(zip(attempts[::2], attempts[1::2], strict=True))
+    found = []
+    for site, value in zip(first[::2], first[1::2], strict=True):
+        task_id, time_ms, detail = text(value).split("\n", 2)
+        found.append(
+            WorkflowFailure(text(site), int(counts.get(site, 0)), task_id, detail, int(time_ms))
+        )
+    return tuple(sorted(found, key=lambda failure: -failure.attempts))
 
 
 def stored_task(task_id: str, values: dict[str, bytes | None], payload: bytes | None) -> StoredTask:

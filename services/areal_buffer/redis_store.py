@@ -25,6 +25,7 @@ from areal_buffer.records import (
     Take,
     TakenGroup,
     Trainer,
+    failures_of,
     stored_task,
     text,
 )
@@ -123,9 +124,14 @@ class RedisStore:
                 if values["state"] is not None:
                     yield stored_task(task_id, values, payload)
 
-    async def ended(self, task_ids: Sequence[str]) -> list[str]:
-        """Those that have ended or are completed; an empty answer flags the wait."""
-        return [text(task_id) for task_id in await self._scripts.run("ended", *task_ids)]
+    async def ended(self, task_ids: Sequence[str], incarnation: int = 0) -> list[str]:
+        """Those that have ended or are completed; an empty answer flags the wait.
+
+        Raises:
+            WorkflowError: The run of the waiting trainer (0: someone else) has been stopped.
+        """
+        found = await self._scripts.run("ended", incarnation, *task_ids)
+        return [text(task_id) for task_id in found]
 
     # -- leases -------------------------------------------------------------------------------
 
@@ -206,7 +212,7 @@ class RedisStore:
             args: list[str | int | bytes] = []
             for each in chunk:
                 args += [each.task_id, each.token, each.cause, each.detail, each.traceback]
-                args += [each.partial, each.failed_server]
+                args += [each.partial, each.failed_server, each.site]
             for reply in await self._scripts.run("return", *args):
                 if isinstance(reply, RedisError):
                     results.append(translate(reply))
@@ -221,11 +227,17 @@ class RedisStore:
     # -- training -----------------------------------------------------------------------------
 
     async def register_trainer(
-        self, resume_step: int, batch_size: int, eta: int, max_concurrent: int
+        self,
+        resume_step: int,
+        batch_size: int,
+        eta: int,
+        max_concurrent: int,
+        recipe_digest: str = "",
     ) -> Trainer:
         """A new incarnation."""
-        args = (resume_step, batch_size, eta, max_concurrent)
-        return Trainer(*(int(value) for value in await self._scripts.run("register", *args)))
+        args = (resume_step, batch_size, eta, max_concurrent, recipe_digest)
+        reply = await self._scripts.run("register", *args)
+        return Trainer(*(int(value) for value in reply))
 
     async def take(
         self,
@@ -317,13 +329,15 @@ class RedisStore:
 
     async def stats(self) -> Stats:
         """Counters and gauges."""
-        meta, counts, headroom, oldest, batch_size, eta, concurrent = await self._scripts.run(
-            "stats"
-        )
+        reply = await self._scripts.run("stats")
+        meta, counts, headroom, oldest, batch_size, eta, concurrent, first, attempts = reply
         numbers: dict[str, int] = {}
+        stopped = ""
         for key, value in zip(meta[::2], meta[1::2], strict=True):
             if value.lstrip(b"-").isdigit():
                 numbers[key.decode()] = int(value)
+            if key == b"stopped":
+                stopped = text(value)
         tallies = {
             key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)
         }
@@ -346,6 +360,9 @@ class RedisStore:
             oldest_queued_ms=int(oldest),
             trajectories=numbers.get("trajectories", 0),
             generated_tokens=numbers.get("generated_tokens", 0),
+            failures=failures_of(first, attempts),
+            stopped=stopped,
+            retried=numbers.get("retried", 0),
         )
 
     async def memory(self) -> tuple[int, int]:

@@ -199,7 +199,11 @@ class BufferServicer(BufferServiceServicer):
     ) -> pb.WaitTasksResponse:
         """Long poll."""
         ids = check.check_task_ids(request.task_ids, at_least=1)
-        ended = await self._ledger.wait_tasks(ids, request.max_wait.ToMilliseconds() / 1000)
+        ended = await self._ledger.wait_tasks(
+            ids,
+            request.max_wait.ToMilliseconds() / 1000,
+            check.check_number(request.incarnation, "incarnation", 0),
+        )
         return pb.WaitTasksResponse(task_ids=ended)
 
     async def RegisterTrainer(
@@ -211,8 +215,10 @@ class BufferServicer(BufferServiceServicer):
             check.check_number(request.batch_size, "batch_size", 1),
             check.check_number(request.max_head_offpolicyness, "max_head_offpolicyness", 0),
             check.check_number(request.max_concurrent_rollouts, "max_concurrent_rollouts", 1),
+            check.check_digest(request.recipe_digest),
         )
         return pb.RegisterTrainerResponse(
+            retried=trainer.retried,
             incarnation=trainer.incarnation,
             last_taken_step=trainer.last_taken_step,
             last_committed_step=trainer.last_committed_step,

@@ -26,6 +26,9 @@ _MAX_TASK_BYTES = 4 * (MAX_DATA_BYTES + _MAX_KWARGS_BYTES) + 4096
 _MAX_TRACEBACK_CHARS = 16_000
 _MAX_LINE_CHARS = 2_000
 _MAX_SERVER_CHARS = 300
+_MAX_SITE_CHARS = 200
+# In an error's line: what differs from row to row.
+_VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?")
 # Which limit an attempt's end counts against, in the words of the scripts.
 _CAUSES = {
     pb.RETURN_CAUSE_DRAIN: "",
@@ -75,6 +78,13 @@ def check_number(value: int, field: str, at_least: int) -> int:
     if not at_least <= value < _MAX_NUMBER:
         raise InvalidInput(f"{field} {value}: expected {at_least} or more, below 2^53")
     return value
+
+
+def check_digest(digest: str) -> str:
+    """Of a recipe, or empty; raises InvalidInput."""
+    if digest and not _DIGEST.fullmatch(digest):
+        raise InvalidInput(f"recipe_digest {digest[:80]!r}: expected sha256 in hex")
+    return digest
 
 
 def check_worker_id(worker_id: str) -> str:
@@ -214,12 +224,19 @@ def check_return(
         traceback=traceback_text(message.traceback),
         partial=message.partial if keep else b"",
         failed_server=server,
+        site=_site(message) if message.cause == pb.RETURN_CAUSE_WORKFLOW_ERROR else "",
     )
 
 
+def _site(message: pb.Return) -> str:
+    """What tasks that fail alike share: as told, or the detail without the row's values."""
+    told = message.site or _VALUES.sub("…", message.detail)
+    return " ".join(told.split())[:_MAX_SITE_CHARS] or "an error that says nothing"
+
+
 def line(text: str) -> str:
-    """Text for people, bounded."""
-    return text[:_MAX_LINE_CHARS]
+    """One line for people, bounded."""
+    return " ".join(text.split())[:_MAX_LINE_CHARS]
 
 
 def traceback_text(text: str) -> str:

@@ -58,8 +58,19 @@ def ledger_json(stats: buffer_pb.GetStatsResponse) -> dict[str, Any]:
         "redis_memory_bytes",
         "trajectories",
         "generated_tokens",
+        "stopped",
     ):
         result[field] = getattr(stats, field)
+    result["failures"] = [
+        {
+            "site": failure.site,
+            "attempts": failure.attempts,
+            "task_id": failure.task_id,
+            "detail": failure.detail,
+            "time": failure.time.ToMilliseconds() / 1000,
+        }
+        for failure in stats.failures
+    ]
     result["oldest_queued_time"] = (
         stats.oldest_queued_time.ToMilliseconds() / 1000
         if stats.HasField("oldest_queued_time")

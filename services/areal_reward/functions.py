@@ -40,6 +40,10 @@ class RewardFunction:
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self._accepted = {p.name for p in named}
         self._required = {p.name for p in named if p.default is p.empty}
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.file = str(code.co_filename) if code else ""
+        self.where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        """" (file:line)" of its definition; "": it has no source."""
         self._positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
         for key in kwargs:
             if not self._takes_all and key not in self._accepted:
@@ -100,8 +104,14 @@ def resolve(reward: pb.RewardSpec, recipe: tuple[str, bytes] | None) -> RewardFu
     )
 
 
-def outcome(name: str, value: Any) -> pb.ScoreResult:
-    """The result for what a function returned: a finite number, or a FUNCTION failure."""
+def outcome(name: str, value: Any, where: str = "") -> pb.ScoreResult:
+    """The result for what a function returned: a finite number, or a FUNCTION failure.
+
+    Args:
+        name: Of the function.
+        value: What it returned.
+        where: " (file:line)" of it, or nothing.
+    """
     if type(value) is float and math.isfinite(value):
         return pb.ScoreResult(reward=value)
     # Text has no __float__; numpy scalars and one-element arrays and tensors do.
@@ -109,18 +119,19 @@ def outcome(name: str, value: Any) -> pb.ScoreResult:
     if number is None or not math.isfinite(number):
         return failure(
             pb.SCORE_ERROR_FUNCTION,
-            f"{name} returned {_short(value)}: expected a finite number",
+            f"{name} returned {_short(value)}: expected a finite number{where}",
         )
     return pb.ScoreResult(reward=number)
 
 
-def raised(name: str, error: BaseException) -> pb.ScoreResult:
-    """The result for what a function raised."""
+def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:
+    """The result for what a function raised; names the last line passed, of its `file` if any."""
     if isinstance(error, InvalidInput):
         return failure(pb.SCORE_ERROR_INVALID, str(error))
     own = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if own not in f.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    last = ([f for f in frames if f.filename == file] or frames)[-1:]
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
     kind = type(error).__name__
     try:
         said = str(error)

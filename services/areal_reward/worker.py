@@ -122,11 +122,11 @@ class Worker:
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
                 value = self._loop.run_until_complete(_awaited(value))
-            return outcome(function.name, value)
+            return outcome(function.name, value, function.where)
         except MemoryError:
             return None
         except BaseException as error:  # also SystemExit: user code must not end the worker so
-            return raised(function.name, error)
+            return raised(function.name, error, function.file)
 
     async def _score_async(self, function: RewardFunction, request: pb.ScoreRequest) -> bool:
         """Calls an asynchronous function on all items, some at a time."""
@@ -155,13 +155,13 @@ class Worker:
             async with asyncio.timeout(self._timeout_s) as limit:
                 steps = _Steps(function.call(args, kwargs), self._progress, position)
                 value = await steps
-            return outcome(function.name, value)
+            return outcome(function.name, value, function.where)
         except MemoryError:
             return None
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return failure(pb.SCORE_ERROR_TIMEOUT, too_slow(function.name, self._timeout_s))
-            return raised(function.name, error)
+            return raised(function.name, error, function.file)
 
     def _function(self, reward: pb.RewardSpec) -> RewardFunction:
         """The function of a spec, loaded on first use; then memory is limited from there on."""

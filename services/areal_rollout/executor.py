@@ -37,7 +37,7 @@ from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
 from areal_rollout.config import ExecutorConfig
 from areal_rollout.episode import EpisodeEngine
-from areal_rollout.failures import describe_failure, where_it_waits
+from areal_rollout.failures import describe_failure, where_defined, where_it_waits
 from areal_rollout.handin import RETRYABLE, Ending, HandIn, Returned, group_of
 from areal_rollout.journal import CallKey, decode
 from areal_rollout.ports import Generation, Ledger, Observer, Scorer, Workflows
@@ -298,7 +298,7 @@ class Executor:
             if self._draining and episode.engine.interrupted:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
-            return group_of(result, lease)
+            return group_of(result, lease, where_defined(workflow.arun_episode))
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:
                 return Returned(
@@ -322,6 +322,7 @@ class Executor:
                 failure.detail,
                 failure.traceback,
                 failure.failed_server,
+                failure.site,
                 (lambda: self._journal(episode)) if again else bytes,
             )
 

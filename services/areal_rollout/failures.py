@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sysconfig
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any
 
+import areal
 from areal.errors import CapacityExceeded, PromptDrift, Unavailable, WaitTimeout, WorkflowError
 
 _INFRASTRUCTURE = (Unavailable, WaitTimeout, CapacityExceeded)
+# What a sentence ends with, and what it says has happened.
+_PLACE = re.compile(r" \(([^()]+):(\d+)\)$")
+_WHAT = re.compile(r"\braised (\w+)|\b(returned \w+)")
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(areal.__file__).parents[1]),
+    "<",  # frozen modules
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,8 @@ class Failure:
     failed_server: str = ""
     drift: bool = False
     """A later prompt did not begin with the tokens before it."""
+    site: str = ""
+    """What all tasks that fail alike share: `KeyError at recipe.py:41`; empty: place not known."""
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -47,10 +61,36 @@ def describe_failure(error: BaseException) -> Failure:
             failed_server=str(getattr(leaf, "failed_server", "")),
         )
     if isinstance(leaf, WorkflowError) and leaf.traceback:
-        return Failure(False, _line(str(leaf)), leaf.traceback[-8000:])
-    text = "".join(traceback.format_exception(error))[-8000:]
-    drift = isinstance(leaf, PromptDrift)
-    return Failure(False, _line(f"{type(leaf).__name__}: {leaf}"), text, drift=drift)
+        return _own(str(leaf), leaf.traceback)
+    name = type(leaf).__name__
+    line = f"{name}: {leaf}"
+    text = "".join(traceback.format_exception(error))
+    if not _PLACE.search(line):
+        line = _line(line)[:800] + (_where_raised(leaf) or _where_raised(error))
+    return replace(_own(line, text, name), drift=isinstance(leaf, PromptDrift))
+
+
+def _own(line: str, trace: str, kind: str = "") -> Failure:
+    """An error of the recipe; `kind` where the line does not say it."""
+    line, site = _line(line), ""
+    place, what = _PLACE.search(line), _WHAT.search(line)
+    if place:
+        said = (what.group(1) or what.group(2)) if what else kind or "error"
+        site = f"{said} at {PurePath(place.group(1)).name}:{place.group(2)}"
+    return Failure(False, line, trace[-8000:], site=site)
+
+
+def _where_raised(error: BaseException) -> str:
+    """The recipe's last line that it passed, as " (file:line)"; "": there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def where_defined(function: Callable[..., Any]) -> str:
+    """Where a function is, as " (file:line)"; "": it has no source."""
+    code = getattr(function, "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def where_it_waits(task: asyncio.Task[Any]) -> tuple[str, str]:

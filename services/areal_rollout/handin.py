@@ -33,6 +33,8 @@ class Returned:
     detail: str
     traceback: str = ""
     failed_server: str = ""
+    site: str = ""
+    """What all tasks that fail alike share."""
     partial: Callable[[], bytes] = bytes
     """Encodes the journal; by itself: there is none."""
 
@@ -97,12 +99,13 @@ class HandIn:
             traceback=ending.traceback,
             partial=ending.partial,
             failed_server=ending.failed_server,
+            site=ending.site,
         )
         return ending.cause.value
 
 
-def group_of(result: object, lease: Lease) -> TrajectoryGroup | None:
-    """Checks what a workflow returned and stamps the ids."""
+def group_of(result: object, lease: Lease, where: str = "") -> TrajectoryGroup | None:
+    """Checks what a workflow returned and stamps the ids; `where` is in what it raises."""
     if result is None:
         return None
     trajectories = [result] if isinstance(result, Trajectory) else result
@@ -113,7 +116,7 @@ def group_of(result: object, lease: Lease) -> TrajectoryGroup | None:
     ):
         what = type(result).__name__ if result != [] else "an empty list"
         raise WorkflowError(
-            f"arun_episode returned {what}: expected a Trajectory, a list of them, or None"
+            f"arun_episode returned {what}: expected a Trajectory, a list of them, or None{where}"
         )
     pinned = lease.task.policy_version
     if pinned is not None:

@@ -46,6 +46,7 @@ class Ledger(Protocol):
         traceback: str,
         partial: Callable[[], bytes],
         failed_server: str,
+        site: str,
     ) -> Awaitable[Any]:
         """Gives a lease back; those of many leave in the order of the calls."""
         ...

@@ -258,6 +258,7 @@ class BufferClient(TrainerBufferClient):
         traceback: str = "",
         partial: Callable[[], bytes] = bytes,
         failed_server: str = "",
+        site: str = "",
     ) -> TaskState:
         """Gives a lease back.
 
@@ -274,6 +275,8 @@ class BufferClient(TrainerBufferClient):
                 of many are encoded while the ledger takes the ones before; refused above
                 max_group_bytes.
             failed_server: The inference server that failed, which the next attempt avoids.
+            site: Of a workflow error: what all tasks that fail alike share, e.g.
+                "KeyError at recipe.py:41"; empty: the detail without the row's values.
 
         Returns:
             QUEUED, or DEAD_LETTERED when a limit was reached.
@@ -293,6 +296,7 @@ class BufferClient(TrainerBufferClient):
                 traceback=traceback,
                 partial=journal,
                 failed_server=failed_server,
+                site=site,
             )
             # The short fields count too, so that a call holds no more than it may.
             return 256 + len(journal) + len(traceback)

@@ -75,19 +75,27 @@ class TaskReader(Client):
         return await self._call(self._stub.GetTasks, request, timeout=timeout, retry_for=retry_for)
 
     async def wait_tasks(
-        self, task_ids: Sequence[str], max_wait_s: float, *, retry_for: float = 30.0
+        self,
+        task_ids: Sequence[str],
+        max_wait_s: float,
+        *,
+        incarnation: int = 0,
+        retry_for: float = 30.0,
     ) -> list[str]:
         """Waits until one of the tasks has ended (train: completed counts).
 
         Args:
             task_ids: Known ids, at most 10,000; NotFound otherwise.
             max_wait_s: The service waits at most 30 s a call.
+            incarnation: Of the trainer that waits: WorkflowError once its run has been stopped.
             retry_for: Seconds to retry while the ledger is away or silent.
 
         Returns:
             Those that have ended; empty when the wait passed first.
         """
-        request = pb.WaitTasksRequest(task_ids=task_ids, max_wait=to_duration(max_wait_s))
+        request = pb.WaitTasksRequest(
+            task_ids=task_ids, max_wait=to_duration(max_wait_s), incarnation=incarnation
+        )
         response = await self._call(
             self._stub.WaitTasks,
             request,

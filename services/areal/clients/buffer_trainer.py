@@ -38,10 +38,15 @@ class TrainerBufferClient(TaskReader):
         batch_size: int,
         max_head_offpolicyness: int,
         max_concurrent_rollouts: int,
+        recipe_digest: str = "",
         timeout: float = 30.0,
         retry_for: float = 60.0,
     ) -> Registration:
         """A trainer starts or resumes at a checkpoint's step; fences off the one before.
+
+        With another `recipe_digest` than the trial's last one, and after a run that was stopped for
+        errors of its recipe, what such errors had ended is queued again, and all open tasks run
+        under this recipe.
 
         Raises:
             WrongStep: The batches after resume_step were let go, or were never taken.
@@ -51,12 +56,16 @@ class TrainerBufferClient(TaskReader):
             batch_size=batch_size,
             max_head_offpolicyness=max_head_offpolicyness,
             max_concurrent_rollouts=max_concurrent_rollouts,
+            recipe_digest=recipe_digest,
         )
         response = await self._call(
             self._stub.RegisterTrainer, request, timeout=timeout, retry_for=retry_for
         )
         return Registration(
-            response.incarnation, response.last_taken_step, response.last_committed_step
+            response.incarnation,
+            response.last_taken_step,
+            response.last_committed_step,
+            response.retried,
         )
 
     async def take_batch(
@@ -86,7 +95,8 @@ class TrainerBufferClient(TaskReader):
         Raises:
             StaleIncarnation: A newer trainer has registered.
             WrongStep: Not the next step, nor one whose batch is still kept.
-            WorkflowError: Every task of task_ids ended without a group.
+            WorkflowError: Every task of task_ids ended without a group; or the run was stopped
+                because too many tasks ended by errors of the recipe.
         """
         request = pb.TakeBatchRequest(
             incarnation=incarnation,

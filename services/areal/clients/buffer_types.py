@@ -89,6 +89,8 @@ class Registration:
     last_taken_step: int
     """Steps up to this one replay the batches they had."""
     last_committed_step: int
+    retried: int = 0
+    """Tasks that an error of the recipe had ended, queued again."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def mean_reward(
     """Waits for the end of all tasks.
 
     Raises:
-        WorkflowError: None was delivered.
+        WorkflowError: None was delivered, or too many tasks ended by errors of the recipe.
         WaitTimeout: Some have not ended within `timeout_s`.
     """
     waiting = {task.task_id for task in tasks}
@@ -97,7 +97,11 @@ def mean_reward(
         if waiting:
             waiting.difference_update(
                 session.ask_buffer(
-                    session.buffer.wait_tasks(sorted(waiting)[:MAX_TASKS_PER_CALL], POLL_S),
+                    session.buffer.wait_tasks(
+                        sorted(waiting)[:MAX_TASKS_PER_CALL],
+                        POLL_S,
+                        incarnation=session.incarnation,
+                    ),
                     f"evaluation {name!r}",
                 )
             )

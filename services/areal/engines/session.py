@@ -22,6 +22,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from areal import errors
@@ -37,6 +38,7 @@ from areal.engines.run_files import RunFiles
 from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
 from areal.observability.waits import Waits
+from areal.recipe import Recipe
 from areal.security import Security
 from areal.transports.base import patience_s
 from areal.transports.broadcast import Offer, Seats
@@ -149,6 +151,7 @@ class TrainerSession(Ranks):
             raise errors.ConfigError(
                 f"checkpoint.recover 'never': {newest.path} exists; choose another trial_name"
             )
+        digest = self._store_recipe()
         try:
             registered = self.ask_buffer(
                 self.buffer.register_trainer(
@@ -156,6 +159,7 @@ class TrainerSession(Ranks):
                     batch_size=self.config.train_dataset.batch_size,
                     max_head_offpolicyness=self.config.rollout.max_head_offpolicyness,
                     max_concurrent_rollouts=self.config.rollout.max_concurrent_rollouts,
+                    recipe_digest=digest,
                     retry_for=RETRY_S,
                 ),
                 "registration with the buffer",
@@ -166,6 +170,8 @@ class TrainerSession(Ranks):
                 f"{newest.path.name if newest else 'none'}: bring a newer one back, or choose "
                 "another trial_name"
             ) from None
+        if registered.retried:
+            self._log.info("failed_tasks_retried", tasks=registered.retried)
         self.folder.clean()
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit_step(registered.incarnation, newest.step)
@@ -181,6 +187,16 @@ class TrainerSession(Ranks):
             versions.current_version,
             versions.unstored,
         )
+
+    def _store_recipe(self) -> str:
+        """The recipe's digest: from the registration on workers are given tasks under it."""
+        if not self.config.recipe:
+            return ""
+        recipe = Recipe.read(Path(self.config.recipe))
+        self.ask_buffer(
+            self.buffer.put_recipe(recipe.file_name, recipe.source), "storing the recipe"
+        )
+        return recipe.digest
 
     @contextlib.contextmanager
     def active(self) -> Iterator[TrainerSession]:

@@ -16,9 +16,9 @@
 | UP       | CPU and memory  | its own exit            | exit, stop, a job's long silence  |
 | BACKOFF  | nothing         | a timer of 0.5 to 10 s  | the timer, stop                   |
 
-Exit code 2 (bad input), or a verdict that says so, is final for a job, and for a service that has
-never been up: starting it again would say the same. A service that was up before may answer 2
-because a dependency is away.
+Exit code 2 (bad input, a recipe that fails), or a verdict that says so, is final for a job, and for
+a service that has never been up: starting it again would say the same. A service that was up before
+may answer 2 because a dependency is away.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ class Supervised:
         if self.spec.job and (why := last_error(self.spec.log, self._life_begins)):
             cause += f": {why}"
         if self.spec.verdict is not None and (line := read_verdict(self.spec.verdict)):
-            code, cause = BAD_INPUT, f"{self.spec.name}: {line}"
+            self._give_up(f"{self.spec.name}: {line}", words=False)
+            return None
         if code == BAD_INPUT and (self.spec.job or not self._was_up):
             self._give_up(cause)
             return None
@@ -291,11 +292,12 @@ class Supervised:
         self._in_a_row += 1
         return min(delay, self._policy.max_delay_s)
 
-    def _give_up(self, cause: str) -> None:
+    def _give_up(self, cause: str, *, words: bool = True) -> None:
         self._set(ProcessState.FAILED)
         self._report("error", self.spec.name, cause)
         if not self.ended.done():
-            self.ended.set_exception(StackFailure(f"{cause} ({self.last_words()})"))
+            hint = f" ({self.last_words()})" if words else ""
+            self.ended.set_exception(StackFailure(f"{cause}{hint}"))
             self.ended.exception()  # read by whoever waits; never "was never retrieved"
 
     def _set(self, state: ProcessState) -> None:

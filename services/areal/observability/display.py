@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from areal.errors import ArealError
-from areal.observability.live_view import LiveView, plain_line
+from areal.observability.live_view import LiveView, dashboard_listens, plain_line
 from areal.observability.summary import read_rows, summary_lines
 
 if TYPE_CHECKING:
@@ -55,14 +55,17 @@ class PlainDisplay(Display):
     def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
         """Prints where things are."""
         super().begin(stack, poller, usage)
-        self._line(f"run folder {stack.folder.path}   dashboard {stack.config.endpoints.gateway}")
+        self._line(f"run folder {stack.folder.path}")
         stack.events.listen(self._event)
 
     async def run(self) -> None:
         """One line per interval."""
-        ready = False
+        ready = told = False
         while True:
             await asyncio.sleep(self.interval_s if ready else 1.0)
+            if not told and dashboard_listens(self._stack):
+                told = True
+                self._line(f"dashboard {self._stack.config.endpoints.gateway}")
             if not ready and self._stack.state == "starting":
                 continue
             ready = True

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.observability.poller import Snapshot
+from areal.observability.words import pause_words, state_word
 from areal.servers import ServerState
 from areal.types import TaskState
 
@@ -111,13 +112,19 @@ class LiveView:
             body,
             title=f"[bold]areal[/] · {config.experiment_name}/{config.trial_name}",
             title_align="left",
-            subtitle=f"dashboard [link={config.endpoints.gateway}]{config.endpoints.gateway}[/link]"
-            f"   {self._stack.interrupt_hint}",
+            subtitle=self._where() + self._stack.interrupt_hint,
             subtitle_align="left",
             box=box.ROUNDED,
             border_style=_MUTED,
             padding=(1, 2),
         )
+
+    def _where(self) -> str:
+        """The dashboard's address, once it answers there."""
+        if not dashboard_listens(self._stack):
+            return "dashboard is starting   "
+        address = self._stack.config.endpoints.gateway
+        return f"dashboard [link={address}]{address}[/link]   "
 
     def _progress(self) -> RenderableType:
         trainer = self.snapshot.trainer
@@ -180,7 +187,7 @@ class LiveView:
                 )
             grid.add_row("queue", self._queue(ledger.counts))
             ended = [
-                f"{ledger.counts[s]:,} {s.value.replace('_', '-')}"
+                f"{ledger.counts[s]:,} {state_word(s)}"
                 for s in TaskState
                 if not s.live and ledger.counts.get(s)
             ]
@@ -193,7 +200,7 @@ class LiveView:
         text = Text()
         for stage in stages:
             text.append(f"{counts.get(stage, 0):,}", "bold")
-            text.append(f" {stage.value}", _MUTED)
+            text.append(f" {state_word(stage)}", _MUTED)
             if stage is not stages[-1]:
                 text.append("  →  ", _MUTED)
         return text
@@ -219,7 +226,7 @@ class LiveView:
             return table
         note = f"version {sync.current_version} on {sync.confirmed_servers} of {sync.servers}"
         if sync.updates:
-            note += f"\n{sync.updates} updates, {sync.update_seconds_mean * 1000:.0f} ms pause"
+            note += f"\n{sync.updates} updates, {pause_words(sync.update_seconds_mean)}"
         return Group(table, Text(note, _MUTED))
 
     def _process_table(self, names: list[str]) -> RenderableType:
@@ -240,8 +247,17 @@ class LiveView:
         shown = {"warning", "error"}
         if self._stack.state == "starting":
             shown.add("info")
-        events = [e for e in self._stack.events.recent if e.level in shown][-3:]
+        # Failures of the recipe have lines of their own.
+        events = [
+            e for e in self._stack.events.recent if e.level in shown and e.process != "recipe"
+        ][-3:]
         lines: list[RenderableType] = [
+            Text(f"{failure} ({failure.attempts:,} attempts)", "bold red")
+            for failure in self.snapshot.failures[:2]
+        ]
+        if self.snapshot.failures:
+            lines.append(Text("areal dead-letters list shows what was given up", _MUTED))
+        lines += [
             Text(
                 f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}",
                 {"error": "bold red", "warning": "yellow"}.get(event.level, _MUTED),
@@ -266,6 +282,12 @@ def _table(*headers: str) -> Table:
     return table
 
 
+def dashboard_listens(stack: ShownStack) -> bool:
+    """Whether the address answers: the stack's own gateway is up, or all that it starts is."""
+    gateway = stack.processes.get("gateway")
+    return stack.state != "starting" if gateway is None else gateway.state.value == "up"
+
+
 def plain_line(stack: ShownStack, snapshot: Snapshot) -> str:
     """The same in one line, for logs and pipes."""
     parts = [f"[{duration(time.time() - stack.started)}]"]
@@ -286,8 +308,13 @@ def plain_line(stack: ShownStack, snapshot: Snapshot) -> str:
             parts.append(
                 f"staleness {stale:.2f} max {ledger.staleness_max}/{ledger.staleness_bound}"
             )
-        live = [f"{ledger.counts.get(s, 0)} {s.value}" for s in TaskState if s.live]
-        parts.append(", ".join(live))
+        counts = [f"{ledger.counts.get(s, 0)} {state_word(s)}" for s in TaskState if s.live]
+        counts += [
+            f"{ledger.counts[s]} {state_word(s)}"
+            for s in (TaskState.REJECTED, TaskState.DEAD_LETTERED)
+            if ledger.counts.get(s)
+        ]
+        parts.append(", ".join(counts))
     serving = sum(s.state is ServerState.SERVING for s in snapshot.servers)
     parts.append(f"{serving}/{len(snapshot.servers)} servers serving")
     left = eta_s(snapshot)

@@ -37,6 +37,24 @@ from areal.wire import STATE_FROM_PB
 _WINDOW_S = 15.0
 
 
+@dataclass(frozen=True)
+class RecipeFailure:
+    """What several attempts of a workflow or reward failed of alike."""
+
+    site: str
+    """E.g. `KeyError at recipe.py:41`."""
+    attempts: int
+    task_id: str
+    """Of the first one, as are detail and time."""
+    detail: str
+    """One line, with file and line where they are known."""
+    time: float
+    """Unix seconds."""
+
+    def __str__(self) -> str:
+        return f"task {self.task_id} failed: {self.detail}"
+
+
 @dataclass
 class LedgerView:
     """Counters of the ledger, in tasks of every purpose."""
@@ -50,6 +68,14 @@ class LedgerView:
     generated_tokens: int = 0
     admission_headroom: int = 0
     redis_memory_bytes: int = 0
+    incarnation: int = 0
+    """Of the trainer that registered last; what follows is since then."""
+    failures: tuple[RecipeFailure, ...] = ()
+    """The most frequent first."""
+    stopped: str = ""
+    """Why the ledger stopped the run; empty: it did not."""
+    retried: int = 0
+    """Tasks that the recipe had failed before, queued again."""
 
     @classmethod
     def from_pb(cls, stats: pb.GetStatsResponse) -> LedgerView:
@@ -68,6 +94,19 @@ class LedgerView:
             generated_tokens=stats.generated_tokens,
             admission_headroom=stats.admission_headroom,
             redis_memory_bytes=stats.redis_memory_bytes,
+            incarnation=stats.incarnation,
+            failures=tuple(
+                RecipeFailure(
+                    failure.site,
+                    failure.attempts,
+                    failure.task_id,
+                    failure.detail,
+                    failure.time.ToMilliseconds() / 1000,
+                )
+                for failure in stats.failures
+            ),
+            stopped=stats.stopped,
+            retried=stats.retried,
         )
 
 
@@ -84,10 +123,27 @@ class Snapshot:
     samples_per_s: float = 0.0
     """Generated, over the last seconds."""
     tokens_per_s: float = 0.0
+    has_trainer: bool = True
+    """Whether the stack has one, known or not."""
     problems: dict[str, str] = field(default_factory=dict)
     """Service to why it did not answer; absent: it did."""
     waits: dict[str, list[Wait]] = field(default_factory=dict)
     """Process to what it waits for, the oldest first; only `areal status` asks."""
+
+    @property
+    def failures(self) -> tuple[RecipeFailure, ...]:
+        """Of this run: until its trainer has registered the ledger tells the last run's."""
+        return self.ledger.failures if self.ledger and self._is_of_this_run(self.ledger) else ()
+
+    @property
+    def retried(self) -> int:
+        """Tasks that this run's trainer took up again."""
+        return self.ledger.retried if self.ledger and self._is_of_this_run(self.ledger) else 0
+
+    def _is_of_this_run(self, ledger: LedgerView) -> bool:
+        return not self.has_trainer or (
+            self.trainer is not None and self.trainer.incarnation == ledger.incarnation
+        )
 
 
 class StackPoller:
@@ -110,18 +166,24 @@ class StackPoller:
         interval_s: float = 1.0,
     ) -> None:
         """Opens channels; asks nothing yet."""
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(has_trainer=with_trainer)
         self._buffer = BufferClient(endpoints.buffer, security)
         self._weights = WeightSyncClient(endpoints.weight_sync, security)
         self._trainer = TrainerClient(endpoints.trainer, security) if with_trainer else None
         self._interval_s = interval_s
         self._rates: deque[tuple[float, int, int]] = deque()
         self._row_listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._notice_listeners: list[Callable[[str], None]] = []
+        self._noticed: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
         """Calls `listener` for each new step row."""
         self._row_listeners.append(listener)
+
+    def listen_notices(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with a line for each new kind of failure and for tasks tried again."""
+        self._notice_listeners.append(listener)
 
     def start(self) -> None:
         """Begins to watch."""
@@ -174,6 +236,7 @@ class StackPoller:
     async def _poll_ledger(self) -> None:
         ledger = LedgerView.from_pb(await self._buffer.get_stats(timeout=4.0))
         self.snapshot.ledger = ledger
+        self._notice()
         now = time.monotonic()
         rates = self._rates
         rates.append((now, ledger.trajectories, ledger.generated_tokens))
@@ -183,6 +246,17 @@ class StackPoller:
         if elapsed > 0:
             self.snapshot.samples_per_s = (ledger.trajectories - rates[0][1]) / elapsed
             self.snapshot.tokens_per_s = (ledger.generated_tokens - rates[0][2]) / elapsed
+
+    def _notice(self) -> None:
+        snapshot = self.snapshot
+        news = {failure.site: str(failure) for failure in snapshot.failures}
+        if snapshot.retried:
+            news["retried"] = f"{snapshot.retried} tasks that the recipe had failed are tried again"
+        for what, text in news.items():
+            if what not in self._noticed:
+                self._noticed.add(what)
+                for listener in self._notice_listeners:
+                    listener(text)
 
     async def _poll_weights(self) -> None:
         self.snapshot.servers = (await self._weights.list_servers(timeout=4.0))[0]

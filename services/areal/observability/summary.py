@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.observability.poller import Snapshot
+from areal.observability.words import pause_words, state_word
 from areal.types import TaskState
 
 # Steps over which the first and the last reward are averaged.
@@ -67,6 +68,7 @@ def build_summary(
     cpu_s: float,
     memory_mb: Mapping[str, float],
     restarts: Mapping[str, int],
+    cause: str = "",
 ) -> dict[str, Any]:
     """Puts the summary together; what is unknown is null, never left out.
 
@@ -79,6 +81,7 @@ def build_summary(
         cpu_s: CPU seconds of all its processes.
         memory_mb: Peak resident memory by process, and "total" at one instant.
         restarts: By process; those above 0 are listed.
+        cause: Why it failed, if it did.
     """
     rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
     ledger, sync = snapshot.ledger, snapshot.sync
@@ -87,6 +90,7 @@ def build_summary(
         accounting[state.value] = ledger.counts.get(state, 0) if ledger else None
     return {
         "status": status,
+        "cause": cause or None,
         "steps": rows[-1]["step"] if rows else 0,
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
@@ -98,6 +102,15 @@ def build_summary(
         "samples": sum(int(row.get("samples", 0)) for row in rows),
         "tokens_generated": ledger.generated_tokens if ledger else None,
         "accounting": accounting,
+        "recipe_failures": [
+            {
+                "site": failure.site,
+                "attempts": failure.attempts,
+                "first_task_id": failure.task_id,
+                "detail": failure.detail,
+            }
+            for failure in snapshot.failures
+        ],
         "staleness": {
             "max": ledger.staleness_max if ledger else None,
             "mean": ledger.staleness_mean if ledger else None,
@@ -177,9 +190,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     accounting = summary["accounting"]
     ended = ", ".join(
-        f"{accounting[s.value]} {s.value.replace('_', '-')}"
-        for s in _ACCOUNTS
-        if accounting[s.value]
+        f"{accounting[s.value]} {state_word(s)}" for s in _ACCOUNTS if accounting[s.value]
     )
     updates = summary["weight_updates"]
     lines = [
@@ -217,10 +228,13 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "weights",
             f"{number(updates['count'], 'd')} versions, "
-            f"{number((updates['seconds_mean'] or 0) * 1000, '.0f')} ms pause each, "
-            f"{number(updates['aborted_requests'], 'd')} requests aborted",
+            + (f"{pause_words(updates['seconds_mean'] or 0)}, " if updates["count"] else "")
+            + f"{number(updates['aborted_requests'], 'd')} requests aborted",
         ),
     ]
+    if accounting[TaskState.DEAD_LETTERED.value]:
+        again = "; mended, the same command tries them again" if summary.get("cause") else ""
+        lines.append(("given up", f"areal dead-letters list says why, with tracebacks{again}"))
     if summary["restarts"]:
         lines.append(
             ("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items()))

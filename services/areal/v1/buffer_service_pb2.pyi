@@ -434,6 +434,7 @@ class Return(_message.Message):
     TRACEBACK_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     FAILED_SERVER_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
     cause: Global___ReturnCause.ValueType
     detail: _builtins.str
     """One line for people."""
@@ -443,6 +444,10 @@ class Return(_message.Message):
     """Journal for the next attempt; may be empty."""
     failed_server: _builtins.str
     """The inference server that failed; may be empty."""
+    site: _builtins.str
+    """Of a workflow error: what all tasks that fail alike share, e.g. "KeyError at recipe.py:41".
+    Empty: the detail without its numbers and quoted values.
+    """
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
     def __init__(
@@ -454,10 +459,11 @@ class Return(_message.Message):
         traceback: _builtins.str = ...,
         partial: _builtins.bytes = ...,
         failed_server: _builtins.str = ...,
+        site: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "detail", b"detail", "failed_server", b"failed_server", "lease", b"lease", "partial", b"partial", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "detail", b"detail", "failed_server", b"failed_server", "lease", b"lease", "partial", b"partial", "site", b"site", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -634,6 +640,11 @@ class WaitTasksRequest(_message.Message):
 
     TASK_IDS_FIELD_NUMBER: _builtins.int
     MAX_WAIT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """Of the waiting trainer, which is told with ABORTED once its run has been stopped for its
+    recipe's errors; 0 for everyone else.
+    """
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -643,10 +654,11 @@ class WaitTasksRequest(_message.Message):
         *,
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         max_wait: _duration_pb2.Duration | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait", "task_ids", b"task_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_wait", b"max_wait", "task_ids", b"task_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -682,6 +694,7 @@ class RegisterTrainerRequest(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
     MAX_HEAD_OFFPOLICYNESS_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENT_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    RECIPE_DIGEST_FIELD_NUMBER: _builtins.int
     resume_step: _builtins.int
     """The step of the checkpoint it resumes from; 0 for a fresh start."""
     batch_size: _builtins.int
@@ -689,6 +702,8 @@ class RegisterTrainerRequest(_message.Message):
     max_head_offpolicyness: _builtins.int
     """The staleness bound (eta)."""
     max_concurrent_rollouts: _builtins.int
+    recipe_digest: _builtins.str
+    """Of its recipe; may be empty. Tasks of this trial's earlier trainers run under it from now on."""
     def __init__(
         self,
         *,
@@ -696,10 +711,11 @@ class RegisterTrainerRequest(_message.Message):
         batch_size: _builtins.int = ...,
         max_head_offpolicyness: _builtins.int = ...,
         max_concurrent_rollouts: _builtins.int = ...,
+        recipe_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "max_concurrent_rollouts", b"max_concurrent_rollouts", "max_head_offpolicyness", b"max_head_offpolicyness", "resume_step", b"resume_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "max_concurrent_rollouts", b"max_concurrent_rollouts", "max_head_offpolicyness", b"max_head_offpolicyness", "recipe_digest", b"recipe_digest", "resume_step", b"resume_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -712,20 +728,24 @@ class RegisterTrainerResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LAST_TAKEN_STEP_FIELD_NUMBER: _builtins.int
     LAST_COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     last_taken_step: _builtins.int
     """Steps up to this one replay the batches they had."""
     last_committed_step: _builtins.int
+    retried: _builtins.int
+    """Tasks that the recipe before had failed, or for which the run had been stopped: queued again."""
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         last_taken_step: _builtins.int = ...,
         last_committed_step: _builtins.int = ...,
+        retried: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "last_committed_step", b"last_committed_step", "last_taken_step", b"last_taken_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "last_committed_step", b"last_committed_step", "last_taken_step", b"last_taken_step", "retried", b"retried"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1002,6 +1022,9 @@ class GetStatsResponse(_message.Message):
     OLDEST_QUEUED_TIME_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
     submitted: _builtins.int
     """Every task ever submitted in this trial."""
     policy_version: _builtins.int
@@ -1021,6 +1044,10 @@ class GetStatsResponse(_message.Message):
     redis_memory_bytes: _builtins.int
     trajectories: _builtins.int
     generated_tokens: _builtins.int
+    stopped: _builtins.str
+    """Why the run has been stopped: too many tasks ended by such an error. Empty: it has not."""
+    retried: _builtins.int
+    """Dead letters that the registration of the trainer queued again."""
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
         """One per state."""
@@ -1032,6 +1059,10 @@ class GetStatsResponse(_message.Message):
     @_builtins.property
     def oldest_queued_time(self) -> _timestamp_pb2.Timestamp:
         """The oldest queued task was submitted then."""
+
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkflowFailure]:
+        """Errors of workflows and rewards since the trainer registered, the most frequent first."""
 
     def __init__(
         self,
@@ -1054,16 +1085,56 @@ class GetStatsResponse(_message.Message):
         oldest_queued_time: _timestamp_pb2.Timestamp | None = ...,
         trajectories: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
+        failures: _abc.Iterable[Global___WorkflowFailure] | None = ...,
+        stopped: _builtins.str = ...,
+        retried: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time", "oldest_queued_time", b"oldest_queued_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time", "admission_headroom", b"admission_headroom", "batch_size", b"batch_size", "counts", b"counts", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "last_committed_step", b"last_committed_step", "last_taken_step", b"last_taken_step", "max_concurrent_rollouts", b"max_concurrent_rollouts", "max_head_offpolicyness", b"max_head_offpolicyness", "oldest_queued_time", b"oldest_queued_time", "policy_version", b"policy_version", "redis_memory_bytes", b"redis_memory_bytes", "regenerated", b"regenerated", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "submitted", b"submitted", "train_counts", b"train_counts", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time", "admission_headroom", b"admission_headroom", "batch_size", b"batch_size", "counts", b"counts", "failures", b"failures", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "last_committed_step", b"last_committed_step", "last_taken_step", b"last_taken_step", "max_concurrent_rollouts", b"max_concurrent_rollouts", "max_head_offpolicyness", b"max_head_offpolicyness", "oldest_queued_time", b"oldest_queued_time", "policy_version", b"policy_version", "redis_memory_bytes", b"redis_memory_bytes", "regenerated", b"regenerated", "retried", b"retried", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "stopped", b"stopped", "submitted", b"submitted", "train_counts", b"train_counts", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_queued_time: _TypeAlias = _typing.Literal["oldest_queued_time"]  # noqa: Y015
     _WhichOneofArgType__oldest_queued_time: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_queued_time) -> _WhichOneofReturnType__oldest_queued_time | None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class WorkflowFailure(_message.Message):
+    """What several attempts failed of alike."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    site: _builtins.str
+    """E.g. "KeyError at recipe.py:41"."""
+    attempts: _builtins.int
+    """Attempts ended by it."""
+    task_id: _builtins.str
+    """The first one: its task, one line for people, when."""
+    detail: _builtins.str
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        site: _builtins.str = ...,
+        attempts: _builtins.int = ...,
+        task_id: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "detail", b"detail", "site", b"site", "task_id", b"task_id", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkflowFailure: _TypeAlias = WorkflowFailure  # noqa: Y015
 
 @_typing.final
 class PutRecipeRequest(_message.Message):

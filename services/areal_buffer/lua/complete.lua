@@ -29,6 +29,7 @@ local function complete(at, payload)
   local serve = task.purpose == 'serve'
   move(task, serve and 'delivered' or 'completed',
     {'done_token', token, 'head', int(task.head), 'lengths', ARGV[at + 3]})
+  note_end(task)
   call('HDEL', task.key, 'partial')
   add(META, 'trajectories', ARGV[at + 4])
   add(META, 'generated_tokens', ARGV[at + 5])

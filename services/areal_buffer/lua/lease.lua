@@ -12,10 +12,23 @@ local function queue(which, room)
   room = math.min(room, most, slots)
   return room > 0 and look('ZRANGE', P .. 'queue:' .. which, 0, room - 1) or {}
 end
-local queues = {wanted = queue('wanted', most), serve = queue('serve', most),
+local queues = {wanted = queue('wanted', meta.stopped == '' and most or 0), serve = queue('serve', most),
   train = queue('train', math.max(headroom, 1))}
 local at = {wanted = 1, serve = 1, train = 1}
 local function first(which) return queues[which][at[which]] end
+
+-- The body of a task of the run names the recipe that its trainer had; a later one may have brought a
+-- changed recipe. One digest is as long as another.
+local recipes = call('HGET', META, 'recipes') or ''
+local newest = string.match(recipes, '%x+$')
+local function under_newest_recipe(task, body)
+  if newest and of_run(task) then
+    for digest in string.gmatch(recipes, '%x+') do
+      if digest ~= newest and #digest == #newest then body = string.gsub(body, digest, newest) end
+    end
+  end
+  return body
+end
 
 local function lease(id)
   local task = read_task(id)
@@ -35,7 +48,8 @@ local function lease(id)
   move(task, 'running', {'token', int(meta.token), 'worker', worker, 'floor', int(task.floor)},
     NOW + CONFIG.lease_ttl_ms)
   call('HDEL', task.key, 'revoked')
-  return {id, stored[1] or '', meta.token, meta.policy_version, partial, stored[3] or ''}
+  return {id, under_newest_recipe(task, stored[1] or ''), meta.token, meta.policy_version, partial,
+    stored[3] or ''}
 end
 
 local leases = {}

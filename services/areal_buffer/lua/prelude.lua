@@ -15,6 +15,8 @@
 --   batch:<step>       list    "id \n head version \n lengths" of each group
 --   batch_incarnations hash    step -> incarnation that took it first
 --   seen:<epoch>       bitmap  dataset positions submitted
+--   failures           hash    of each kind of workflow error since the trainer registered: the first one
+--   failures:attempts  hash    and how many attempts it ended
 --   life:<worker>      string  its newest life (of workers whose name outlives them); goes after a day
 
 local P = KEYS[1]
@@ -148,7 +150,7 @@ end
 local function wait_for(kind) set(META, 'waiting:' .. kind, '1') end
 
 local FIELDS = {'state', 'purpose', 'seq', 'token', 'done_token', 'floor', 'want', 'deadline',
-  'head', 'lengths', 'reason'}
+  'head', 'lengths', 'reason', 'cause', 'trainer'}
 local NUMBERS = {seq = true, token = true, done_token = true, floor = true, deadline = true,
   head = true}
 
@@ -251,6 +253,47 @@ local function move(task, to, changes, score)
   end
 end
 
+-- The trainer's own tasks: train tasks, and its evaluations.
+local function of_run(task) return task.purpose == 'train' or task.trainer == '1' end
+
+-- How the run's last tasks ended: "o" well, "x" by an error of the recipe. Too many of those stop the
+-- run: no train task is leased and no batch taken until a trainer registers again.
+local WINDOW = 64
+local RUN = nil
+local function note_end(task, error, detail)
+  if CONFIG.max_failure_ratio >= 1 or not of_run(task) then return end
+  if not RUN then
+    local known = look('HMGET', META, 'endings', 'only_error', 'stopped', 'batch_size')
+    RUN = {endings = known[1] or '', only = known[2] or '', stopped = known[3] or '',
+      first = math.min(math.max(tonumber(known[4] or CONFIG.batch_size), 16), WINDOW)}
+  end
+  RUN.only = (RUN.endings == '' or RUN.only == error) and error or ''
+  RUN.endings = string.sub(RUN.endings .. (error and 'x' or 'o'), -WINDOW)
+  set(META, 'endings', RUN.endings)
+  set(META, 'only_error', RUN.only)
+  if not error or RUN.stopped ~= '' then return end
+  local ended, _, failed = #RUN.endings, string.gsub(RUN.endings, 'x', 'x')
+  if RUN.only ~= '' and ended >= RUN.first then
+    RUN.stopped = 'the first ' .. ended .. ' tasks all ended by the same error'
+  elseif ended == WINDOW and failed > CONFIG.max_failure_ratio * WINDOW then
+    RUN.stopped = failed .. ' of the last ' .. WINDOW .. ' tasks ended by errors of the recipe, the last by this'
+  else
+    return
+  end
+  RUN.stopped = RUN.stopped .. ': task ' .. task.id .. ': ' .. detail
+  set(META, 'stopped', RUN.stopped)
+end
+
+-- Counts an attempt that the recipe failed under its kind of error; at most 32 kinds.
+local function note_failure(task, site, detail)
+  local key = P .. 'failures'
+  if call('HEXISTS', key, site) == 0 then
+    if call('HLEN', key) >= 32 then site = 'other errors' end
+    call('HSETNX', key, site, task.id .. '\n' .. int(NOW) .. '\n' .. detail)
+  end
+  add(key .. ':attempts', site, 1)
+end
+
 local ATTEMPTS = {
   workflow_error = {field = 'attempts', limit = CONFIG.max_attempts},
   suspected_poison = {field = 'infra', limit = CONFIG.max_infrastructure_attempts},
@@ -258,15 +301,21 @@ local ATTEMPTS = {
 }
 
 -- Ends an attempt: back to the front of the queue, or to the dead letters once the limit of that
--- cause is reached. An empty cause counts against nothing.
-local function end_attempt(task, cause, detail, traceback)
+-- cause is reached. An empty cause counts against nothing. `site`: what workflow errors that are
+-- alike share.
+local function end_attempt(task, cause, detail, traceback, site)
   if cause ~= '' then
     local limit = ATTEMPTS[cause]
+    if cause == 'workflow_error' then
+      site = site ~= '' and site or detail
+      note_failure(task, site, detail)
+    end
     local attempts = call('HINCRBY', task.key, limit.field, 1)
     if cause == 'too_stale' then add(META, 'regenerated', 1) end
     if attempts >= limit.limit then
       move(task, 'dead_lettered', {'cause', cause, 'traceback', traceback or '',
         'reason', cause .. ' after ' .. int(attempts) .. ': ' .. detail})
+      if cause == 'workflow_error' then note_end(task, site, detail) end
       return
     end
   end
@@ -278,16 +327,30 @@ local META_FIELDS = {'incarnation', 'policy_version', 'last_taken', 'last_commit
   'last_size', 'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts', 'take_step',
   'take_since', 'staleness_max', 'sealed', 'refill_below', 'seq', 'token', 'submitted'}
 local function read_meta()
-  local values, meta = look('HMGET', META, 'want', unpack(META_FIELDS)), {}
+  local values, meta = look('HMGET', META, 'want', 'stopped', unpack(META_FIELDS)), {}
   for i, field in ipairs(META_FIELDS) do
-    meta[field] = tonumber(values[i + 1] or CONFIG[field] or 0)
+    meta[field] = tonumber(values[i + 2] or CONFIG[field] or 0)
   end
-  meta.want = values[1] or ''
+  meta.want, meta.stopped = values[1] or '', values[2] or ''
   return meta
+end
+
+-- Tells the trainer that its run has been stopped.
+local function refuse_if_stopped(meta)
+  if meta.stopped ~= '' then fail('WorkflowError', (string.gsub(meta.stopped, '%s+', ' '))) end
+end
+
+-- Puts a dead letter back, with fresh attempts.
+local function revive(task)
+  call('HDEL', task.key, 'attempts', 'infra', 'regen', 'failed_servers', 'cause', 'traceback',
+    'reason', 'deadline', 'revoked')
+  task.deadline = 0
+  move(task, 'queued')
 end
 
 -- Groups that may still start: areal.staleness.admission_headroom.
 local function admission(meta)
+  if meta.stopped ~= '' then return 0, 'admission: the run was stopped: ' .. meta.stopped end
   -- Only the newest batch can be ahead. It counts until the version moves, even if committed and
   -- let go by then: what starts now starts from the weights before it.
   local ahead = meta.last_taken > meta.policy_version and meta.last_size or 0

@@ -5,11 +5,7 @@ local retried = 0
 for _, id in ipairs(ids) do
   -- What was dropped is no longer on the list and stays where it is.
   if look('ZSCORE', P .. 'dead', id) then
-    local task = read_task(id)
-    call('HDEL', task.key, 'attempts', 'infra', 'regen', 'failed_servers', 'cause', 'traceback',
-      'reason', 'deadline', 'revoked')
-    task.deadline = 0
-    move(task, 'queued')
+    revive(read_task(id))
     retried = retried + 1
   end
 end

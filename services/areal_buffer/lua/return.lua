@@ -1,5 +1,5 @@
 -- ARGV, of each lease: id, token, cause ('': counts against nothing), detail, traceback, partial,
---       failed server
+--       failed server, site of a workflow error
 -- Returns for each the state, or the error it was refused with.
 -- Every check of a lease comes before the first write, so a refused one changes nothing.
 local function give_back(at)
@@ -19,10 +19,10 @@ local function give_back(at)
   end
   -- A renewal that was under way meanwhile must not take it up again: nobody works on it.
   call('HSET', task.key, 'revoked', '1')
-  end_attempt(task, ARGV[at + 2], ARGV[at + 3], ARGV[at + 4])
+  end_attempt(task, ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 7])
   return task.state
 end
 
 local results = {}
-for number = 1, #ARGV / 7 do results[number] = result_or_refusal(give_back, 7 * number - 6) end
+for number = 1, #ARGV / 8 do results[number] = result_or_refusal(give_back, 8 * number - 7) end
 return results

@@ -1,4 +1,5 @@
--- Returns {meta, counts, headroom, submission time of the oldest queued task in ms (0: none)}.
+-- Returns {meta, counts, headroom, submission time of the oldest queued task in ms (0: none), limits,
+-- the first failure of each kind, attempts of each kind}.
 local meta = read_meta()
 local oldest, oldest_seq = 0, nil
 for _, which in ipairs({'train', 'serve', 'wanted'}) do
@@ -9,4 +10,5 @@ for _, which in ipairs({'train', 'serve', 'wanted'}) do
   end
 end
 return {call('HGETALL', META), call('HGETALL', COUNTS), (admission(meta)), tonumber(oldest),
-  meta.batch_size, meta.max_head_offpolicyness, meta.max_concurrent_rollouts}
+  meta.batch_size, meta.max_head_offpolicyness, meta.max_concurrent_rollouts,
+  call('HGETALL', P .. 'failures'), call('HGETALL', P .. 'failures:attempts')}

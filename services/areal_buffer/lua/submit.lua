@@ -25,6 +25,7 @@ for i = 4, #ARGV, 6 do
     seq = seq + 1
     local record = {'purpose', purpose, 'seq', int(seq), 'body', ARGV[i + 2], 'submitted', int(NOW)}
     if deadline > 0 then record[#record + 1], record[#record + 2] = 'deadline', int(deadline) end
+    if ARGV[1] ~= '0' then record[#record + 1], record[#record + 2] = 'trainer', '1' end
     move({id = id, key = P .. 'task:' .. id, purpose = purpose, state = 'new', want = '',
       seq = seq, deadline = deadline}, 'queued', record)
     add(META, 'seq', 1)

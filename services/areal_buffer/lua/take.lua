@@ -5,6 +5,7 @@
 fence(ARGV[1])
 local step = tonumber(ARGV[2])
 local meta = read_meta()
+refuse_if_stopped(meta)
 local refill_below = meta.sealed == 0 and tonumber(ARGV[5]) or 0
 
 local function answer(state, why, replay, entries)

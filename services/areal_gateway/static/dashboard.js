@@ -5,6 +5,8 @@ import { Chart } from "./charts.js";
 const MEAN_STEPS = 20;
 const LIVE = [["queued", "var(--slate)"], ["running", "var(--blue)"], ["completed", "var(--teal)"], ["batched", "var(--violet)"]];
 const ENDED = ["trained", "delivered", "rejected", "cancelled", "expired", "dead_lettered"];
+// A step's tasks are the trainer's until a checkpoint holds what it learned from them.
+const WORDS = { batched: "in training", trained: "trained, saved" };
 const TIMES = [["train_seconds", "Train", "var(--teal)"], ["wait_seconds", "Wait", "var(--slate)"], ["publish_seconds", "Publish", "var(--amber)"]];
 const SPARKS = [["loss", "Loss"], ["grad_norm", "Grad norm"], ["entropy", "Entropy"]];
 const SERVER_TONE = { serving: "good", syncing: "busy", joining: "busy", draining: "warn", quarantined: "bad" };
@@ -109,7 +111,7 @@ function legend(id, items) {
 
 // ---------------------------------------------------------------- header
 
-function drawHeader({ run, trainer, sources, eta_s: eta }) {
+function drawHeader({ run, trainer, sources, ledger, eta_s: eta }) {
   text("experiment", run.experiment);
   text("trial", run.trial);
   const gone = trainer && !sources.trainer.ok && !["finished", "failed"].includes(trainer.state);
@@ -128,10 +130,10 @@ function drawHeader({ run, trainer, sources, eta_s: eta }) {
   bar.setAttribute("aria-valuenow", step);
   bar.setAttribute("aria-valuemax", total);
   document.title = trainer ? `${step}/${total} · ${run.experiment} · AReaL` : `${run.experiment} · AReaL`;
-  drawBanner(sources, trainer, gone);
+  drawBanner(sources, trainer, gone, ledger);
 }
 
-function drawBanner(sources, trainer, gone) {
+function drawBanner(sources, trainer, gone, ledger) {
   const banner = $("banner");
   const lines = [];
   let tone = "info";
@@ -148,7 +150,20 @@ function drawBanner(sources, trainer, gone) {
   } else if (gone) {
     tone = tone === "bad" ? tone : "warn";
     lines.push([`The trainer has not answered since ${clock(sources.trainer.since)}. `, "It resumes from its last checkpoint; no finished task is lost."]);
-  } else if (!trainer) {
+  }
+  // Until a trainer has registered, the ledger still tells the failures of the run before.
+  const current = ledger && (!trainer || trainer.incarnation === ledger.incarnation);
+  if (current && ledger.failures.length) {
+    const [worst] = ledger.failures;
+    tone = tone === "bad" ? tone : "warn";
+    if (ledger.stopped) {
+      tone = "bad";
+      lines.push(["The run was stopped: ", ledger.stopped]);
+    }
+    lines.push([`Workflow or reward fails (${short(worst.attempts)} attempt${worst.attempts === 1 ? "" : "s"}). `,
+      `Task ${worst.task_id}: ${worst.detail} What was given up: areal dead-letters list`]);
+  }
+  if (!trainer) {
     lines.push(["No trainer is attached. ", "Tasks with purpose “serve” run at the current policy version; training shows here once a trainer starts."]);
   }
   const key = JSON.stringify([tone, lines]);
@@ -309,7 +324,7 @@ function drawLive({ ledger, run }) {
   const empty = "Waiting for the ledger";
   charts.queue.update({
     empty, x, label: "Live tasks by state", y: { min: 0, format: short },
-    series: LIVE.map(([key, color]) => ({ label: key, color, kind: "stack", points: points(key), format: short })),
+    series: LIVE.map(([key, color]) => ({ label: WORDS[key] ?? key, color, kind: "stack", points: points(key), format: short })),
   });
   charts.samples.update({
     title: "Samples / s", empty, x: { ...x, hidden: true }, y: { min: 0, format: short, ticks: 2, gutter: 42 }, label: "Samples per second",
@@ -323,7 +338,7 @@ function drawLive({ ledger, run }) {
   const entry = (name, value, key) => {
     const row = document.createElement("div");
     const term = document.createElement("dt");
-    term.textContent = name.replace("_", "-");
+    term.textContent = WORDS[name] ?? name.replace("_", "-");
     const data = document.createElement("dd");
     data.textContent = short(value);
     if (key) {
@@ -359,7 +374,7 @@ function drawServers({ servers, versions, time }) {
     body.replaceChildren(...servers.map((server) => serverRow(server, current, time)));
   }
   if (versions) {
-    const pause = versions.updates ? [" weight updates, ", ["b", "", seconds(versions.update_seconds_mean)], " pause each, ", ["b", "", short(versions.aborted_requests)], " requests aborted"] : [" weight updates"];
+    const pause = versions.updates ? [" weight updates, ", ["b", "", versions.update_seconds_mean ? seconds(versions.update_seconds_mean) : "no"], versions.update_seconds_mean ? " pause each, " : " pause, ", ["b", "", short(versions.aborted_requests)], " requests aborted"] : [" weight updates"];
     rich("servers-aside", ["b", "", short(versions.updates)], ...pause);
   }
 }

@@ -57,7 +57,7 @@ class FakeStore:
         wanted = not self.ready and self.queued < refill_below
         return Take(state, "1 of 2", False, self.queued, 0, 0, wanted, (), ())
 
-    async def ended(self, task_ids: Sequence[str]) -> list[str]:
+    async def ended(self, task_ids: Sequence[str], incarnation: int) -> list[str]:
         self.looks += 1
         return list(task_ids) if self.ready else []
 
@@ -142,8 +142,8 @@ async def test_wait_when_the_wake_up_comes_during_the_look_then_it_is_not_missed
     ledger, store, wakes, _ = make_ledger()
     look = store.ended
 
-    async def look_and_change(task_ids: Sequence[str]) -> list[str]:
-        found = await look(task_ids)
+    async def look_and_change(task_ids: Sequence[str], incarnation: int) -> list[str]:
+        found = await look(task_ids, incarnation)
         if not store.ready:
             store.ready = True
             wakes.notify(Kind.ENDED)

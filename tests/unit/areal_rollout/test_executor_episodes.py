@@ -103,7 +103,11 @@ async def test_episode_when_it_raises_then_returned_with_whose_fault(error, caus
         await rig.ended(1)
     got, more = rig.ledger.returned["a"]
     assert got is ReturnCause[cause]
-    assert more["detail"] == detail
+    own = cause == "WORKFLOW_ERROR"
+    line = episode.__code__.co_firstlineno + 1
+    assert more["detail"] == detail + (f" ({__file__}:{line})" if own else "")
+    kind = detail.split(":")[0]
+    assert more["site"] == (f"{kind} at {Path(__file__).name}:{line}" if own else "")
     assert more["failed_server"] == server
     assert (Path(__file__).name in more["traceback"]) == (cause == "WORKFLOW_ERROR")
     assert rig.ledger.completed == {}
