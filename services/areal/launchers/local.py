@@ -336,7 +336,10 @@ class LocalStack:
 
     def _on_event(self, event: StackEvent) -> None:
         if event.level == "state" and self._lock is not None:
-            self._write_stack()
+            try:
+                self._write_stack()
+            except OSError as error:  # a full disk; it is written again at the next change
+                self.events.report("warning", "stack", f"stack.json is not current: {error}")
 
     def _write_stack(self) -> None:
         self.folder.write_stack(

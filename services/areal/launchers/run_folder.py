@@ -120,8 +120,12 @@ def remove_secrets(folder: RunFolder) -> None:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file in one step."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(file)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) -> RunFolder:

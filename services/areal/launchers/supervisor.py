@@ -7,14 +7,15 @@
     │      ├──────────────────────> ended ── job and code 0 ──> FINISHED
     │      │                          │ bad input (code 2), or too many restarts ──> FAILED
     │      │                          v
-    └──────────────── timer ────── BACKOFF
+    └──────── timer, and room ──── BACKOFF
     any state ── stop() ──> STOPPED
 
 | state    | consumes        | waits for               | unblocked by                      |
 |----------|-----------------|-------------------------|-----------------------------------|
 | STARTING | a free port     | the probe               | it answers, exit, deadline, stop  |
 | UP       | CPU and memory  | its own exit            | exit, stop, a job's long silence  |
-| BACKOFF  | nothing         | a timer of 0.5 to 10 s  | the timer, stop                   |
+| BACKOFF  | nothing         | a timer of 0.5 to 10 s; | the timer, stop; space, or the    |
+|          |                 | room on a full disk     | end of an hour without any        |
 
 Exit code 2 (bad input, a recipe that fails), or a verdict that says so, is final for a job, and for
 a service that has never been up: starting it again would say the same. A service that was up before
@@ -34,6 +35,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from areal.errors import ArealError, WaitTimeout
+from areal.launchers.disk_space import (
+    LEAST_BYTES,
+    LOOK_INTERVAL_S,
+    WAIT_S,
+    FreeBytes,
+    free_bytes,
+    is_full,
+)
 from areal.launchers.log_tail import gist, last_error
 from areal.launchers.probes import wait_ready
 from areal.launchers.processes import Child, ProcessSpec, Spawn, last_lines
@@ -92,6 +101,7 @@ class Supervised:
         policy: RestartPolicy,
         report: Report,
         spawn: Spawn = Child.start,
+        free: FreeBytes = free_bytes,
     ) -> None:
         """Starts nothing; `start` does."""
         self.spec = spec
@@ -107,6 +117,7 @@ class Supervised:
         self._policy = policy
         self._report = report
         self._spawn = spawn
+        self._free = free
         self._recent: deque[float] = deque()
         self._in_a_row = 0
         self._was_up = False
@@ -122,6 +133,12 @@ class Supervised:
         """Begins its first life."""
         self._set(ProcessState.STARTING)
         self._task = asyncio.create_task(self._run(), name=f"supervise-{self.spec.name}")
+        self._task.add_done_callback(self._supervision_ended)
+
+    def _supervision_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in here must not look like a process that is still cared for."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(f"its supervision ended with {type(error).__name__}: {error}")
 
     async def wait_up(self, timeout: float) -> None:
         """Returns once it is up.
@@ -148,8 +165,7 @@ class Supervised:
             return
         self._grace_s = grace_s
         self._stopping.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})  # what it raised has been reported
         self._set(ProcessState.STOPPED)
 
     def last_words(self) -> str:
@@ -162,6 +178,10 @@ class Supervised:
             cause = await self._live_once()
             if cause is None or self._stopping.is_set():
                 return
+            if not self._has_room():
+                if not await self._wait_for_room(cause):
+                    return
+                continue  # no fault of its own: it does not count as a restart
             delay = self._next_delay()
             if delay is None:
                 self._give_up(
@@ -180,6 +200,26 @@ class Supervised:
             self._set(ProcessState.BACKOFF)
             await self._race(self._stopping.wait(), timeout=delay)
 
+    def _has_room(self) -> bool:
+        return self._free(self.spec.log.parent) >= LEAST_BYTES
+
+    async def _wait_for_room(self, cause: str) -> bool:
+        """Waits until what has ended can write again; False: stopped or given up meanwhile."""
+        folder, since = self.spec.log.parent, time.monotonic()
+        full = f"the disk of {folder} is full"
+        self._report("warning", self.spec.name, f"{cause}; {full}: waiting for space")
+        self._set(ProcessState.BACKOFF)
+        while not self._has_room():
+            if time.monotonic() - since > WAIT_S:
+                self._give_up(f"{cause}; {full}, since {WAIT_S / 60:.0f} minutes")
+                return False
+            await self._race(self._stopping.wait(), timeout=LOOK_INTERVAL_S)
+            if self._stopping.is_set():
+                return False
+        waited = time.monotonic() - since
+        self._report("info", self.spec.name, f"there is space again after {waited:.0f} s")
+        return True
+
     async def _live_once(self) -> str | None:
         """One life; returns why it ended, None when there is nothing to recover from."""
         self._up.clear()
@@ -190,6 +230,8 @@ class Supervised:
         try:
             child = await self._spawn(self.spec, self._stack_id)
         except OSError as error:
+            if is_full(error):
+                return f"{self.spec.name} cannot be started: {error}"
             self._give_up(f"cannot be started: {error}")
             return None
         self.pid, self.spawned = child.pid, time.time()
