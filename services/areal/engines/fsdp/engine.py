@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ from areal.algorithms.packing import Batch
 from areal.config_train import RefConfig, TrainEngineConfig
 from areal.engines.fsdp import checkpoint, hub_names, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
+from areal.engines.fsdp.guards import recompute_layers
 from areal.engines.fsdp.model import PackedCausalLM
 from areal.engines.fsdp.packed_attention import build_layout
+from areal.engines.fsdp.self_test import self_test
 from areal.engines.fsdp.setup import (
     DTYPES,
     checkpoints_activations,
@@ -46,6 +49,7 @@ from areal.engines.fsdp.setup import (
 )
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, WaitTimeout
+from areal.observability.logging import get_logger
 
 
 def count_loss_tokens(batch: Batch) -> int:
@@ -99,11 +103,14 @@ class FSDPEngine(TrainEngine):
             seed=config.seed,
         )
         if checkpoints_activations(config, self.device):
-            hf.activation_checkpointing_enable()
+            recompute_layers(hf)
         if config.optimizer is None:
             hf.requires_grad_(False)
         self._flash = flash
         model = PackedCausalLM(hf, flash=flash, chunk_elements=config.logits_chunk_elements)
+        tested = self_test(model, self.device, compute)
+        if self.rank == 0:
+            get_logger("areal.engines.fsdp").info("self_test_passed", **asdict(tested))
         offload = isinstance(config, RefConfig) and config.offload
         self._sharded = (
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload

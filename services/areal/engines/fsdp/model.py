@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal.algorithms.packing import Batch
-from areal.engines.fsdp import packed_attention
+from areal.engines.fsdp import guards, packed_attention
 from areal.engines.fsdp.packed_attention import PackedLayout
 from areal.errors import InvalidInput
-
-# Scalings of the logits that some architectures apply after the head, and their neutral values.
-_LOGIT_TRANSFORMS = {
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-}
 
 
 class PackedCausalLM(nn.Module):
@@ -39,24 +32,16 @@ class PackedCausalLM(nn.Module):
             chunk_elements: largest logits tensor.
 
         Raises:
-            InvalidInput: the architecture transforms its logits in a way not supported here.
+            InvalidInput: the architecture cannot be computed on packed sequences.
         """
         super().__init__()
-        for name, neutral in _LOGIT_TRANSFORMS.items():
-            value = getattr(hf.config, name, None)
-            if value not in neutral:
-                raise InvalidInput(
-                    f"model config {name}={value!r}: expected one of {neutral}, "
-                    "logit transforms are not supported"
-                )
         self.hf = hf
         self.flash = flash
         self.chunk_elements = chunk_elements
+        guards.refuse_unsupported(hf, flash=flash)
+        self.rope_limit = guards.rope_limit(hf.config)
         if not flash:
-            from transformers import AttentionInterface
-
-            AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
-            hf.set_attn_implementation(packed_attention.NAME)
+            guards.set_attention(hf, packed_attention.NAME)
 
     def forward(
         self, batch: Batch, layout: PackedLayout, targets: Tensor, temperature: float
@@ -74,6 +59,7 @@ class PackedCausalLM(nn.Module):
             log p(token | tokens before it) [N] with gradient, and the entropy of that distribution
             [N] without; float32, or float64 from a float64 model.
         """
+        self._check_lengths(batch)
         attention: dict[str, Any] = {"packed_layout": layout}
         if self.flash:
             cu_seqlens = batch["cu_seqlens"]
@@ -84,7 +70,7 @@ class PackedCausalLM(nn.Module):
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
-        output = self.hf.base_model(
+        output = guards.decoder_of(self.hf)(
             input_ids=batch["input_ids"][layout.computed][None],
             position_ids=layout.position_ids[None],
             attention_mask=None,
@@ -95,14 +81,13 @@ class PackedCausalLM(nn.Module):
         rows = layout.locate[(targets - 1).clamp(min=0)]
         labels = batch["input_ids"][targets]
         hidden = output.last_hidden_state[0].index_select(0, rows)
-        head = self.hf.get_output_embeddings()
         vocabulary = self.hf.config.get_text_config().vocab_size
         size = max(1, self.chunk_elements // vocabulary)
         if len(labels) <= size:
-            return logprobs_of(head(hidden), labels, temperature)
+            return logprobs_of(self._logits(hidden), labels, temperature)
 
         def chunk(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
-            return logprobs_of(head(part), part_labels, temperature)
+            return logprobs_of(self._logits(part), part_labels, temperature)
 
         # Logits are computed again in the backward pass, chunk by chunk.
         parts = [
@@ -113,6 +98,27 @@ class PackedCausalLM(nn.Module):
         ]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def _check_lengths(self, batch: Batch) -> None:
+        if self.rope_limit is None:
+            return
+        longest = int(batch["cu_seqlens"].diff().max())
+        if longest > self.rope_limit:
+            raise InvalidInput(
+                f"a sequence of {longest} tokens: beyond {self.rope_limit} this model's rope "
+                "changes for all sequences of a micro-batch; expected prompt and response within "
+                f"{self.rope_limit} tokens (gconfig.max_new_tokens), or a model with yarn rope"
+            )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The head, and what the architecture does to its output."""
+        config = self.hf.config.get_text_config()
+        logits: Tensor = self.hf.get_output_embeddings()(hidden)
+        scale = guards.logit_scale(config)
+        if scale != 1.0:
+            logits = logits * scale
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -20,15 +20,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from areal.algorithms.packing import Batch, position_ids, sequence_index, sequence_lengths
+from areal.errors import InvalidInput
 
 NAME = "areal_packed"
 
 # Below this length one batched matmul is faster than SDPA's tiled kernel on CPU (measured: 21
 # against 31 ms for 512 x 25 tokens, forward and backward).
 _SHORT = 64
+# Queries whose scores exist at once where SDPA cannot be used.
+_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -121,88 +125,217 @@ def _bucketize(
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_layout: PackedLayout,
+    packed_layout: PackedLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence; an attention function for transformers' registry.
 
     Args:
-        module: attention module (unused; the registry's signature).
+        module: attention module, named in errors.
         query: [1, heads, U, head_dim].
         key: [1, key_value_heads, U, head_dim].
-        value: [1, key_value_heads, U, head_dim].
+        value: [1, key_value_heads, U, value_dim].
         attention_mask: always None here.
         packed_layout: from `build_layout`.
         scaling: of the scores; default head_dim ** -0.5.
         sliding_window: tokens a query looks back at, itself included; None: all.
+        softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
+        s_aux: [heads], a score that joins each softmax and has no value: gpt-oss's sinks.
+        others: what else the architecture passes; refused unless it changes nothing.
 
     Returns:
-        [1, U, heads, head_dim], and no weights.
+        [1, U, heads, value_dim], and no weights.
+
+    Raises:
+        InvalidInput: the architecture asks for attention that this function does not compute.
     """
-    heads, dim = query.shape[1], query.shape[3]
-    kv_heads = key.shape[1]
+    others["attention_mask"] = attention_mask
+    if softcap is not None:
+        others["s_aux"] = s_aux  # no architecture has both
+    layout = _checked(module, query, key, packed_layout, sliding_window, others)
+    heads, value_dim = query.shape[1], value.shape[3]
     if scaling is None:
-        scaling = dim**-0.5
+        scaling = query.shape[3] ** -0.5
+    # One row a token, so that a bucket is gathered with one copy.
     flat = [x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (query, key, value)]
     outputs = []
-    for bucket in packed_layout.buckets:
-        shape = (bucket.sequences, bucket.longest)
-        q, k, v = (x.index_select(0, bucket.index) for x in flat)
-        attend = _short_attention if bucket.longest <= _SHORT else _long_attention
-        out = attend(
-            q.view(*shape, heads, dim),
-            k.view(*shape, kv_heads, dim),
-            v.view(*shape, kv_heads, dim),
-            scaling,
-            sliding_window,
+    for bucket in layout.buckets:
+        q, k, v = (
+            rows.index_select(0, bucket.index).view(
+                bucket.sequences, bucket.longest, like.shape[1], like.shape[3]
+            )
+            for rows, like in zip(flat, (query, key, value), strict=True)
         )
-        outputs.append(out.reshape(-1, heads * dim))
+        sink = s_aux is not None
+        if s_aux is not None:
+            q, k, v = _prepend_sink(q, k, v, s_aux / scaling)
+        if softcap is not None:
+            out = _capped_attention(q, k, v, scaling, sliding_window, softcap)
+        elif q.shape[1] <= _SHORT:
+            out = _short_attention(q, k, v, scaling, sliding_window, sink=sink)
+        else:
+            out = _long_attention(q, k, v, scaling, sliding_window, sink=sink)
+        out = out[:, 1:] if sink else out
+        outputs.append(out.reshape(-1, heads * value_dim))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, packed_layout.output).view(1, -1, heads, dim), None
+    return joined.index_select(0, layout.output).view(1, -1, heads, value_dim), None
 
 
-def _visible(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    if sliding_window is not None:
-        visible = visible.triu_(1 - sliding_window)
+# What architectures pass along that changes nothing here, and for which values; None never does.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "dropout": (0, 0.0),  # switched off when the model is loaded
+    "is_causal": (True,),  # it always is
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_router_logits": (False,),
+    "use_cache": (False,),
+    "return_dict": (True, False),
+}
+# Queries and keys come with their positions applied.
+_APPLIED = frozenset({"position_ids"})
+
+
+def _checked(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    layout: PackedLayout | None,
+    sliding_window: int | None,
+    others: dict[str, Any],
+) -> PackedLayout:
+    """Return the layout, when nothing is asked for that packed attention does not compute."""
+    name = type(module).__name__
+    if layout is None:
+        raise InvalidInput(
+            f"{name} is not told how the batch is packed: expected decoder layers that pass "
+            "keyword arguments on to attention"
+        )
+    unknown = [
+        f"{argument}={_short(value)}"
+        for argument, value in others.items()
+        if value is not None
+        and argument not in _APPLIED
+        and (isinstance(value, Tensor) or value not in _NEUTRAL.get(argument, ()))
+    ]
+    if unknown:
+        raise InvalidInput(
+            f"{name} asks attention for {', '.join(unknown)}: packed attention does not compute it"
+        )
+    tokens = len(layout.computed)
+    if not query.shape[2] == key.shape[2] == tokens:
+        raise InvalidInput(
+            f"{name} attends from {query.shape[2]} positions to {key.shape[2]}: packed attention "
+            f"computes {tokens} to {tokens}, each token of the batch once"
+        )
+    layer_types = list(getattr(getattr(module, "config", None), "layer_types", None) or ())
+    index = getattr(module, "layer_idx", None)
+    slides = index is not None and layer_types[index : index + 1] == ["sliding_attention"]
+    if slides and sliding_window is None:
+        raise InvalidInput(
+            f"{name} does not tell attention its sliding window: packed attention would let each "
+            "token see all those before it"
+        )
+    return layout
+
+
+def _short(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _prepend_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a token before each sequence whose score is the sink's and whose value is 0.
+
+    One more dimension makes that score: every query holds its head's sink there, and only the
+    first key a 1. The first query is there for the causal mask, which counts from the start.
+    """
+    sequences, length, heads, dim = q.shape
+    wider = dim + 8  # kernels want dimensions in multiples of 8
+    queries = q.new_zeros(sequences, length + 1, heads, wider)
+    keys = k.new_zeros(sequences, length + 1, k.shape[2], wider)
+    queries[:, 1:, :, :dim] = q
+    queries[:, 1:, :, dim] = sinks.to(q.dtype)
+    keys[:, 1:, :, :dim] = k
+    keys[:, 0, :, dim] = 1.0
+    return queries, keys, nn.functional.pad(v, (0, 0, 0, 0, 1, 0))
+
+
+def _visible(queries: Tensor, keys: Tensor, window: int | None, *, sink: bool) -> Tensor:
+    """Which of the key positions each query position sees, bool [queries, keys]."""
+    back = queries[:, None] - keys
+    visible = back >= 0
+    if window is not None:
+        visible &= (back < window) | (keys == 0) if sink else back < window
     return visible
 
 
-def _short_attention(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
+def _dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """[S, L, heads, D] -> the same; query heads of one key head are folded into the length."""
+    """[S, L, heads, D] -> [S, L, heads, value_dim]; heads of one key fold into the length."""
     sequences, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
+    seen, kv_heads = k.shape[1:3]
     fold = heads // kv_heads
-    q = q.view(sequences, length, kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(sequences, length, kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(sequences * kv_heads, fold * length, dim)
-    k = k.permute(0, 2, 3, 1).reshape(sequences * kv_heads, dim, length)
-    v = v.permute(0, 2, 1, 3).reshape(sequences * kv_heads, length, dim)
-    hidden = ~_visible(length, sliding_window, q.device)
-    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device)
-    bias = bias.masked_fill_(hidden, float("-inf")).repeat(fold, 1)
-    weights = torch.baddbmm(bias, q, k, alpha=scaling).softmax(-1)
-    out = torch.bmm(weights, v).view(sequences, kv_heads, fold, length, dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(sequences, length, heads, dim)
+    k = k.permute(0, 2, 3, 1).reshape(sequences * kv_heads, dim, seen)
+    v = v.permute(0, 2, 1, 3).reshape(sequences * kv_heads, seen, v.shape[3])
+    bias = torch.zeros(length, seen, dtype=q.dtype, device=q.device)
+    bias = bias.masked_fill_(~visible, float("-inf")).repeat(fold, 1)
+    if softcap is None:
+        scores = torch.baddbmm(bias, q, k, alpha=scaling)
+    else:
+        scores = torch.tanh(torch.bmm(q, k) * (scaling / softcap)) * softcap + bias
+    out = torch.bmm(scores.softmax(-1), v).view(sequences, kv_heads, fold, length, v.shape[2])
+    return out.permute(0, 3, 1, 2, 4).reshape(sequences, length, heads, v.shape[2])
+
+
+def _short_attention(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, *, sink: bool
+) -> Tensor:
+    places = torch.arange(q.shape[1], device=q.device)
+    return _dense_attention(q, k, v, _visible(places, places, window, sink=sink), scaling, None)
+
+
+def _capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float,
+) -> Tensor:
+    """Capped scores, which SDPA has no kernel for: some rows of them at a time, twice."""
+    places = torch.arange(q.shape[1], device=q.device)
+    outputs = []
+    for begin in range(0, q.shape[1], _ROWS):
+        end = min(begin + _ROWS, q.shape[1])
+        visible = _visible(places[begin:end], places[:end], window, sink=False)
+        block = (q[:, begin:end], k[:, :end], v[:, :end], visible, scaling, softcap)
+        if q.shape[1] <= _ROWS:
+            return _dense_attention(*block)
+        outputs.append(checkpoint(_dense_attention, *block, use_reentrant=False))
+    return torch.cat(outputs, dim=1)
 
 
 def _long_attention(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, *, sink: bool
 ) -> Tensor:
-    """[S, L, heads, D] -> [S, L, heads, D] with scaled_dot_product_attention."""
+    """[S, L, heads, D] -> [S, L, heads, value_dim] with scaled_dot_product_attention."""
     length = q.shape[1]
-    windowed = sliding_window is not None and sliding_window < length
-    mask = _visible(length, sliding_window, q.device) if windowed else None
-    out = torch.nn.functional.scaled_dot_product_attention(
+    places = torch.arange(length, device=q.device)
+    windowed = window is not None and window < length
+    mask = _visible(places, places, window, sink=sink) if windowed else None
+    out = nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),

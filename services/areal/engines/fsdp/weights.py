@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from areal.engines.fsdp import guards
 from areal.errors import InvalidInput
 from areal.weights import read_tensors, weight_files
 
@@ -58,15 +59,10 @@ def load_model(path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool
         hf = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=attention
         )
-    # The gradient of PPO needs the same function in both forwards: no dropout anywhere.
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    guards.silence_noise(hf)
     if dtype == torch.float64:
         _use_exact_norms(hf)
-    return hf.train()
+    return hf
 
 
 class _RMSNorm(nn.Module):

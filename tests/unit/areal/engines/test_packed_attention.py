@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.unit.areal.engines.train_fixtures import make_batch
 
 from areal.algorithms import packing
 from areal.engines.fsdp.packed_attention import build_layout, packed_attention
+from areal.errors import InvalidInput
 
 
 def dense_attention(q, k, v, cu_seqlens, window):
@@ -78,3 +81,108 @@ def test_build_layout_when_batches_vary_then_each_place_holds_its_token(seed, sh
     # Each computed token is read from a place that holds it.
     assert torch.equal(places[layout.output], torch.arange(len(layout.computed)))
     assert len(places) <= 1.5 * len(ids) + 8 * len(batch["group_index"])
+
+
+def written_out(q, k, v, batch, *, scaling, window=None, softcap=None, sinks=None):
+    """The definition, one sequence and one head at a time."""
+    fold = q.shape[1] // k.shape[1]
+    parts = []
+    for begin, end in zip(batch["cu_seqlens"][:-1], batch["cu_seqlens"][1:], strict=True):
+        heads = []
+        for h in range(q.shape[1]):
+            scores = q[0, h, begin:end] @ k[0, h // fold, begin:end].T * scaling
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            hidden = (distance < 0) | (distance >= (window or 10**9))
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].expand(len(scores), 1)], 1)
+            weights = scores.softmax(-1)[:, : end - begin]
+            heads.append(weights @ v[0, h // fold, begin:end])
+        parts.append(torch.stack(heads, 1))
+    return torch.cat(parts)[None]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (2.0, False), (None, True)])
+def test_packed_attention_when_softcap_sinks_or_narrow_values_then_equals_the_definition(
+    window, softcap, with_sinks
+):
+    g = torch.Generator().manual_seed(1)
+    lengths = [3, 17, 1, 70, 530]
+    batch = packing.pack([{"input_ids": [0] * n, "loss_mask": [False] * n} for n in lengths])
+    layout = build_layout(batch, share_prefixes=False)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
+
+    total = sum(lengths)
+    q, k, v = leaf(1, 4, total, 8), leaf(1, 2, total, 8), leaf(1, 2, total, 6)
+    sinks = leaf(4) if with_sinks else None
+    ours, _ = packed_attention(
+        None,
+        q,
+        k,
+        v,
+        None,
+        packed_layout=layout,
+        scaling=0.9,
+        sliding_window=window,
+        softcap=softcap,
+        s_aux=sinks,
+    )
+    expected = written_out(q, k, v, batch, scaling=0.9, window=window, softcap=softcap, sinks=sinks)
+    assert ours.shape == (1, total, 4, 6)
+    torch.testing.assert_close(ours, expected)
+    weight = torch.randn(ours.shape, generator=g, dtype=torch.float64)
+    leaves = (q, k, v, sinks) if with_sinks else (q, k, v)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"head_mask": torch.ones(4)}, r"Linear asks attention for head_mask=a tensor \[4\]"),
+        ({"position_bias": torch.ones(4, 3, 3)}, "position_bias"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"made_up": 3}, "made_up=3"),
+        ({"softcap": 2.0, "s_aux": torch.ones(4)}, "s_aux"),
+        ({"attention_mask": torch.ones(3, 3)}, "attention_mask"),
+        ({"packed_layout": None}, "not told how the batch is packed"),
+    ],
+)
+def test_packed_attention_when_asked_for_what_it_does_not_compute_then_refuses(arguments, named):
+    batch = packing.pack([{"input_ids": [0] * 3, "loss_mask": [False] * 3}])
+    layout = build_layout(batch, share_prefixes=False)
+    q = torch.zeros(1, 4, 3, 8)
+    neutral = {
+        "dropout": 0.0,
+        "is_causal": True,
+        "position_ids": torch.arange(3),
+        "head_mask": None,
+    }
+    options = {"packed_layout": layout, "attention_mask": None, **neutral}
+    packed_attention(torch.nn.Linear(1, 1), q, q, q, **options)
+    with pytest.raises(InvalidInput, match=named):
+        packed_attention(torch.nn.Linear(1, 1), q, q, q, **{**options, **arguments})
+
+
+def test_packed_attention_when_a_window_is_not_passed_on_then_refuses():
+    batch = packing.pack([{"input_ids": [0] * 3, "loss_mask": [False] * 3}])
+    module = torch.nn.Identity()
+    module.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
+    q = torch.zeros(1, 4, 3, 8)
+    layout = build_layout(batch, share_prefixes=False)
+    module.layer_idx = 0
+    packed_attention(module, q, q, q, None, packed_layout=layout)
+    module.layer_idx = 1
+    packed_attention(module, q, q, q, None, packed_layout=layout, sliding_window=2)
+    with pytest.raises(InvalidInput, match="sliding window"):
+        packed_attention(module, q, q, q, None, packed_layout=layout)

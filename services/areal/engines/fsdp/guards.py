@@ -1,0 +1,145 @@
+"""Which architectures packed attention computes right, as far as a model itself can say.
+
+Sequences lie end to end in one row. That is right where tokens meet in attention and nowhere else,
+and where attention is computed by the function that this package gives. What reads off otherwise
+is refused here, with one line; what cannot be read off, the self-test finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from areal.errors import InvalidInput
+
+# Layers in which tokens meet in attention only. State spaces, convolutions and linear attention
+# run from one packed sequence into the next.
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+
+
+def refuse_unsupported(hf: Any, *, flash: bool) -> None:
+    """Refuse an architecture that says itself that it is not made for packed sequences.
+
+    Args:
+        hf: transformers causal language model.
+        flash: attention is transformers' flash_attention_2.
+
+    Raises:
+        InvalidInput: what it is, why it is wrong, what to do.
+    """
+    config = hf.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ()), *_block_types(config)}
+    other = sorted(str(kind) for kind in kinds - _ATTENTION_LAYERS)
+    if other:
+        raise refusal(hf, f"layers of type {', '.join(other)}, not full or sliding attention")
+    if hf._is_stateful:
+        raise refusal(hf, "a state that runs on from one packed sequence into the next")
+    if getattr(config, "is_decoder", True) is False:
+        raise refusal(hf, "config is_decoder=false, so that tokens see those after them")
+    if "position_ids" not in inspect.signature(decoder_of(hf).forward).parameters:
+        raise refusal(hf, "positions counted from the start of the packed row")
+    if hf.get_output_embeddings() is None:
+        raise refusal(hf, "no language-model head")
+    if flash and any(name.endswith("sinks") for name, _ in hf.named_parameters()):
+        raise InvalidInput(
+            f"model {type(hf).__name__} has attention sinks, which flash_attention_2 leaves out; "
+            "expected attn_impl=packed"
+        )
+
+
+def _block_types(config: Any) -> set[str]:
+    return set(getattr(config, "layers_block_type", None) or ())
+
+
+def refusal(hf: Any, what: str) -> InvalidInput:
+    """Return the error of a model that cannot be trained, with the reason."""
+    return InvalidInput(
+        f"model {type(hf).__name__} cannot be trained on packed sequences: {what}; "
+        "choose another model (docs/models.md)"
+    )
+
+
+def set_attention(hf: Any, name: str) -> None:
+    """Make all of the model's attention run through a registered function.
+
+    Raises:
+        InvalidInput: the architecture has attention of its own.
+    """
+    from transformers import AttentionInterface
+
+    from areal.engines.fsdp import packed_attention
+
+    AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+    if not hf._can_set_attn_implementation():
+        raise refusal(hf, "attention of its own, which lets packed sequences see one another")
+    hf.set_attn_implementation(name)
+    for module in hf.modules():
+        kind = type(module).__name__
+        stays = getattr(getattr(module, "config", None), "_attn_implementation", name)
+        if stays != name and "Attention" in kind:
+            raise refusal(hf, f"attention that stays {stays} in {kind}")
+
+
+def decoder_of(hf: Any) -> nn.Module:
+    """Return the part that maps tokens to the hidden states that the head reads."""
+    decoder: nn.Module = hf.base_model if hf.base_model is not hf else hf.get_decoder()
+    return decoder
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor that the architecture puts on its logits."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    # Granite divides by it, HyperCLOVA X multiplies.
+    return scale * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
+
+
+def rope_limit(config: Any) -> int | None:
+    """Return the longest sequence whose rope does not depend on its neighbors; None: any.
+
+    Beyond it, transformers gives every sequence of a micro-batch the rope of the longest.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        kind = each.get("rope_type") or "default"
+        if "dynamic" in kind:
+            limits.append(text.max_position_embeddings)
+        elif kind == "longrope":
+            limits.append(each["original_max_position_embeddings"])
+    return min(limits, default=None)
+
+
+def silence_noise(hf: Any) -> None:
+    """Put the model into eval(): PPO needs the same function in each forward, the sampler's.
+
+    Dropout goes, and routers pick experts as they do in generation. Dropouts are set to 0 as well
+    for the layers that `recompute_layers` leaves in train().
+    """
+    hf.eval()
+    for module in hf.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+
+
+def recompute_layers(hf: Any) -> None:
+    """Recompute each decoder layer in the backward pass.
+
+    Raises:
+        InvalidInput: the architecture cannot.
+    """
+    if not hf.supports_gradient_checkpointing:
+        raise InvalidInput(
+            f"model {type(hf).__name__} cannot recompute its layers; "
+            "expected gradient_checkpointing=false"
+        )
+    hf.activation_checkpointing_enable()
+    for module in hf.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # transformers looks at it; their children stay in eval()

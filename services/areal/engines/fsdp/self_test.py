@@ -1,0 +1,179 @@
+"""A test of every model at start: packed logprobs against plain transformers.
+
+    two groups, packed, prefixes once     -> logprobs of the model that is trained
+    each sequence alone, eager attention  -> logprobs of the same weights
+                                             mean difference above the tolerance: no run
+
+An architecture that was never tried, or a new version of transformers, then ends a run in its first
+seconds instead of training it on wrong gradients. Of a big model the first layers are enough, at
+least one of each kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal.algorithms import packing
+from areal.algorithms.packing import Batch
+from areal.engines.fsdp.guards import decoder_of, refusal, set_attention
+from areal.engines.fsdp.model import PackedCausalLM, logprobs_of
+from areal.engines.fsdp.packed_attention import build_layout
+from areal.errors import InvalidInput
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""Largest mean difference of logprobs, in nats. Rounding makes about 1e-6 in float32 and 1e-2 in
+bfloat16; a mask, a sink or a state that is wrong makes 1e-2 to 9."""
+
+# Models up to this many parameters are run whole.
+WHOLE = 50_000_000
+_FEWEST_LAYERS = 4
+# Of each group: the common prefix, then what each sequence adds.
+_GROUPS = ((12, (8, 5)), (9, (11, 1)))
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What was found; differences in nats."""
+
+    architecture: str
+    attention: str
+    dtype: str
+    layers: int
+    """The first ones, which took part; 0: unknown, all did."""
+    difference: float
+    """Mean over tokens."""
+    tolerance: float
+    seconds: float
+
+
+def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype) -> SelfTest:
+    """Compare packed logprobs with those of each sequence alone.
+
+    Args:
+        model: on the CPU, not yet sharded; its weights stay as they are.
+        device: that it will be trained on; flash attention is tried there.
+        compute: precision of flash attention.
+
+    Raises:
+        InvalidInput: they differ, or the model does not run on packed sequences.
+    """
+    if not model.flash:
+        with _first_layers(model.hf) as layers:
+            return _compare(model, layers)
+    # The flash kernel takes any argument without a word: ours, which does not, is asked first.
+    kernel = model.hf.config._attn_implementation
+    packed = PackedCausalLM(model.hf, flash=False, chunk_elements=model.chunk_elements)
+    with _first_layers(model.hf) as layers:
+        _compare(packed, layers)
+        set_attention(model.hf, kernel)
+        probe = copy.deepcopy(model).to(device, compute)
+        return _compare(probe, layers)
+
+
+def _compare(model: PackedCausalLM, layers: int) -> SelfTest:
+    started = time.perf_counter()
+    weight = next(model.hf.parameters())
+    batch = _batch(model.hf.config.get_text_config().vocab_size)
+    batch = {key: value.to(weight.device) for key, value in batch.items()}
+    try:
+        expected = _alone(model.hf, batch)
+        found = _packed(model, batch)
+    except InvalidInput as error:
+        raise refusal(model.hf, str(error)) from None
+    except Exception as error:
+        why = f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
+        raise refusal(model.hf, why) from error
+    result = SelfTest(
+        architecture=type(model.hf).__name__,
+        attention=model.hf.config._attn_implementation,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        layers=layers,
+        difference=float((found - expected).abs().mean()),
+        tolerance=TOLERANCE[weight.dtype],
+        seconds=time.perf_counter() - started,
+    )
+    if not result.difference <= result.tolerance:  # NaN is not
+        raise refusal(
+            model.hf,
+            f"logprobs differ by {result.difference:.2g} nats a token from those of each sequence "
+            f"alone, more than {result.tolerance:g} ({result.dtype})",
+        )
+    return result
+
+
+def _batch(vocabulary: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+    sequences, groups = [], []
+    for group, (common, added) in enumerate(_GROUPS):
+        prefix = tokens(common)
+        for count in added:
+            ids = prefix + tokens(count)
+            sequences.append({"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)})
+            groups.append(group)
+    return packing.pack(sequences, groups)
+
+
+@torch.no_grad()
+def _packed(model: PackedCausalLM, batch: Batch) -> Tensor:
+    layout = build_layout(batch, share_prefixes=not model.flash)
+    logprobs: Tensor
+    logprobs, _ = model(batch, layout, torch.nonzero(batch["loss_mask"]).flatten(), 1.0)
+    return logprobs
+
+
+@torch.no_grad()
+def _alone(hf: Any, batch: Batch) -> Tensor:
+    attention = hf.config._attn_implementation
+    hf.set_attn_implementation("eager")
+    parts = []
+    try:
+        for sequence in packing.unpack(batch):
+            ids = sequence["input_ids"]
+            logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
+    finally:
+        hf.set_attn_implementation(attention)
+    return torch.cat(parts)
+
+
+@contextmanager
+def _first_layers(hf: Any) -> Iterator[int]:
+    """Leave a big model its first layers only, inside the context; yields how many."""
+    layers = _layers_of(hf)
+    if layers is None or sum(p.numel() for p in hf.parameters()) <= WHOLE:
+        yield len(layers or ())
+        return
+    kinds = [_kind(hf, number, layer) for number, layer in enumerate(layers)]
+    needed = max(kinds.index(kind) for kind in kinds) + 1
+    everything = layers._modules
+    layers._modules = dict(list(everything.items())[: max(needed, _FEWEST_LAYERS)])
+    try:
+        yield len(layers)
+    finally:
+        layers._modules = everything
+
+
+def _layers_of(hf: Any) -> nn.ModuleList | None:
+    classes = set(hf._no_split_modules or ())
+    for module in decoder_of(hf).modules():
+        if isinstance(module, nn.ModuleList) and {type(each).__name__ for each in module} & classes:
+            return module
+    return None
+
+
+def _kind(hf: Any, number: int, layer: nn.Module) -> tuple[Any, ...]:
+    layer_types = getattr(hf.config.get_text_config(), "layer_types", None)
+    parts = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+    return (layer_types[number] if layer_types else None, parts)

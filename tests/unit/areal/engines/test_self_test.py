@@ -1,0 +1,189 @@
+"""Architectures whose attention is not the plain one: made right, or refused at the start."""
+
+import pytest
+import torch
+import transformers
+from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+
+from areal.algorithms import packing
+from areal.config_train import TrainEngineConfig
+from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.fsdp.model import PackedCausalLM
+from areal.engines.fsdp.self_test import self_test
+from areal.engines.fsdp.weights import load_model
+from areal.errors import InvalidInput
+
+SIZE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def wild_model(folder, kind, **options):
+    """Save a model with weights large enough for errors to show; returns it too."""
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZE, **options})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in hf.parameters():
+                spread = 1.5 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2
+                parameter.add_(torch.randn_like(parameter) * spread)
+    hf.save_pretrained(folder)
+    return hf.eval()
+
+
+@pytest.fixture
+def initialize():
+    engines = []
+
+    def make(folder, **options):
+        engine = FSDPEngine(TrainEngineConfig(path=str(folder), dtype="float32", **options))
+        engines.append(engine)
+        engine.initialize()
+        return engine
+
+    yield make
+    for engine in reversed(engines):
+        engine.destroy()
+
+
+def alone(hf, batch):
+    """Logprobs of plain transformers, one sequence at a time."""
+    parts = []
+    for sequence in packing.unpack(batch):
+        ids = sequence["input_ids"]
+        with torch.no_grad():
+            logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+        logprobs = torch.cat([logprobs.new_zeros(1), logprobs])
+        parts.append(torch.where(sequence["loss_mask"], logprobs, 0.0))
+    return torch.cat(parts)
+
+
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+MLA |= {"v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+MADE_RIGHT = {
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "hyperclovax": {"logits_scaling": 3.0},
+    "deepseek_v3": MLA,
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "seed_oss": {"head_dim": 8, "residual_dropout": 0.5, "attention_dropout": 0.5},
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
+}
+
+
+RECOMPUTED = {"gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize("kind", MADE_RIGHT)
+@pytest.mark.parametrize("options", [{}, {"logits_chunk_elements": 300}, RECOMPUTED])
+def test_forward_when_an_architecture_differs_from_llama_then_equals_transformers(
+    tmp_path, initialize, kind, options
+):
+    hf = wild_model(tmp_path, kind, **MADE_RIGHT[kind])
+    engine = initialize(tmp_path, **options)
+    batch = make_batch(vocabulary=96)
+    expected = alone(hf, batch)
+    torch.testing.assert_close(engine.forward(batch), expected, atol=4e-5, rtol=0)
+
+    def loss(logprobs, entropies, mb):
+        # The forward of training is the same function: no dropout, no jitter.
+        torch.testing.assert_close(logprobs.detach(), expected, atol=4e-5, rtol=0)
+        return weighted_loss(logprobs, entropies, mb)
+
+    assert engine.train_batch(batch, loss)["grad_norm"] > 0
+
+
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+REFUSED = {
+    "qwen3_next": (LINEAR, "layers of type linear_attention"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "attention of its own"),
+    "doge": ({}, "DogeAttention asks attention for attention_mask"),
+    "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),
+    "bert": ({}, "is_decoder=false"),
+    "roberta": ({"is_decoder": True}, "differ by .* nats a token"),
+    "bart": ({"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}, "positions counted"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_initialize_when_packed_attention_would_be_wrong_then_refuses(tmp_path, initialize, kind):
+    options, named = REFUSED[kind]
+    hf = wild_model(tmp_path, kind, **options)
+    with pytest.raises(InvalidInput, match=named) as refusal:
+        initialize(tmp_path)
+    assert type(hf).__name__ in str(refusal.value)
+    assert "choose another model" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_initialize_when_the_model_is_right_then_logs_the_difference(tmp_path, initialize, capsys):
+    wild_model(tmp_path, "qwen3", head_dim=8)
+    initialize(tmp_path)
+    line = capsys.readouterr().out
+    assert "self_test_passed" in line
+    assert "Qwen3ForCausalLM" in line
+    assert "tolerance" in line
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_forward_when_rope_would_depend_on_the_neighbors_then_refuses_long_sequences(
+    tmp_path, initialize, kind
+):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+        rope |= {**factors, "original_max_position_embeddings": 24}
+        options = {"original_max_position_embeddings": 24}
+        hf = wild_model(tmp_path, "phi3", rope_parameters=rope, **options)
+    else:
+        hf = wild_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=24)
+    engine = initialize(tmp_path)
+    short = make_batch(vocabulary=96)
+    torch.testing.assert_close(engine.forward(short), alone(hf, short), atol=4e-5, rtol=0)
+    long = packing.pack([{"input_ids": [5] * 25, "loss_mask": [False] + [True] * 24}])
+    with pytest.raises(InvalidInput, match=r"sequence of 25 tokens: beyond 24 .*rope"):
+        engine.forward(long)
+
+
+def test_self_test_when_a_kernel_is_given_then_tries_it_in_its_precision(tmp_path):
+    # SDPA keeps packed sequences apart by their positions: it stands in for flash attention,
+    # which needs a GPU.
+    wild_model(tmp_path, "qwen3", head_dim=8)
+    hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
+    hf.set_attn_implementation("sdpa")
+    model = PackedCausalLM(hf, flash=True, chunk_elements=1 << 20)
+    found = self_test(model, torch.device("cpu"), torch.bfloat16)
+    assert (found.attention, found.dtype, found.tolerance) == ("sdpa", "bfloat16", 0.05)
+    assert 0 < found.difference < 0.05
+    assert hf.config._attn_implementation == "sdpa"
+    assert {p.dtype for p in hf.parameters()} == {torch.float32}
+
+
+def test_self_test_when_a_model_is_big_then_runs_its_first_layers_of_every_kind(
+    tmp_path, monkeypatch
+):
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 3
+    options = {"num_hidden_layers": 9, "layer_types": kinds, "head_dim": 8, "sliding_window": 7}
+    wild_model(tmp_path, "gemma3_text", **options)
+    hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
+    model = PackedCausalLM(hf, flash=False, chunk_elements=1 << 20)
+    everything = self_test(model, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr("areal.engines.fsdp.self_test.WHOLE", 1000)
+    found = self_test(model, torch.device("cpu"), torch.float32)
+    assert (everything.layers, found.layers) == (9, 6)
+    assert found.difference < 1e-5
+    assert len(hf.model.layers) == 9
