@@ -36,10 +36,11 @@ def refuse_unsupported(hf: Any, *, flash: bool) -> None:
         raise refusal(hf, f"layers of type {', '.join(other)}, not full or sliding attention")
     if hf._is_stateful:
         raise refusal(hf, "a state that runs on from one packed sequence into the next")
-    if getattr(config, "is_decoder", True) is False:
-        raise refusal(hf, "config is_decoder=false, so that tokens see those after them")
     if "position_ids" not in inspect.signature(decoder_of(hf).forward).parameters:
         raise refusal(hf, "positions counted from the start of the packed row")
+    for module in hf.modules():
+        if getattr(module, "is_causal", True) is False:
+            raise refusal(hf, f"tokens see those after them in {type(module).__name__}")
     if hf.get_output_embeddings() is None:
         raise refusal(hf, "no language-model head")
     if flash and any(name.endswith("sinks") for name, _ in hf.named_parameters()):

@@ -113,7 +113,7 @@ REFUSED = {
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "attention of its own"),
     "doge": ({}, "DogeAttention asks attention for attention_mask"),
     "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),
-    "bert": ({}, "is_decoder=false"),
+    "bert": ({}, "see those after them in BertSelfAttention"),
     "roberta": ({"is_decoder": True}, "differ by .* nats a token"),
     "bart": ({"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}, "positions counted"),
 }
