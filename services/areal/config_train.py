@@ -46,6 +46,8 @@ class OptimizerConfig:
     unknown)."""
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    max_skipped_steps: int = 3
+    """A step whose gradient is not finite is skipped; this many in a row end the run."""
 
     def __post_init__(self) -> None:
         _require(self.lr >= 0, "optimizer.lr", self.lr, "a number >= 0")
@@ -66,6 +68,12 @@ class OptimizerConfig:
             "optimizer.gradient_clipping",
             self.gradient_clipping,
             "a number >= 0",
+        )
+        _require(
+            self.max_skipped_steps > 0,
+            "optimizer.max_skipped_steps",
+            self.max_skipped_steps,
+            "an integer > 0",
         )
 
     def learning_rate(self, step: int, total_steps: int | None) -> float:

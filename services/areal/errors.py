@@ -11,6 +11,7 @@
     ├── CapacityExceeded      a stated limit (memory, message size, queue) would be passed
     ├── Unavailable           try the same call again: draining, or a dependency is away
     ├── WaitTimeout           a deadline passed; says what, on whom, since when
+    ├── TrainingDiverged      one gradient after the other is not finite; again would be the same
     └── WorkflowError         user code (workflow, reward) raised, or returned nonsense
         └── PromptDrift       a later turn's prompt does not begin with the tokens before it
 
@@ -21,6 +22,8 @@ same class on either side of the wire.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 
 class ArealError(Exception):
@@ -77,6 +80,22 @@ class WorkflowError(ArealError):
 
 class PromptDrift(WorkflowError):
     """A later turn's prompt does not begin with the tokens before it."""
+
+
+class TrainingDiverged(ArealError):
+    """Optimizer steps in a row had a gradient that is not finite; raised on every rank alike.
+
+    Attributes:
+        cause: which of loss, gradient, logprobs or inputs is not finite, on which ranks.
+        batch: this rank's, of the last of these steps.
+        groups: values of the batch's `group_index` with an input that is not finite.
+    """
+
+    def __init__(
+        self, message: str, *, cause: str = "", batch: Any = None, groups: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.cause, self.batch, self.groups = cause, batch, tuple(groups)
 
 
 class WaitTimeout(ArealError):

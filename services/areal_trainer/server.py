@@ -4,9 +4,9 @@
                                             │
     main ──> session.open ──> recipe.main ──┴─> checkpoint + commit ──> exit
 
-Exit codes: 0 the recipe finished; 2 bad input, or a workflow or reward that fails: mend it, do not
-retry; 143 stopped by SIGTERM after a checkpoint, start again to go on; anything else: a failure,
-start again to resume.
+Exit codes: 0 the recipe finished; 2 bad input, a workflow or reward that fails, or training that
+diverged: mend it, do not retry; 143 stopped by SIGTERM after a checkpoint, start again to go on;
+anything else: a failure, start again to resume.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal.chassis.service import (
 from areal.config import GRPOConfig, cautions, load_service_config
 from areal.engines.rank_watch import RankWatch
 from areal.engines.session import TrainerSession, TrainerStopped
-from areal.errors import ArealError, InvalidInput, WorkflowError
+from areal.errors import ArealError, InvalidInput, TrainingDiverged, WorkflowError
 from areal.observability.logging import configure_logging, get_logger
 from areal.recipe import Recipe, load_recipe
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -43,6 +43,8 @@ from areal_trainer.servicer import TrainerServicer
 EXIT_BAD_INPUT = 2
 """Starting again would say the same."""
 EXIT_STOPPED = 128 + signal.SIGTERM
+FINAL = (InvalidInput, TrainingDiverged, WorkflowError)
+"""Errors after which starting again would say the same."""
 
 
 class TrainerStatusService(Service):
@@ -131,7 +133,7 @@ def run(config: TrainerConfig, listen: str, metrics: str) -> int:
         return 0
     except TrainerStopped:
         return EXIT_STOPPED
-    except (InvalidInput, WorkflowError) as error:
+    except FINAL as error:
         session.status.ended(str(error))
         raise
     except Exception as error:
@@ -178,7 +180,7 @@ def main() -> None:
         except ArealError as error:
             print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line
             code = 1
-            if isinstance(error, InvalidInput | WorkflowError):
+            if isinstance(error, FINAL):
                 code = EXIT_BAD_INPUT
                 write_verdict(str(error))  # torchrun would make a 1 of it
         _leave(code)

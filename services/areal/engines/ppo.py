@@ -113,6 +113,9 @@ class PPOActor:
             and `reward`, `response_tokens` (means over sequences), `advantage_abs`, `staleness`,
             `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
             `update_seconds`.
+
+        Raises:
+            TrainingDiverged: as `TrainEngine.train_batch` does.
         """
         started = time.perf_counter()
         config = self.config
@@ -125,16 +128,17 @@ class PPOActor:
         if config.ppo_n_minibatches > 1:
             split = packing.split_minibatches(batch, config.ppo_n_minibatches)
             parts = [packing.select(batch, indices) for indices in split]
-        results = [
-            self.engine.train_batch(part, self._loss, temperature=self.temperature)
-            for part in parts
-        ]
+        results = [self.take_step(part) for part in parts]
         stats |= _combine(results)
         if "behavior_weight" in stats:
             kept = (1.0 - stats["behavior_weight_capped_ratio"]) * stats["n_loss_tokens"]
             stats["behavior_weight"] *= stats["n_loss_tokens"] / max(round(kept), 1)
         stats["update_seconds"] = time.perf_counter() - started
         return stats
+
+    def take_step(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`."""
+        return self.engine.train_batch(batch, self._loss, temperature=self.temperature)
 
     def _needs_proximal_forward(self, batch: Batch) -> bool:
         config = self.config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from areal.config_train import PPOActorConfig, RefConfig
 from areal.engines.publishing import host_tensors, make_publisher
 from areal.engines.session import current_session
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, TrainingDiverged
 from areal.model_directory import serving_dtype
 from areal.transports.base import NewVersion, Publisher
 from areal.types import WeightUpdateMeta
@@ -93,20 +93,61 @@ class FSDPPPOActor:
         self._ppo.compute_advantages(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """One train step; also fills the step's metrics row. See `PPOActor.ppo_update`."""
+        """One train step; also fills the step's metrics row. See `PPOActor.ppo_update`.
+
+        Raises:
+            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
+                batch is in the run folder (`areal.engines.failed_step`); nothing is published.
+        """
         start = time.monotonic()
-        stats = self._ppo.ppo_update(batch)
+        try:
+            stats = self._ppo.ppo_update(batch)
+        except TrainingDiverged as error:
+            raise self._save_failed(error) from None
         row = self.session.row
         row.update({_ROW_NAMES.get(name, name): value for name, value in stats.items()})
         self.session.row["train_seconds"] = time.monotonic() - start
         return stats
+
+    def _save_failed(self, error: TrainingDiverged) -> TrainingDiverged:
+        """Keeps the batch that cannot be learned from; returns the error that says where."""
+        from areal.engines import failed_step
+
+        session, ppo = self.session, self._ppo
+        step = session.step + 1
+        info = {
+            "step": step,
+            "incarnation": session.incarnation,
+            "policy_version": self.engine.get_version(),
+            "ranks": session.world_size,
+            "cause": error.cause,
+            "actor": failed_step.settings_of(ppo.config, ppo.temperature),
+        }
+        where = failed_step.save_failed_batch(
+            session.config.run_dir / f"failed_step_{step}",
+            error.batch,
+            info,
+            rank=session.rank,
+            tasks=session.batch_tasks,
+            blamed=error.groups,
+        )
+        return TrainingDiverged(
+            f"step {step}: {error}; {where}; the run ends, version {session.step} is the last "
+            "published",
+            cause=error.cause,
+            batch=error.batch,
+            groups=error.groups,
+        )
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publishes the new policy and ends the train step.
 
         The weights become version = finished steps; generation goes on meanwhile and servers take
         them over in place. Then the checkpoint policy is applied, and what it saved is committed.
-        Steps that a resumed run replays are not published again: servers are ahead already.
+        Steps that a resumed run replays are not published again: servers are ahead already. A
+        step whose gradient was skipped is published like any other: the version is the clock by
+        which the ledger admits and ages groups, and the next batch waits for a server to confirm
+        it. (As a delta it is empty.)
 
         Raises:
             StaleIncarnation: A newer trainer has taken over.

@@ -356,6 +356,7 @@ class RemoteSGLangEngine:
             session.buffer.fetch_groups(session.incarnation, session.step + 1, mine),
             f"{len(mine)} groups of step {session.step + 1}",
         )
+        session.batch_tasks = mine
         session.took_batch([g.task_id for g in taken.groups], replay=taken.replay)
         staleness = [session.step - g.head_version for g in taken.groups]
         session.row.update(

@@ -106,6 +106,8 @@ class TrainerSession(Ranks):
         self.last_taken_step = 0
         self.row: dict[str, Any] = {}
         """The metrics row of the step in progress."""
+        self.batch_tasks: list[str] = []
+        """The task of each group of this rank's share, by `group_index`."""
         self.checkpoint_extra: dict[str, Callable[[], Any]] = {}
         """Named providers of what a checkpoint carries beside tensors (the dataset cursor)."""
         self.before_first_step: Callable[[], None] | None = None

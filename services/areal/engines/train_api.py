@@ -84,6 +84,10 @@ class TrainEngine(abc.ABC):
             `n_loss_tokens`, `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not
             finite, in which case the weights and the optimizer are left as they were), `seconds`,
             and each of the loss's statistics.
+
+        Raises:
+            TrainingDiverged: on every rank, when `optimizer.max_skipped_steps` steps in a row were
+                skipped because their gradient was not finite.
         """
 
     @abc.abstractmethod

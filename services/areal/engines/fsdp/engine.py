@@ -9,7 +9,7 @@
     backward of loss sum x world_size / W      (W: loss tokens of all micro-batches of all
           |                                     ranks; FSDP averages gradients over ranks)
           v
-    global gradient norm -> clip -> AdamW, or skip if it is not finite
+    global gradient norm -> clip -> AdamW, or skip if it is not finite; several in a row: the end
 
 | consumes | waits for | unblocked by |
 |---|---|---|
@@ -34,6 +34,8 @@ from torch import Tensor
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.config_train import RefConfig, TrainEngineConfig
+from areal.engines import failed_step
+from areal.engines.exchange import gather_json
 from areal.engines.fsdp import checkpoint, hub_names, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
 from areal.engines.fsdp.guards import recompute_layers
@@ -48,7 +50,7 @@ from areal.engines.fsdp.setup import (
     shard,
 )
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
-from areal.errors import InvalidInput, WaitTimeout
+from areal.errors import InvalidInput, TrainingDiverged, WaitTimeout
 from areal.observability.logging import get_logger
 
 
@@ -74,6 +76,7 @@ class FSDPEngine(TrainEngine):
         self.config = config
         self.optimizer: torch.optim.AdamW | None = None
         self.optimizer_steps = 0
+        self._skipped_in_a_row = 0
         self._version = 0
         self._total_train_steps: int | None = None
         self._owns_group = False
@@ -81,6 +84,7 @@ class FSDPEngine(TrainEngine):
         self._sharded = False
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
+        self._log = get_logger("areal.engines.fsdp.engine")
 
     # -- life cycle ----------------------------------------------------------------------------
 
@@ -186,8 +190,10 @@ class FSDPEngine(TrainEngine):
         # FSDP averages gradients over ranks; the loss is a sum over them.
         scale = (self.world_size if self._sharded else 1) / max(total_weight, 1.0)
         sums: dict[str, Tensor] = {}
+        bad_logprobs: Tensor | int = 0
         for (index, mb), weight in zip(micro_batches, weight_of, strict=True):
             logprobs, entropies = self._logprobs(mb, temperature)
+            bad_logprobs = bad_logprobs + (~torch.isfinite(logprobs.detach())).sum()
             loss_sum, stats = loss_fn(logprobs, entropies, mb)
             used = float(index is not None and weight > 0)
             torch.autograd.backward(loss_sum * (scale * used))
@@ -199,6 +205,10 @@ class FSDPEngine(TrainEngine):
                 else:
                     sums[name] = sums[name] + value if name in sums else value
         grad_norm, lr, stepped = self._optimizer_step(apply=total_weight > 0)
+        if stepped:
+            self._skipped_in_a_row = 0
+        elif total_weight > 0:
+            self._note_skipped(batch, int(bad_logprobs), float(sums["loss"]), grad_norm)
         reduced = self.reduce_stats(sums)
         result = {
             name: value if name.endswith("_max") else value / max(total_weight, 1.0)
@@ -214,6 +224,25 @@ class FSDPEngine(TrainEngine):
             "seconds": time.perf_counter() - started,
         }
         return result
+
+    def _note_skipped(self, batch: Batch, bad_logprobs: int, loss: float, grad_norm: float) -> None:
+        """Say on rank 0 why a step was skipped; end training where one after the other is."""
+        assert self.config.optimizer is not None
+        self._skipped_in_a_row += 1
+        found = gather_json(failed_step.find_cause(batch, bad_logprobs, loss))
+        cause = failed_step.name_cause(found, grad_norm)
+        if self.rank == 0:
+            self._log.warning(
+                "optimizer_step_skipped", in_a_row=self._skipped_in_a_row, cause=cause
+            )
+        if self._skipped_in_a_row >= self.config.optimizer.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{self._skipped_in_a_row} optimizer steps in a row had a gradient that is not "
+                f"finite: {cause}",
+                cause=cause,
+                batch=batch,
+                groups=found[self.rank]["groups"],
+            )
 
     def _optimizer_step(self, *, apply: bool) -> tuple[float, float, bool]:
         """Clip and step; returns the gradient norm, the learning rate, and whether it stepped."""

@@ -1,0 +1,222 @@
+"""A step whose gradient was not finite: what is to blame, its batch on disk, and how to look again.
+
+    failed_step_<k>/
+        failure.json             step, policy version, cause, task ids by rank, the actor's settings
+        rank_<r>.safetensors     the batch of rank r's last optimizer step
+
+`python -m areal.engines.failed_step FOLDER --model DIRECTORY` takes that optimizer step again, rank
+by rank, with the weights in DIRECTORY, and says what is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from areal.algorithms.packing import Batch, check_batch, sequence_index
+from areal.config_train import PPOActorConfig
+from areal.engines.exchange import gather_json
+from areal.engines.run_files import write_atomically
+from areal.errors import InvalidInput
+
+# In the order in which one makes the next: the first that is not finite is the cause.
+_INPUTS = (
+    "rewards", "behavior_logprobs", "reference_logprobs", "values", "bootstrap_values",
+    "proximal_logprobs", "advantages", "returns",
+)  # fmt: skip
+_MOST_NAMED = 5
+
+
+def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
+    """What of this rank's batch is not finite.
+
+    Args:
+        batch: of the optimizer step.
+        bad_logprobs: loss tokens whose logprob under the policy was not finite.
+        loss: its sum on this rank.
+
+    Returns:
+        JSON: `cause` (words; empty where everything is finite) and `groups` (values of
+        `group_index`: those with an input that is not finite).
+    """
+    owner = sequence_index(batch["cu_seqlens"])
+    groups: set[int] = set()
+    cause = ""
+    for name in _INPUTS:
+        if name not in batch:
+            continue
+        bad = ~torch.isfinite(batch[name])
+        if name == "bootstrap_values":
+            sequences = torch.nonzero(bad).flatten()
+        else:
+            # Off the loss mask only rewards are ever read.
+            bad &= batch["loss_mask"] | (name == "rewards")
+            sequences = owner[bad]
+        if len(sequences):
+            groups |= set(batch["group_index"][sequences].tolist())
+            cause = cause or f"{name} are not finite ({int(bad.sum())} of {len(bad)})"
+    if not cause and bad_logprobs:
+        tokens = int(batch["loss_mask"].sum())
+        cause = f"the policy's logprobs are not finite ({bad_logprobs} of {tokens})"
+    if not cause and not math.isfinite(loss):
+        cause = f"the loss is {loss}, its inputs and logprobs are finite"
+    return {"cause": cause, "groups": sorted(groups)}
+
+
+def name_cause(found: Sequence[Mapping[str, Any]], grad_norm: float) -> str:
+    """One line from what `find_cause` gave on each rank."""
+    causes = [f"rank {rank}: {each['cause']}" for rank, each in enumerate(found) if each["cause"]]
+    return "; ".join(causes) or (
+        f"the gradient norm is {grad_norm}, while losses, logprobs and inputs are finite on all "
+        f"{len(found)} ranks"
+    )
+
+
+def save_failed_batch(
+    folder: Path,
+    batch: Batch,
+    info: Mapping[str, Any],
+    *,
+    rank: int,
+    tasks: Sequence[str],
+    blamed: Sequence[int],
+) -> str:
+    """Write what a replay needs; collective.
+
+    Args:
+        folder: made if need be; what it held of an earlier failure is replaced.
+        batch: this rank's.
+        info: JSON for `failure.json`; rank 0's is written.
+        rank: of this process.
+        tasks: task of each group, by `group_index`; empty where they are not known.
+        blamed: values of `group_index` whose tasks the sentence names.
+
+    Returns:
+        Where it is and which tasks are to blame, or why it could not be written: the end of a
+        sentence, equal on all ranks.
+    """
+    problem = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {key: value.detach().cpu().contiguous() for key, value in batch.items()}
+        save_file(tensors, folder / f"rank_{rank}.safetensors")
+    except (OSError, SafetensorError) as error:
+        problem = f"rank {rank}: {error}"
+    known = dict(enumerate(tasks))
+    present = sorted(set(batch["group_index"].tolist()))
+    used = [known[g] for g in present if g in known]
+    everyone = gather_json({"task_ids": used, "blamed": [known[g] for g in blamed if g in known]})
+    if rank == 0:
+        content = {**info, "task_ids": [each["task_ids"] for each in everyone]}
+        try:
+            write_atomically(folder / "failure.json", json.dumps(content, indent=2).encode())
+        except OSError as error:
+            problem = f"rank 0: {error}"
+    # Nobody leaves before the last file is there: a rank that ends takes the others along.
+    problems = [each for each in gather_json(problem) if each]
+    if problems:
+        return f"its batch could not be saved: {problems[0]}"
+    named = [task for each in everyone for task in each["blamed"]]
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    at_fault = f" (there: tasks {', '.join(named[:_MOST_NAMED])}{more})" if named else ""
+    return f"its batch is in {folder}{at_fault}"
+
+
+def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
+    """Read what a failed step left.
+
+    Returns:
+        Each rank's batch, and the content of `failure.json`.
+
+    Raises:
+        InvalidInput: `folder` is not one, or a file in it is damaged.
+    """
+    try:
+        info: dict[str, Any] = json.loads((folder / "failure.json").read_text())
+        files = [folder / f"rank_{rank}.safetensors" for rank in range(int(info["ranks"]))]
+        batches = [load_file(file) for file in files]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InvalidInput(
+            f"{str(folder)!r}: expected a failed_step_<k> folder of a run, whole: {error}"
+        ) from None
+    for batch in batches:
+        check_batch(batch)
+    return batches, info
+
+
+def settings_of(config: PPOActorConfig, temperature: float) -> dict[str, Any]:
+    """The actor's settings as `failure.json` keeps them."""
+    return {**asdict(config), "temperature": temperature}
+
+
+def replay(folder: Path, model: Path) -> list[str]:
+    """Take the failed optimizer step again, rank by rank, in this process.
+
+    Args:
+        folder: `failed_step_<k>`.
+        model: a Hugging Face directory: the run's version <policy_version>, or any other of the
+            same architecture.
+
+    Returns:
+        For each rank what is not finite, or the loss and the gradient norm. The weights are not
+        kept.
+
+    Raises:
+        InvalidInput: one of the two is not what it should be.
+    """
+    from omegaconf import OmegaConf
+
+    from areal.engines.fsdp.engine import FSDPEngine
+    from areal.engines.ppo import PPOActor
+    from areal.errors import TrainingDiverged
+
+    batches, info = load_failed_batch(folder)
+    settings = {**info["actor"], "path": str(model)}
+    settings["optimizer"] = {**settings["optimizer"], "max_skipped_steps": 1}
+    config: Any = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(PPOActorConfig), OmegaConf.create(settings))
+    )
+    said = []
+    for rank, batch in enumerate(batches):
+        engine = FSDPEngine(config)
+        engine.initialize()
+        engine.set_version(int(info["policy_version"]))
+        actor = PPOActor(config, engine, float(settings["temperature"]))
+        try:
+            stats = actor.take_step(batch)
+            said.append(
+                f"rank {rank}: finite here: loss {stats['loss']:.6g}, "
+                f"gradient norm {stats['grad_norm']:.6g}"
+            )
+        except TrainingDiverged as error:
+            said.append(f"rank {rank}: {error.cause.removeprefix('rank 0: ')}")
+        finally:
+            engine.destroy()
+    return said
+
+
+def _main() -> None:
+    import typer
+
+    def command(folder: Path, model: Path = typer.Option(...)) -> None:  # noqa: B008
+        """Takes a failed step again and says what is not finite."""
+        try:
+            for line in replay(folder, model):
+                typer.echo(line)
+        except InvalidInput as error:
+            typer.echo(f"failed_step: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    typer.run(command)
+
+
+if __name__ == "__main__":
+    _main()
