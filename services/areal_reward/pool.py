@@ -212,7 +212,7 @@ class WorkerPool:
                     break
                 heard = time.monotonic()
                 if frame[0] is Kind.STOPPED:
-                    return "memory"
+                    return "memory or runaway"
                 if frame[0] is Kind.DONE and not job.pending and overdue is None:
                     return ""
                 reading = asyncio.ensure_future(worker.read())

@@ -40,6 +40,8 @@ from areal_reward.progress import IDLE, LOADING, Progress
 
 # Results wait this long at most before they are sent: what a kill can make be done again.
 _FLUSH_S = 0.05
+# What an asynchronous call has to end in once it is cancelled.
+_CANCEL_S = 0.5
 # Asynchronous calls at once in one worker.
 _CONCURRENT = 64
 _MAX_FUNCTIONS = 64
@@ -69,9 +71,10 @@ class Worker:
         self._results: list[pb.ScoreResult] = []
         self._flushed = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._runaway = False
 
     def serve(self, requests: IO[bytes]) -> None:
-        """Answers until end of file, or until memory ran out."""
+        """Answers until end of file, or until this process must be replaced."""
         self._limit_memory()
         self._send(Kind.READY, b"")
         while True:
@@ -91,7 +94,7 @@ class Worker:
                 return
 
     def _score(self, request: pb.ScoreRequest) -> bool:
-        """Scores all items; False: memory ran out, and the process must be replaced."""
+        """Scores items; False: the process must be replaced (memory ran out, or a call runs on)."""
         self._flushed = time.monotonic()
         try:
             function = self._function(request.reward)
@@ -145,22 +148,32 @@ class Worker:
         async with asyncio.TaskGroup() as group:
             for position, item in enumerate(request.items):
                 group.create_task(one(position, item))
-        return whole
+        return whole and not self._runaway
 
     async def _call_async(
         self, function: RewardFunction, position: int, item: pb.ScoreItem
     ) -> pb.ScoreResult | None:
+        """One asynchronous call, ended at its deadline; None: memory ran out."""
+        call = asyncio.ensure_future(self._finished(function, position, item))
+        await asyncio.wait({call}, timeout=self._timeout_s)
+        if call.done():
+            return call.result()
+        call.cancel()
+        await asyncio.wait({call}, timeout=_CANCEL_S)
+        # A call that will not be cancelled runs on in this process: another one takes its place.
+        self._runaway = self._runaway or not call.done()
+        return failure(pb.SCORE_ERROR_TIMEOUT, too_slow(function.name, self._timeout_s))
+
+    async def _finished(
+        self, function: RewardFunction, position: int, item: pb.ScoreItem
+    ) -> pb.ScoreResult | None:
         try:
             args, kwargs = function.bind(item)
-            async with asyncio.timeout(self._timeout_s) as limit:
-                steps = _Steps(function.call(args, kwargs), self._progress, position)
-                value = await steps
+            value = await _Steps(function.call(args, kwargs), self._progress, position)
             return outcome(function.name, value, function.where)
         except MemoryError:
             return None
-        except BaseException as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                return failure(pb.SCORE_ERROR_TIMEOUT, too_slow(function.name, self._timeout_s))
+        except BaseException as error:  # also SystemExit: asyncio would end the loop with it
             return raised(function.name, error, function.file)
 
     def _function(self, reward: pb.RewardSpec) -> RewardFunction:

@@ -54,6 +54,14 @@ async def judge(completion):
     if completion == "raise": raise TimeoutError("the judge's own")
     return 0.5
 
+async def stubborn(completion):
+    if completion == "fine":
+        await asyncio.sleep(0.1)
+        return 1.0
+    while True:
+        try: await asyncio.sleep(0.05)
+        except: pass
+
 def whoami(completion): return float(os.getpid())
 """
 DIGEST = hashlib.sha256(RECIPE).hexdigest()
@@ -191,6 +199,26 @@ async def test_score_when_function_is_async_then_calls_overlap_and_limits_hold(t
             ScoreError.TIMEOUT,
         ]
         assert "the judge's own" in results[2].message
+
+
+async def test_score_when_an_async_call_will_not_be_cancelled_then_its_deadline_holds(tmp_path):
+    async with (
+        reward_service(tmp_path, "reward.timeout_s=1") as service,
+        reward_client(service) as client,
+    ):
+        items = [ScoreItem("p", word) for word in ("fine", "endless", "fine")]
+        for _ in range(2):  # the second time in a worker of its own
+            began = time.monotonic()
+            first, second, third = await asyncio.wait_for(
+                client.score("stubborn", DIGEST, {}, items), 30
+            )
+            assert (first, third) == (1.0, 1.0)
+            assert isinstance(second, ScoreFailure)
+            assert second.error is ScoreError.TIMEOUT
+            assert "reward.timeout_s = 1 s" in second.message
+            print(f"answered after {time.monotonic() - began:.1f} s")
+        (fine,) = await asyncio.wait_for(client.score("stubborn", DIGEST, {}, items[:1]), 30)
+        assert fine == 1.0
 
 
 async def test_score_when_builtin_then_no_recipe_is_needed(tmp_path):
