@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.exposition import generate_latest
 from starlette.exceptions import HTTPException
 
+from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.errors import (
     ArealError,
@@ -57,6 +58,7 @@ class Json(Response):
 def build_app(
     hub: StatusHub,
     rollout: RolloutClient | None,
+    buffer: BufferClient | None,
     metrics: GatewayMetrics,
     waits: Waits,
     config: GatewayConfig,
@@ -67,6 +69,7 @@ def build_app(
     Args:
         hub: What status, steps and events are read from.
         rollout: The task API behind /v1/tasks; None: those routes answer 503.
+        buffer: The ledger behind /v1/dead-letters; None: it answers 503.
         metrics: Counters; also what /metrics shows.
         waits: The watchdog's record.
         config: Limits.
@@ -87,6 +90,7 @@ def build_app(
     _add_pages(app, metrics)
     _add_state(app, hub, metrics, config)
     _add_tasks(app, rollout)
+    _add_dead_letters(app, buffer)
     return app
 
 
@@ -225,3 +229,20 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
         if "trajectories" not in record:
             raise NotFound(f"task {task_id!r} is {record['state']}: it has no trajectories to read")
         return Json({"task_id": task_id, "trajectories": record["trajectories"]})
+
+
+def _add_dead_letters(app: FastAPI, buffer: BufferClient | None) -> None:
+    @app.get("/v1/dead-letters", tags=["tasks"])
+    async def dead_letters(limit: int = Query(100, ge=1, le=1000)) -> Json:
+        """Tasks that were given up, newest first: records with `cause` and `traceback`."""
+        if buffer is None:
+            raise Unavailable("endpoints.buffer '': this gateway has no ledger")
+        letters = await buffer.list_dead_letters(limit)
+        return Json(
+            {
+                "dead_letters": [
+                    {**record_json(each.record), "cause": each.cause, "traceback": each.traceback}
+                    for each in letters
+                ]
+            }
+        )

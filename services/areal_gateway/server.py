@@ -73,7 +73,15 @@ class GatewayService(Service):
         metrics = GatewayMetrics(context.registry)
         context.waits.watch(self._hub.waits)
         sessions = Sessions(security, config.namespace) if security.token else None
-        app = build_app(self._hub, self._rollout, metrics, context.waits, self._limits, sessions)
+        app = build_app(
+            self._hub,
+            self._rollout,
+            self._buffer,
+            metrics,
+            context.waits,
+            self._limits,
+            sessions,
+        )
         self._http = _HttpServer(
             uvicorn.Config(
                 app,

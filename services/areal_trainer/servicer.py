@@ -42,4 +42,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 pb.StepRow(step=row["step"], metrics_json=orjson.dumps(row).decode())
                 for row in snapshot.rows[:MAX_ROWS]
             ],
+            evaluations=[
+                pb.Evaluation(name=e.name, step=e.step, mean_reward=e.mean_reward)
+                for e in snapshot.evaluations
+            ],
         )

@@ -180,6 +180,7 @@ def gateway_routes() -> list[tuple[str, str]]:
     app = build_app(
         StatusHub({}, history=1, max_rows=1),
         None,
+        None,
         GatewayMetrics(CollectorRegistry()),
         Waits(),
         GatewayConfig(),

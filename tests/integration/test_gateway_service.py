@@ -17,7 +17,7 @@ import pytest
 from tests.integration.upstream_fakes import FakeRun, Upstream
 from tests.service_process import service_process
 
-from areal.v1 import policy_pb2
+from areal.v1 import buffer_service_pb2, policy_pb2, trajectory_pb2
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:
@@ -325,15 +325,61 @@ async def test_dashboard_when_opened_then_it_is_whole_and_loads_nothing_from_els
         files = re.findall(r'(?:src|href)="(static/[^"]+)"', page)
         assert set(files) == {"static/style.css", "static/dashboard.js"}
         script = ""
-        for name in [*files, "static/charts.js"]:
+        modules = ["static/charts.js", "static/letters.js", "static/scales.js"]
+        for name in [*files, *modules]:
             async with gate.http.get(f"{gate.url}/{name}") as reply:
                 assert reply.status == 200
                 text = await reply.text()
                 assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), name
                 script += text
+        assert set(re.findall(r'from "\./(\w+\.js)"', script)) == {
+            name.removeprefix("static/") for name in modules
+        }
         # Every element that the script looks for is in the page.
         wanted = set(re.findall(r'\$\("([a-z-]+)"\)', script))
+        wanted |= set(re.findall(r'getElementById\("([a-z-]+)"\)', script))
         wanted |= set(re.findall(r'(?:text|rich|legend)\("([a-z-]+)"', script))
         ids = set(re.findall(r'id="([a-z-]+)"', page))
         assert wanted
         assert wanted <= ids
+
+
+async def test_dead_letters_when_asked_for_then_each_says_why(tmp_path):
+    letter = buffer_service_pb2.DeadLetter(
+        record=trajectory_pb2.TaskRecord(
+            task=trajectory_pb2.Task(
+                task_id="e0-3", purpose=trajectory_pb2.PURPOSE_TRAIN, data_json="{}"
+            ),
+            state=trajectory_pb2.TASK_STATE_DEAD_LETTERED,
+            reason="ZeroDivisionError: division by zero",
+            attempts=3,
+        ),
+        cause="workflow_error",
+        traceback="Traceback\n  recipe.py, line 7\n",
+    )
+    run = FakeRun(dead_letters=[letter] * 5)
+    async with gateway(tmp_path, run) as gate:
+        code, body = await gate.get("/v1/dead-letters?limit=2")
+        assert (code, len(body["dead_letters"])) == (200, 2)
+        shown = body["dead_letters"][0]
+        assert (shown["task_id"], shown["state"], shown["attempts"]) == ("e0-3", "dead_lettered", 3)
+        assert shown["cause"] == "workflow_error"
+        assert shown["reason"] == "ZeroDivisionError: division by zero"
+        assert shown["traceback"].endswith("recipe.py, line 7\n")
+        code, body = await gate.get("/v1/dead-letters?limit=0")
+        assert (code, "limit" in body["error"]) == (400, True)
+        await gate.upstream.stop("buffer")
+        code, body = await gate.get("/v1/dead-letters")
+        assert code == 503
+
+
+async def test_status_when_held_out_rows_were_measured_then_it_has_each_measurement(tmp_path):
+    run = FakeRun(step=2, rows=[row(1), row(2)], evaluations=[("heldout_before", 0, 0.25)])
+    async with gateway(tmp_path, run) as gate:
+        status = await gate.status_when(lambda s: s["trainer"])
+        first = {"name": "heldout_before", "step": 0, "mean_reward": 0.25}
+        assert status["trainer"]["evaluations"] == [first]
+        run.evaluations.append(("heldout_after", 2, 0.5))
+        run.change()
+        status = await gate.status_when(lambda s: len(s["trainer"]["evaluations"]) == 2)
+        assert status["trainer"]["evaluations"][1]["mean_reward"] == 0.5

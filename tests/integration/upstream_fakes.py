@@ -51,6 +51,9 @@ class FakeRun:
     total_steps: int = 100
     incarnation: int = 1
     rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[tuple[str, int, float]] = field(default_factory=list)
+    """(name, step, mean reward)."""
+    dead_letters: list[buffer_service_pb2.DeadLetter] = field(default_factory=list)
     tasks: dict[str, trajectory_pb2.TaskRecord] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -85,6 +88,11 @@ class FakeLedger(buffer_service_pb2_grpc.BufferServiceServicer):
             trajectories=run.trajectories,
             generated_tokens=run.generated_tokens,
             redis_memory_bytes=48_500_000,
+        )
+
+    async def ListDeadLetters(self, request: Any, context: Any) -> Any:
+        return buffer_service_pb2.ListDeadLettersResponse(
+            dead_letters=self.run.dead_letters[: request.limit]
         )
 
 
@@ -134,6 +142,10 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
             rows=[
                 trainer_service_pb2.StepRow(step=r["step"], metrics_json=json.dumps(r))
                 for r in rows
+            ],
+            evaluations=[
+                trainer_service_pb2.Evaluation(name=name, step=step, mean_reward=mean)
+                for name, step, mean in run.evaluations
             ],
         )
 

@@ -34,6 +34,8 @@ class TrainerStatus:
     """What it waits for now, or why it failed."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Rows of metrics.jsonl after the step asked for, oldest first; each has `step`."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """{"name", "step", "mean_reward"} of each time that held-out rows were measured."""
 
 
 class TrainerClient(Client):
@@ -66,4 +68,8 @@ class TrainerClient(Client):
             world_size=reply.world_size,
             detail=reply.detail,
             rows=rows,
+            evaluations=[
+                {"name": e.name, "step": e.step, "mean_reward": e.mean_reward}
+                for e in reply.evaluations
+            ],
         )

@@ -8,12 +8,13 @@ from typing import Any
 
 from areal import errors
 from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
+from areal.engines.run_files import MEASURED_AT
 from areal.engines.session import TrainerSession
+from areal.engines.trainer_status import Evaluation
 from areal.types import Purpose, Task, WorkflowSpec
 
 # One long poll; the ranks meet after each, so none idles in a collective for longer.
 POLL_S = 10.0
-_STEPS = "measured_at_step"
 
 
 def recorded(session: TrainerSession, name: str, version: int | None) -> float | None:
@@ -25,7 +26,7 @@ def recorded(session: TrainerSession, name: str, version: int | None) -> float |
     known = session.result(name)
     if known is None or version not in (None, session.step):
         return None
-    at = (session.result(_STEPS) or {}).get(name, 0)
+    at = (session.result(MEASURED_AT) or {}).get(name, 0)
     began = session.resumed.step if session.resumed else 0
     stands = at == session.step or (at == 0 and session.step == began)
     return float(known) if stands else None
@@ -33,9 +34,10 @@ def recorded(session: TrainerSession, name: str, version: int | None) -> float |
 
 def record(session: TrainerSession, name: str, mean: float) -> float:
     """Keeps a figure and the step it is of; returns the figure."""
-    steps = dict(session.result(_STEPS) or {})
+    steps = dict(session.result(MEASURED_AT) or {})
     session.record(name, mean)
-    session.record(_STEPS, {**steps, name: session.step})
+    session.record(MEASURED_AT, {**steps, name: session.step})
+    session.status.evaluated(Evaluation(name, session.step, mean))
     return mean
 
 

@@ -15,6 +15,11 @@ from typing import Any
 
 import orjson
 
+from areal.engines.trainer_status import Evaluation
+
+MEASURED_AT = "measured_at_step"
+"""The result that tells of each evaluation, by name, which step's policy it measured."""
+
 
 class RunFiles:
     """The files of one run."""
@@ -43,6 +48,14 @@ class RunFiles:
             except orjson.JSONDecodeError:  # cut off by a crash while it was written
                 break
         return rows
+
+    def evaluations(self) -> list[Evaluation]:
+        """The last one of each name, in the order of their steps."""
+        steps = self.results.get(MEASURED_AT) or {}
+        known = [
+            Evaluation(name, int(step), float(self.results[name])) for name, step in steps.items()
+        ]
+        return sorted(known, key=lambda evaluation: evaluation.step)
 
     def append_row(self, row: dict[str, Any]) -> None:
         """Adds the row of a finished step."""

@@ -141,8 +141,8 @@ class TrainerSession(Ranks):
         self.published_version = self.served_version - int(unstored)
         self.step = self._checkpoints.last_step = self.resumed.step if self.resumed else 0
         if self.rank == 0:
-            self._files = RunFiles(self.config.run_dir, self.step)
-            self.status.opened(self.incarnation, self.step, self._files.rows)
+            files = self._files = RunFiles(self.config.run_dir, self.step)
+            self.status.opened(self.incarnation, self.step, files.rows, files.evaluations())
         self._log.info(
             "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
         )

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal.observability.waits import Wait
 from areal.v1 import trainer_service_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A mean reward on held-out rows."""
+
+    name: str
+    step: int
+    """Finished steps of the policy that was measured."""
+    mean_reward: float
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class StatusSnapshot:
     world_size: int = 1
     detail: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
 
 class TrainerStatus:
@@ -37,14 +48,22 @@ class TrainerStatus:
         self._step = 0
         self._incarnation = 0
         self._rows: list[dict[str, Any]] = []
+        self._evaluations: list[Evaluation] = []
         self._total_steps = total_steps
         self._world_size = world_size
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
-    def opened(self, incarnation: int, step: int, rows: list[dict[str, Any]]) -> None:
+    def opened(
+        self,
+        incarnation: int,
+        step: int,
+        rows: list[dict[str, Any]],
+        evaluations: Sequence[Evaluation] = (),
+    ) -> None:
         """The trainer has registered, perhaps resuming after `rows`."""
         with self._lock:
             self._incarnation, self._step, self._rows = incarnation, step, list(rows)
+            self._evaluations = [e for e in evaluations if e.step <= step]
         self._wake()
 
     def waiting(self, what: str) -> None:
@@ -69,6 +88,12 @@ class TrainerStatus:
         with self._lock:
             self._step = step
             self._rows.append(row)
+        self._wake()
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Held-out rows were measured."""
+        with self._lock:
+            self._evaluations.append(evaluation)
         self._wake()
 
     def _set(self, state: pb.TrainerState.ValueType, detail: str) -> None:
@@ -107,6 +132,7 @@ class TrainerStatus:
                 world_size=self._world_size,
                 detail=self._detail,
                 rows=rows[first:],
+                evaluations=list(self._evaluations),
             )
 
     async def wait_for_row(self, after_step: int, max_wait_s: float) -> StatusSnapshot:

@@ -96,6 +96,34 @@ class StepRow(_message.Message):
 Global___StepRow: _TypeAlias = StepRow  # noqa: Y015
 
 @_typing.final
+class Evaluation(_message.Message):
+    """A mean reward on held-out rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    step: _builtins.int
+    """Finished steps of the policy that was measured."""
+    mean_reward: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        step: _builtins.int = ...,
+        mean_reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean_reward", b"mean_reward", "name", b"name", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evaluation: _TypeAlias = Evaluation  # noqa: Y015
+
+@_typing.final
 class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -106,6 +134,7 @@ class GetStatusResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     state: Global___TrainerState.ValueType
     step: _builtins.int
     """Finished steps."""
@@ -116,6 +145,10 @@ class GetStatusResponse(_message.Message):
     """What it waits for now, or why it failed."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evaluation]:
+        """In the order in which they were made; of a resumed run the last one of each name."""
+
     def __init__(
         self,
         *,
@@ -126,10 +159,11 @@ class GetStatusResponse(_message.Message):
         world_size: _builtins.int = ...,
         detail: _builtins.str = ...,
         rows: _abc.Iterable[Global___StepRow] | None = ...,
+        evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "incarnation", b"incarnation", "rows", b"rows", "state", b"state", "step", b"step", "total_steps", b"total_steps", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "evaluations", b"evaluations", "incarnation", b"incarnation", "rows", b"rows", "state", b"state", "step", b"step", "total_steps", b"total_steps", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

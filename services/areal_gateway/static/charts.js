@@ -1,5 +1,7 @@
 // Small line and area charts in SVG: axes, bounds, stacking, a cursor with values. No dependencies.
 
+import { ticks, thin } from "./scales.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 function node(name, attributes = {}, parent = null) {
@@ -13,41 +15,14 @@ function node(name, attributes = {}, parent = null) {
   return element;
 }
 
-// About `count` round numbers that span [low, high].
-export function ticks(low, high, count) {
-  if (!(high > low)) return [low];
-  const raw = (high - low) / Math.max(1, count);
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw - 1e-12);
-  const result = [];
-  for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-6; value += step) {
-    result.push(Math.abs(value) < step * 1e-6 ? 0 : value);
-  }
-  return result;
-}
-
-// At most `limit` points, the mean (or the largest) of each bucket: a screen has no more columns.
-export function thin(points, limit, largest = false) {
-  if (points.length <= limit) return points;
-  const size = points.length / limit;
-  const result = [];
-  for (let i = 0; i < limit; i += 1) {
-    const part = points.slice(Math.floor(i * size), Math.floor((i + 1) * size));
-    const values = part.map((p) => p[1]);
-    const value = largest ? Math.max(...values) : values.reduce((a, b) => a + b, 0) / part.length;
-    result.push([part[part.length - 1][0], value]);
-  }
-  return result;
-}
-
 function path(points) {
   return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
 // spec: {
-//   series: [{label, color, points: [[x, y]], kind: "line" | "area" | "stack" | "dots", width, opacity,
+//   series: [{label, color, points: [[x, y]], kind: "line" | "area" | "stack" | "dots" | "marks", width, opacity,
 //             end (show the last value at the line's end), quiet (not in the cursor's list)}],
-//   y: {min, max, format, ticks, gutter}, x: {min, max, format, ticks, head, hidden}, bound: {y, label},
+//   y: {min, max, format, ticks, gutter}, x: {min, max, format, ticks, head, hidden, whole}, bound: {y, label},
 //   title, empty, bare (a sparkline: no axes), label (for screen readers)
 // }
 export class Chart {
@@ -131,8 +106,9 @@ export class Chart {
     const pad = (high - low) * (spec.bare ? 0.12 : 0.08);
     if (spec.y?.max === undefined) high += pad;
     if (spec.y?.min === undefined) low -= pad;
-    const format = spec.y?.format ?? String;
     const marks = spec.bare ? [] : ticks(low, high, spec.y?.ticks ?? Math.max(2, Math.floor(height / 46)));
+    const every = marks.length > 1 ? marks[1] - marks[0] : 1;
+    const format = (value) => (spec.y?.format ?? String)(value, every);
     const gutter = spec.y?.gutter ?? Math.max(...marks.map((m) => format(m).length), 1) * 6.6 + 8;
     const ends = drawn.some((s) => s.end);
     const box = spec.bare
@@ -156,13 +132,17 @@ export class Chart {
       const text = node("text", { x: box.left - 8, y: y + 4, "text-anchor": "end" }, svg);
       text.textContent = format(mark);
     }
-    const places = spec.x?.hidden ? [] : spec.x?.ticks ?? ticks(x0, x1, Math.max(2, Math.floor((box.right - box.left) / 90)));
+    const places = spec.x?.hidden ? [] : spec.x?.ticks ?? ticks(x0, x1, Math.max(2, Math.floor((box.right - box.left) / 90)), spec.x?.whole);
+    const taken = [];
     for (const place of places) {
       const x = X(place);
-      if (x < box.left - 1 || x > box.right + 1) continue;
+      const label = (spec.x?.format ?? String)(place);
+      const room = label.length * 6.2 + 6;
+      if (x < box.left - 1 || x > box.right + 1 || taken.some((other) => Math.abs(other - x) < room)) continue;
+      taken.push(x);
       const anchor = x > box.right - 16 ? "end" : x < box.left + 12 ? "start" : "middle";
       const text = node("text", { x, y: box.bottom + 15, "text-anchor": anchor }, svg);
-      text.textContent = (spec.x?.format ?? String)(place);
+      text.textContent = label;
     }
     if (spec.title) {
       const title = node("text", { class: "title", x: box.left, y: 10 }, svg);
@@ -176,9 +156,11 @@ export class Chart {
     const line = series.points.map(([x, y]) => [X(x), Y(y)]);
     if (!line.length) return;
     const paint = `fill:none;stroke:${series.color};stroke-width:${series.width ?? 1.75};stroke-linejoin:round;stroke-linecap:round;opacity:${series.opacity ?? 1}`;
-    if (series.kind === "dots") {
+    if (series.kind === "dots" || series.kind === "marks") {
+      const r = series.kind === "dots" ? 1.6 : 4;
+      if (r > 2) node("path", { d: path(line), style: `${paint};stroke-dasharray:4 3` }, svg);
       for (const [x, y] of line) {
-        node("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 1.6, style: `fill:${series.color}` }, svg);
+        node("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r, style: `fill:${series.color}` }, svg);
       }
     } else if (series.kind === "stack") {
       const back = series.base.map(([x, y]) => [X(x), Y(y)]).reverse();

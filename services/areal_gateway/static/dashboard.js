@@ -1,6 +1,8 @@
 // The live page: one event stream in, text and charts out. Everything shown comes from /v1/events.
 
 import { Chart } from "./charts.js";
+import { openLetters } from "./letters.js";
+import { decimals, fit, heldOut } from "./scales.js";
 
 const MEAN_STEPS = 20;
 const LIVE = [["queued", "var(--slate)"], ["running", "var(--blue)"], ["completed", "var(--teal)"], ["batched", "var(--violet)"]];
@@ -220,25 +222,31 @@ function drawTiles({ ledger, versions, rates, run }) {
 
 // ---------------------------------------------------------------- charts over steps
 
-const stepAxis = { format: (x) => String(Math.round(x)), head: (x) => `Step ${Math.round(x)}` };
+const HELD_OUT = ["var(--amber)", "var(--violet)", "var(--slate)"];
+const stepAxis = { whole: true, format: (x) => String(Math.round(x)), head: (x) => `Step ${Math.round(x)}` };
 
 function drawSteps({ trainer, run, ledger }) {
   const { rows } = state;
   const empty = trainer ? "The first step is on its way" : "No training steps yet";
   const raw = column(rows, "reward_mean");
   const smooth = movingMean(raw, MEAN_STEPS);
+  const measured = Object.entries(heldOut(trainer?.evaluations ?? [])).map(([name, points], i) => (
+    { label: name === "heldout" ? "held out" : name, color: HELD_OUT[i % HELD_OUT.length], points, kind: "marks", width: 1.25, format: (y) => number(y, 3) }));
+  const [low, high] = fit([...raw, ...measured.flatMap((m) => m.points)].map((p) => p[1]));
   charts.reward.update({
     empty, x: stepAxis,
     label: `Mean reward over ${raw.length} train steps`,
-    y: { format: (y) => number(y, 2), ...(raw.every((p) => p[1] >= 0) ? { min: 0 } : {}), ...(raw.every((p) => p[1] >= 0 && p[1] <= 1) ? { max: 1 } : {}) },
+    y: { min: low, max: high, format: (y, every) => number(y, Math.max(2, decimals(every))) },
     series: [
       { label: "Step", color: "var(--teal)", points: raw, width: 1.25, opacity: 0.38, format: (y) => number(y, 3) },
       { label: "Mean of 20", color: "var(--teal)", points: smooth, width: 2.5, kind: "area", end: true, format: (y) => number(y, 3) },
+      ...measured,
     ],
   });
   legend("legend-reward", raw.length ? [
     { label: "each step", color: "var(--teal)", faint: true },
     { label: "mean of 20", color: "var(--teal)" },
+    ...measured.map((m) => ({ label: m.label, color: m.color, block: true, value: number(m.points[m.points.length - 1][1], 3) })),
   ] : []);
 
   const bound = ledger?.max_head_offpolicyness || run.max_head_offpolicyness;
@@ -349,13 +357,33 @@ function drawLive({ ledger, run }) {
     } else if (!value) row.className = "zero";
     else if (name === "dead_lettered") row.className = "alarm";
     row.append(term, data);
+    if (name === "dead_lettered" && value) data.replaceChildren(lettersButton(value));
     return row;
   };
   $("live-counts").replaceChildren(...LIVE.map(([name, color]) => entry(name, ledger.counts[name], color)).reverse());
-  $("ended-counts").replaceChildren(...ENDED.map((name) => entry(name, ledger.counts[name], null)));
+  const ended = $("ended-counts");
+  const known = JSON.stringify(ENDED.map((name) => ledger.counts[name]));
+  if (ended.dataset.known !== known) {  // a button that is made again each second cannot be pressed
+    ended.dataset.known = known;
+    ended.replaceChildren(...ENDED.map((name) => entry(name, ledger.counts[name], null)));
+  }
   const limit = ledger.max_concurrent_rollouts || run.max_concurrent_rollouts;
   rich("tasks-aside", ["b", "", short(ledger.submitted)], " submitted, at most ", ["b", "", short(limit)], " running, room for ", ["b", "", short(Math.max(0, ledger.admission_headroom))]);
 }
+
+function lettersButton(value) {
+  const button = document.createElement("button");
+  button.className = "link";
+  button.title = "What was given up, and why";
+  button.textContent = short(value);
+  button.addEventListener("click", openLetters);
+  return button;
+}
+
+$("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  window.open(`v1/trajectories/${encodeURIComponent($("find-task").value.trim())}`, "_blank", "noopener");
+});
 
 // ---------------------------------------------------------------- servers
 

@@ -1,6 +1,7 @@
 import json
 
-from areal.engines.run_files import RunFiles
+from areal.engines.run_files import MEASURED_AT, RunFiles
+from areal.engines.trainer_status import Evaluation
 
 
 def test_rows_when_resumed_then_lost_steps_are_dropped(tmp_path):
@@ -41,3 +42,15 @@ def test_batches_when_resumed_then_rows_of_lost_steps_stay(tmp_path):
         *[(1, 1, False), (2, 1, False), (2, 2, True)],
     ]
     assert [row["task_ids"] for row in rows] == [["e0-1"], ["e0-2"], ["e0-2"]]
+
+
+def test_evaluations_when_recorded_then_told_by_step_to_the_next_incarnation(tmp_path):
+    files = RunFiles(tmp_path, resume_step=0)
+    assert files.evaluations() == []
+    files.record("after", 0.75)
+    files.record("before", 0.25)
+    files.record(MEASURED_AT, {"after": 4, "before": 0})
+    assert RunFiles(tmp_path, resume_step=4).evaluations() == [
+        Evaluation("before", 0, 0.25),
+        Evaluation("after", 4, 0.75),
+    ]

@@ -1,7 +1,7 @@
 import asyncio
 import threading
 
-from areal.engines.trainer_status import TrainerStatus
+from areal.engines.trainer_status import Evaluation, TrainerStatus
 from areal.v1 import trainer_service_pb2 as pb
 
 
@@ -37,3 +37,15 @@ def test_snapshot_when_rows_exist_then_only_later_ones():
     status.opened(1, 3, [{"step": 1}, {"step": 2}, {"step": 3}])
     assert [row["step"] for row in status.snapshot(1).rows] == [2, 3]
     assert status.snapshot(3).rows == []
+
+
+async def test_wait_for_row_when_held_out_rows_are_measured_then_wakes_and_tells():
+    status = TrainerStatus(total_steps=10, world_size=1)
+    before, lost = Evaluation("heldout_before", 0, 0.25), Evaluation("heldout", 5, 0.5)
+    status.opened(2, 3, [], [before, lost])  # step 5 was lost with the trainer before
+    assert status.snapshot(0).evaluations == [before]
+    waiting = asyncio.create_task(status.wait_for_row(after_step=3, max_wait_s=20))
+    await asyncio.sleep(0.01)
+    again = Evaluation("heldout", 3, 0.75)
+    threading.Thread(target=status.evaluated, args=(again,)).start()
+    assert (await asyncio.wait_for(waiting, 2)).evaluations == [before, again]
