@@ -44,7 +44,10 @@ def take_message(take: Take) -> pb.TakeBatchResponse:
         state=pb.TakeState.Value(f"TAKE_STATE_{take.state.upper()}"),
         groups=[
             pb.GroupManifest(
-                task_id=group.task_id, lengths=group.lengths, head_version=group.head_version
+                task_id=group.task_id,
+                lengths=group.lengths,
+                head_version=group.head_version,
+                completed_time=_timestamp(group.completed_ms) if group.completed_ms else None,
             )
             for group in take.groups
         ],

@@ -47,6 +47,8 @@ class StoredLease:
     policy_version: int
     partial: bytes
     failed_servers: tuple[str, ...]
+    queued_ms: int = 0
+    """Since when it was queued, milliseconds since the epoch; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class TakenGroup:
     task_id: str
     head_version: int
     lengths: tuple[int, ...]
+    completed_ms: int = 0
+    """Since when it was completed, milliseconds since the epoch; 0: unknown."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,10 @@ def _chunks(items: Sequence[T], size_of: Callable[[T], int]) -> Iterable[Sequenc
 
 
 def _taken_group(entry: bytes) -> TakenGroup:
-    task_id, head, lengths = entry.decode().split("\n")
-    return TakenGroup(task_id, int(head), tuple(int(n) for n in lengths.split(",") if n))
+    # A batch taken before the time was kept has no fourth part.
+    task_id, head, lengths, *since = entry.decode().split("\n")
+    sizes = tuple(int(n) for n in lengths.split(",") if n)
+    return TakenGroup(task_id, int(head), sizes, int(since[0]) if since else 0)
 
 
 class RedisStore:
@@ -148,8 +150,9 @@ class RedisStore:
                 int(version),
                 partial,
                 tuple(text(failed).split("\n")) if failed else (),
+                int(since),
             )
-            for task_id, body, token, version, partial, failed in rows
+            for task_id, body, token, version, partial, failed, since in rows
         ]
         return leases, text(reason)
 

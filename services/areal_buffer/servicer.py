@@ -92,6 +92,8 @@ class BufferServicer(BufferServiceServicer):
             )
             message.task.ParseFromString(lease.body)
             message.time_to_live.FromMilliseconds(self._config.lease_ttl_ms)
+            if lease.queued_ms:
+                message.queued_time.FromMilliseconds(lease.queued_ms)
         return response
 
     async def RenewLeases(

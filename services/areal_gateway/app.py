@@ -25,6 +25,8 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
+from areal.http_tracing import TracedRequests
+from areal.observability import tracing
 from areal.observability.waits import Waits
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
@@ -82,10 +84,13 @@ def build_app(
         redoc_url=None,
         max_body_size=config.max_body_bytes,
         default_response_class=Json,
+        telemetry={"tracing": False},  # it would begin a trace at every look at the dashboard
     )
     if sessions is not None:
         _add_login(app, sessions)
     app.add_middleware(RequestCount, metrics=metrics, waits=waits)
+    if tracing.enabled():
+        app.add_middleware(TracedRequests)
     _add_errors(app)
     _add_pages(app, metrics)
     _add_state(app, hub, metrics, config)

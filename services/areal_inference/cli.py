@@ -70,6 +70,7 @@ def run(
     import uvloop
 
     from areal.errors import ArealError
+    from areal.observability import tracing
     from areal.observability.logging import configure_logging
     from areal_inference.config import InferenceConfig
     from areal_inference.server import serve
@@ -77,7 +78,8 @@ def run(
     try:
         settings = InferenceConfig.load(config, flags)
         configure_logging("inference", settings.served_model_name or "", text=log_text)
-        code = uvloop.run(serve(settings))
+        with tracing.exporting("areal-inference", settings.served_model_name or ""):
+            code = uvloop.run(serve(settings))
     except ArealError as error:
         sys.stderr.write(f"areal-inference: {error}\n")
         code = 2

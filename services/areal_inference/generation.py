@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
+from areal.observability import tracing
 from areal_inference.api import GenerateCall, parse_generate, render
 from areal_inference.http import Route, guarded, json_response, read_json
 from areal_inference.request import Request
@@ -33,6 +34,7 @@ def generate_route(service: Service) -> Route:
         finally:
             watch.cancel()
             service.finished(call)
+            _note(service, call)
         answers = [render(request, call, decode) for request in call.requests]
         return json_response(answers if call.as_list else answers[0])
 
@@ -48,6 +50,7 @@ def generate_route(service: Service) -> Route:
         finally:
             _abort_unfinished(service, call)
             service.finished(call)
+            _note(service, call)
 
     return generate
 
@@ -77,6 +80,31 @@ async def _updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]
     finally:
         for follower in followers:
             follower.cancel()
+
+
+def _note(service: Service, call: GenerateCall) -> None:
+    """What the span of the request says of its first sequence; mostly it is the only one."""
+    if not tracing.recording():
+        return
+    request = call.requests[0]
+    count = len(request.logprobs)
+    starts = [start for _, start in request.spans]
+    tracing.note(
+        {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": service.config.served_model_name or service.config.model_path,
+            "gen_ai.usage.input_tokens": len(request.input_ids),
+            "gen_ai.usage.output_tokens": count,
+            "gen_ai.response.finish_reasons": [(request.finish or {}).get("type", "abort")],
+            "areal.sequences": len(call.requests),
+            "areal.cached_tokens": request.cached_tokens,
+            "areal.queue_seconds": max(0.0, request.started_at - request.received_at),
+            "areal.token_versions": [version for version, _ in request.spans],
+            "areal.token_version_counts": [
+                end - start for start, end in zip(starts, [*starts[1:], count], strict=False)
+            ],
+        }
+    )
 
 
 async def _abort_on_disconnect(service: Service, call: GenerateCall, receive: Receive) -> None:

@@ -24,6 +24,12 @@ _END_S = 5.0
 _MAX_RECIPES = 8
 
 
+def _environment() -> dict[str, str]:
+    """Without secrets, for user code runs there; a collector's API key is one, too."""
+    known = without_secrets(os.environ)
+    return {name: value for name, value in known.items() if not name.startswith("OTEL_")}
+
+
 class WorkerProcess:
     """A started worker: frames in, frames out, and an end that cannot be refused."""
 
@@ -61,7 +67,7 @@ class WorkerProcess:
                 limit=1 << 20,
                 # One arena: threads would otherwise reserve 64 MiB of address space each.
                 env={
-                    **without_secrets(os.environ),  # user code runs there
+                    **_environment(),
                     "PYTHONPATH": path,
                     "OMP_NUM_THREADS": "1",
                     "MALLOC_ARENA_MAX": "1",

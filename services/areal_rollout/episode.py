@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from areal.errors import Unavailable, WorkflowError
+from areal.observability import tracing
 from areal.recipe import function_reference
 from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
 from areal.tokenizer import Tokenizer
@@ -115,7 +116,8 @@ class EpisodeEngine:
             )
             for index, completion in enumerate(completions)
         ]
-        outcomes = await self._scorer.score(name, digest, kwargs or {}, items)
+        with tracing.span("score", {"areal.reward": name, "areal.completions": len(items)}):
+            outcomes = await self._scorer.score(name, digest, kwargs or {}, items)
         rewards: list[float] = []
         for outcome in outcomes:
             if isinstance(outcome, ScoreFailure):

@@ -31,6 +31,7 @@ from enum import Enum
 from areal.clients.backoff import Backoff
 from areal.clients.buffer_types import Lease, ReturnCause
 from areal.errors import ArealError
+from areal.observability import tracing
 from areal.observability.logging import get_logger
 from areal.observability.waits import Wait
 from areal.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ from areal_rollout.episode import EpisodeEngine
 from areal_rollout.failures import describe_failure, where_defined, where_it_waits
 from areal_rollout.handin import RETRYABLE, Ending, HandIn, Returned, group_of
 from areal_rollout.journal import CallKey, decode
+from areal_rollout.lease_trace import traced
 from areal_rollout.ports import Generation, Ledger, Observer, Scorer, Workflows
 
 _RENEW_CHUNK = 2000
@@ -191,7 +193,9 @@ class Executor:
             self._busy_since = now
         episode = Episode(lease, now)
         self._episodes[task_id] = episode
-        episode.task = asyncio.create_task(self._live(episode))
+        episode.task = asyncio.create_task(
+            traced(lease, self._config.worker_id, self._live, episode)
+        )
 
     async def keep_leases(self) -> None:
         """Renews all leases, stops lost and overdue episodes; for ever."""
@@ -276,6 +280,7 @@ class Executor:
                 self._observer.busy(time.monotonic() - self._busy_since)
             self._room.set()
             self._observer.episode_ended(outcome)
+            tracing.note({"areal.outcome": outcome})
 
     async def _run_workflow(self, episode: Episode) -> Ending:
         lease = episode.lease

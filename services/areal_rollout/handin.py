@@ -17,6 +17,7 @@ from areal.errors import (
     WaitTimeout,
     WorkflowError,
 )
+from areal.observability import tracing
 from areal.observability.logging import get_logger
 from areal.types import Trajectory, TrajectoryGroup
 from areal_rollout.ports import Ledger
@@ -54,6 +55,10 @@ class HandIn:
 
     async def hand_in(self, lease: Lease, ending: Ending) -> str:
         """Offers an ending to the ledger until it is taken; returns the outcome's name."""
+        with tracing.span("hand_in"):
+            return await self._until_taken(lease, ending)
+
+    async def _until_taken(self, lease: Lease, ending: Ending) -> str:
         deadline = time.monotonic() + self._timeout_s
         task_id = lease.task.task_id
         backoff = Backoff()

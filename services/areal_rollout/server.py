@@ -83,7 +83,10 @@ class Rollout(Service):
         generation = SGLangClient(
             table,
             ModelLimits(
-                tokenizer.vocab_size, settings.context_length, tuple(tokenizer.eos_token_ids)
+                tokenizer.vocab_size,
+                settings.context_length,
+                tuple(tokenizer.eos_token_ids),
+                str(settings.model_dir),
             ),
             report=self._weight_sync.report_server,
             observer=self._metrics,

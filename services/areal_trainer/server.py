@@ -32,6 +32,7 @@ from areal.config import GRPOConfig, cautions, load_service_config
 from areal.engines.rank_watch import RankWatch
 from areal.engines.session import TrainerSession, TrainerStopped
 from areal.errors import ArealError, InvalidInput, TrainingDiverged, WorkflowError
+from areal.observability import tracing
 from areal.observability.logging import configure_logging, get_logger
 from areal.recipe import Recipe, load_recipe
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -176,7 +177,9 @@ def main() -> None:
         try:
             experiment: GRPOConfig = load_service_config(config)
             configure_logging("trainer", experiment.namespace, text=log_text)
-            code = run(TrainerConfig.from_experiment(experiment, config), listen, metrics)
+            settings = TrainerConfig.from_experiment(experiment, config)
+            with tracing.exporting("areal-trainer", experiment.namespace):
+                code = run(settings, listen, metrics)
         except ArealError as error:
             print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line
             code = 1

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Histogram
 
 from areal import errors
+from areal.observability import tracing
 from areal.observability.logging import get_logger
 
 # Trailing metadata that lets a client raise the very class the servicer raised.
@@ -115,12 +116,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             code = grpc.StatusCode.OK
             check = _all_checked if streamed_in else _checked
             try:
-                answer = call(check(request, method), context)
-                if not inspect.isasyncgen(answer):
-                    return await answer
-                async with aclosing(answer):
-                    async for response in answer:
-                        await context.write(response)
+                with tracing.served(method, lambda: context.invocation_metadata() or ()):
+                    answer = call(check(request, method), context)
+                    if not inspect.isasyncgen(answer):
+                        return await answer
+                    async with aclosing(answer):
+                        async for response in answer:
+                            await context.write(response)
             except grpc.aio.AbortError:
                 code = context.code()
                 raise

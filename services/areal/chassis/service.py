@@ -42,6 +42,7 @@ from areal.chassis.health import BoundedHealthServicer
 from areal.chassis.interceptors import CallInterceptor
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
+from areal.observability import tracing
 from areal.observability.logging import configure_logging, get_logger
 from areal.observability.waits import Waits, WaitsCollector
 from areal.open_files import open_files
@@ -308,7 +309,8 @@ def run_service(
         try:
             loaded = load_service_config(config, overrides)
             configure_logging(name, loaded.namespace, text=log_text)
-            code = uvloop.run(_serve(name, build, loaded, listen, metrics, grace))
+            with tracing.exporting(f"areal-{name}", loaded.namespace):
+                code = uvloop.run(_serve(name, build, loaded, listen, metrics, grace))
         except ArealError as error:
             print(f"areal-{name}: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
             code = 2

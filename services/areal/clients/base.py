@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from areal import errors
 from areal.clients.backoff import Backoff
+from areal.observability import tracing
 from areal.security import Security
 
 RequestT = TypeVar("RequestT")
@@ -132,10 +133,11 @@ class Client:
         """
         name = getattr(method, "_method", b"").decode().rsplit("/", maxsplit=1)[-1] or "call"
         since = time.monotonic()
+        metadata = self._metadata + tracing.headers()
 
         async def once() -> ResponseT:
             try:
-                return await method(request, timeout=timeout, metadata=self._metadata)
+                return await method(request, timeout=timeout, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
 

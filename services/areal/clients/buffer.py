@@ -19,6 +19,7 @@ from areal.clients.buffer_types import (
     record_from_pb,
 )
 from areal.clients.hand_ins import HandIns
+from areal.clients.submission_trace import submitting
 from areal.errors import InvalidInput
 from areal.security import Security
 from areal.types import Purpose, Task, TaskState, TrajectoryGroup
@@ -101,17 +102,18 @@ class BufferClient(TrainerBufferClient):
         """
         accepted: list[bool] = []
         starts = range(0, max(1, len(tasks)), MAX_TASKS_PER_CALL)
-        for start in starts:
-            chunk = tasks[start : start + MAX_TASKS_PER_CALL]
-            request = pb.BufferServiceSubmitTasksRequest(
-                tasks=[task_to_pb(task) for task in chunk],
-                incarnation=incarnation,
-                seal=seal and start == starts[-1],
-            )
-            response = await self._call(
-                self._stub.SubmitTasks, request, timeout=timeout, retry_for=retry_for
-            )
-            accepted += [result.accepted for result in response.results]
+        with submitting(tasks, accepted) as traced:
+            for start in starts:
+                chunk = traced[start : start + MAX_TASKS_PER_CALL]
+                request = pb.BufferServiceSubmitTasksRequest(
+                    tasks=[task_to_pb(task) for task in chunk],
+                    incarnation=incarnation,
+                    seal=seal and start == starts[-1],
+                )
+                response = await self._call(
+                    self._stub.SubmitTasks, request, timeout=timeout, retry_for=retry_for
+                )
+                accepted += [result.accepted for result in response.results]
         return accepted
 
     async def cancel_tasks(
@@ -177,6 +179,7 @@ class BufferClient(TrainerBufferClient):
                 time_to_live_s=lease.time_to_live.ToMilliseconds() / 1000,
                 partial=lease.partial,
                 failed_servers=tuple(lease.failed_servers),
+                queued_time=lease.queued_time.ToMilliseconds() / 1000,
             )
             for lease in response.leases
         ]

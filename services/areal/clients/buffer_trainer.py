@@ -117,7 +117,12 @@ class TrainerBufferClient(TaskReader):
         return TakeResult(
             state=TakeState(pb.TakeState.Name(response.state).removeprefix("TAKE_STATE_").lower()),
             groups=tuple(
-                GroupManifest(group.task_id, tuple(group.lengths), group.head_version)
+                GroupManifest(
+                    group.task_id,
+                    tuple(group.lengths),
+                    group.head_version,
+                    group.completed_time.ToMilliseconds() / 1000,
+                )
                 for group in response.groups
             ),
             waiting_for=response.waiting_for,

@@ -54,6 +54,8 @@ class Lease:
     """Journal of an earlier attempt; may be empty."""
     failed_servers: tuple[str, ...] = ()
     """Servers on which earlier attempts failed."""
+    queued_time: float = 0.0
+    """Since when it was queued, seconds since the epoch; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class GroupManifest:
     lengths: tuple[int, ...]
     """Tokens of each trajectory."""
     head_version: int
+    completed_time: float = 0.0
+    """Since when it was completed, seconds since the epoch; 0: unknown."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from areal import errors
+from areal.observability import tracing
 
 # While the ledger checks and stores what one call brought, the next is encoded and sent.
 _CALLS = 2
@@ -106,7 +107,8 @@ class HandIns(Generic[RequestT, ResultT]):
                 continue
             self._sent += 1
             try:
-                results = await self._send(request)
+                with tracing.apart():  # it is of all of them, not of who offered first
+                    results = await self._send(request)
                 for offer, result in zip(offers, results, strict=True):
                     _settle(offer, _outcome(result))
             except Exception as error:  # each of them is told

@@ -161,6 +161,7 @@ class FSDPPPOActor:
         session.status.saving(f"publishing version {version}")
         self.engine.set_version(version)
         if session.any_rank(session.rank == 0 and version > session.published_version):
+            session.trace.publishing(version)
             self._publish(meta, version)
         session.row["publish_seconds"] = time.monotonic() - start
         session.finish_step()

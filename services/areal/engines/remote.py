@@ -340,6 +340,7 @@ class RemoteSGLangEngine:
                 )
             if taken.state is TakeState.CHECKPOINT_FIRST:
                 session.save_checkpoint()
+        session.trace.taking()
         batch = self._fetch(taken)
         session.row["wait_seconds"] = time.monotonic() - since
         session.status.training()
@@ -358,6 +359,7 @@ class RemoteSGLangEngine:
         )
         session.batch_tasks = mine
         session.took_batch([g.task_id for g in taken.groups], replay=taken.replay)
+        session.trace.took(groups, taken)
         staleness = [session.step - g.head_version for g in taken.groups]
         session.row.update(
             groups=len(taken.groups),

@@ -35,6 +35,7 @@ from areal.engines.checkpoints import Checkpoint, CheckpointFolder
 from areal.engines.progress_log import ProgressLog
 from areal.engines.ranks import Ranks
 from areal.engines.run_files import RunFiles
+from areal.engines.step_trace import StepTrace
 from areal.engines.trainer_status import TrainerStatus
 from areal.observability.logging import get_logger
 from areal.observability.waits import Waits
@@ -93,6 +94,7 @@ class TrainerSession(Ranks):
         self.security = Security.load(config.security)
         self.bridge = AsyncBridge()
         self.waits = Waits()
+        self.trace = StepTrace(rank)
         self.buffer, self.weight_sync = self.call(self._connect(), "opening channels")
         self.folder = CheckpointFolder(config.run_dir / "checkpoints", config.checkpoint.keep)
         self.status = TrainerStatus(config.total_train_steps, world_size)
@@ -227,6 +229,7 @@ class TrainerSession(Ranks):
 
     def close(self) -> None:
         """Closes channels and the bridge."""
+        self.trace.end()
         with contextlib.suppress(errors.ArealError):
             self.call(self.buffer.close(), "closing", timeout=2)
             self.call(self.weight_sync.close(), "closing", timeout=2)
@@ -280,6 +283,7 @@ class TrainerSession(Ranks):
         self._step_started = time.monotonic()
         self.row = {"step": self.step + 1, "incarnation": self.incarnation}
         self.status.waiting(f"batch of step {self.step + 1}")
+        self.trace.begin(self.step + 1)
 
     def took_batch(self, task_ids: Sequence[str], *, replay: bool) -> None:
         """Notes in batches.jsonl what the step in progress was given (rank 0)."""
@@ -306,11 +310,12 @@ class TrainerSession(Ranks):
 
     def publish(self, version: PolicyVersion) -> None:
         """Announces the weights of the step that ends (rank 0)."""
-        self.ask_weight_sync(
-            self.weight_sync.publish_version(version, retry_for=RETRY_S),
-            f"publishing version {version.version}",
-            timeout=RETRY_S + patience_s(version.size_bytes),
-        )
+        with self.trace.phase_active():
+            self.ask_weight_sync(
+                self.weight_sync.publish_version(version, retry_for=RETRY_S),
+                f"publishing version {version.version}",
+                timeout=RETRY_S + patience_s(version.size_bytes),
+            )
         self.published_version = self.served_version = version.version
 
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
@@ -323,6 +328,7 @@ class TrainerSession(Ranks):
 
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
+        self.trace.end()
         self.step += 1
         self._checkpoints.settle(wait=False)
         frequency = self.config.checkpoint.freq_steps

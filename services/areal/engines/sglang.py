@@ -27,6 +27,7 @@ from typing import Protocol
 import aiohttp
 import orjson
 
+from areal.engines import generation_trace as trace
 from areal.engines.connections import Connections
 from areal.engines.routing import Server
 from areal.engines.server_table import ServerTable, give_up
@@ -43,6 +44,7 @@ from areal.engines.sglang_protocol import (
     sampling_params,
 )
 from areal.errors import InvalidInput, Unavailable, WaitTimeout
+from areal.observability import tracing
 from areal.observability.logging import get_logger
 from areal.types import LLMRequest, LLMResponse, StopReason
 
@@ -168,11 +170,12 @@ class SGLangClient:
         self.limits.check(request)
         began = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
-        await self._connections.take(deadline)
-        try:
-            await self._complete(request, response, min_version, avoid, deadline)
-        finally:
-            self._connections.free()
+        with trace.generation(self.limits.model, request, response):
+            await self._connections.take(deadline)
+            try:
+                await self._complete(request, response, min_version, avoid, deadline)
+            finally:
+                self._connections.free()
         response.latency_s += time.monotonic() - began
         self._observer.request_done(response.latency_s, len(response.output_tokens))
         return response
@@ -221,7 +224,10 @@ class SGLangClient:
             server = await self._server(min_version, request.affinity_key, cost, avoid)
             server.outstanding += cost
             try:
-                finish = await self._post(server, request, response, min_version, most, deadline)
+                with trace.segment(self.limits.model, server, request, response):
+                    finish = await self._post(
+                        server, request, response, min_version, most, deadline
+                    )
             except ServerBusy:  # a moment later, or elsewhere
                 self._observer.interruption("busy")
                 continue
@@ -250,7 +256,8 @@ class SGLangClient:
             # A server that aborts everything at once (it is leaving) must not spin us.
             fruitless = 0 if len(response.output_tokens) > sampled else fruitless + 1
             if fruitless:
-                await self.table.changed(min(0.02 * 2**fruitless, 1.0))
+                with tracing.span("wait_server"):
+                    await self.table.changed(min(0.02 * 2**fruitless, 1.0))
                 if asyncio.get_running_loop().time() > deadline:
                     hint = "only aborts came"
                     raise WaitTimeout("generation", on=server.url, since=began, hint=hint)
@@ -264,20 +271,21 @@ class SGLangClient:
         if server is not None:
             return server
         since = time.monotonic()
-        while not self._draining:
-            remaining = since + self._setup_timeout_s - time.monotonic()
-            if remaining <= 0:
-                raise WaitTimeout(
-                    f"an inference server at version {min_version} or newer",
-                    on="weight-sync",
-                    since=since,
-                    hint=self.table.describe(),
-                )
-            await self.table.changed(remaining)
-            server = self.table.choose(min_version, affinity_key, cost, avoid)
-            if server is not None and not self._draining:
-                return server
-        raise Interrupted("the worker is draining")
+        with tracing.span("wait_server", {"areal.min_version": min_version}):
+            while not self._draining:
+                remaining = since + self._setup_timeout_s - time.monotonic()
+                if remaining <= 0:
+                    raise WaitTimeout(
+                        f"an inference server at version {min_version} or newer",
+                        on="weight-sync",
+                        since=since,
+                        hint=self.table.describe(),
+                    )
+                await self.table.changed(remaining)
+                server = self.table.choose(min_version, affinity_key, cost, avoid)
+                if server is not None and not self._draining:
+                    return server
+            raise Interrupted("the worker is draining")
 
     async def _post(
         self,
@@ -314,6 +322,7 @@ class SGLangClient:
             async with scope:
                 raw = await self._exchange(server, body, answer)
             finish = append_answer(response, raw, min_version, self.limits.vocab_size)
+            trace.finished(finish)
         except BaseException as error:
             self._salvage(response, answer, server)
             if isinstance(error, ServerBusy):
@@ -335,7 +344,9 @@ class SGLangClient:
 
     async def _exchange(self, server: Server, body: bytes, answer: Answer) -> bytes:
         session = self._connections.session
-        async with session.post(server.generate_url, data=body, headers=_HEADERS) as http:
+        more = tracing.headers()
+        headers = {**_HEADERS, **dict(more)} if more else _HEADERS
+        async with session.post(server.generate_url, data=body, headers=headers) as http:
             raw = await answer.read(http)
         if http.status == 400:
             raise InvalidInput(f"{server.url} refuses the request: {error_message(raw)}")

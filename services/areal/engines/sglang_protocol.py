@@ -32,6 +32,8 @@ class ModelLimits:
     context_length: int
     """Prompt and output together, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
+    model: str = ""
+    """Its name, for traces."""
 
     def room(self, prompt: int) -> int:
         """Tokens that may follow a prompt of so many; below 1: it is too long.

@@ -165,6 +165,7 @@ class Lease(_message.Message):
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     FAILED_SERVERS_FIELD_NUMBER: _builtins.int
+    QUEUED_TIME_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Fencing token: grows with every lease of any task."""
     policy_version: _builtins.int
@@ -181,6 +182,10 @@ class Lease(_message.Message):
     def failed_servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Servers on which earlier attempts of this task failed."""
 
+    @_builtins.property
+    def queued_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it was queued; absent: unknown."""
+
     def __init__(
         self,
         *,
@@ -190,10 +195,11 @@ class Lease(_message.Message):
         time_to_live: _duration_pb2.Duration | None = ...,
         partial: _builtins.bytes = ...,
         failed_servers: _abc.Iterable[_builtins.str] | None = ...,
+        queued_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "time_to_live", b"time_to_live"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queued_time", b"queued_time", "task", b"task", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_servers", b"failed_servers", "partial", b"partial", "policy_version", b"policy_version", "task", b"task", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_servers", b"failed_servers", "partial", b"partial", "policy_version", b"policy_version", "queued_time", b"queued_time", "task", b"task", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,11 +807,16 @@ class GroupManifest(_message.Message):
     TASK_ID_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     HEAD_VERSION_FIELD_NUMBER: _builtins.int
+    COMPLETED_TIME_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     head_version: _builtins.int
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of each trajectory."""
+
+    @_builtins.property
+    def completed_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it was completed; absent: unknown."""
 
     def __init__(
         self,
@@ -813,10 +824,11 @@ class GroupManifest(_message.Message):
         task_id: _builtins.str = ...,
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         head_version: _builtins.int = ...,
+        completed_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completed_time", b"completed_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_version", b"head_version", "lengths", b"lengths", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_time", b"completed_time", "head_version", b"head_version", "lengths", b"lengths", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 -- ARGV: worker id, max tasks, boot of the worker (0: its id is of this life only)
--- Returns {reason, leases}; a lease: {id, body, token, policy version, partial, failed servers}.
+-- Returns {reason, leases}; a lease: {id, body, token, policy version, partial, failed servers,
+-- queued since}.
 local worker, most, boot = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if boot > 0 then begin_life(worker, boot) end
 local meta = read_meta()
@@ -49,7 +50,7 @@ local function lease(id)
     NOW + CONFIG.lease_ttl_ms)
   call('HDEL', task.key, 'revoked')
   return {id, under_newest_recipe(task, stored[1] or ''), meta.token, meta.policy_version, partial,
-    stored[3] or ''}
+    stored[3] or '', task.since}
 end
 
 local leases = {}

@@ -150,9 +150,9 @@ end
 local function wait_for(kind) set(META, 'waiting:' .. kind, '1') end
 
 local FIELDS = {'state', 'purpose', 'seq', 'token', 'done_token', 'floor', 'want', 'deadline',
-  'head', 'lengths', 'reason', 'cause', 'trainer'}
+  'head', 'lengths', 'reason', 'cause', 'trainer', 'since'}
 local NUMBERS = {seq = true, token = true, done_token = true, floor = true, deadline = true,
-  head = true}
+  head = true, since = true}
 
 -- The record's small fields, or nil. Absent numbers are 0, absent strings ''.
 local function read_task(id)
@@ -205,6 +205,10 @@ local function move(task, to, changes, score)
   local record = changes or {}
   record[#record + 1], record[#record + 2] = 'state', to
   if not LIVE[to] then record[#record + 1], record[#record + 2] = 'ended', int(NOW) end
+  -- Where a task waits for others, it is known since when.
+  if to == 'queued' or to == 'completed' then
+    record[#record + 1], record[#record + 2] = 'since', int(NOW)
+  end
   call('HSET', task.key, unpack(record))
   task.state = to
 

@@ -79,7 +79,8 @@ end
 local function batch(tasks)
   local entries, staleness, highest = {}, 0, meta.staleness_max
   for i, task in ipairs(tasks) do
-    entries[i] = task.id .. '\n' .. int(task.head) .. '\n' .. task.lengths
+    entries[i] = task.id .. '\n' .. int(task.head) .. '\n' .. task.lengths .. '\n' ..
+      int(task.since)
     staleness = staleness + step - 1 - task.head
     highest = math.max(highest, step - 1 - task.head)
     move(task, 'batched', {'step', int(step)})
