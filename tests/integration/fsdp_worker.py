@@ -1,8 +1,9 @@
 """What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
 
 Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?,
-    background?, one_token?}, run one after the other by a fresh engine each. With `one_token` the
-batch begins with a sequence of one token, which is in no loss.
+background?, one_token?, hub?}, run one after the other by a fresh engine each. With `one_token` the
+batch begins with a sequence of one token, which is in no loss. With `hub` the trained weights are
+saved in that folder, and what is loaded from it again is what comes out.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from tests.unit.areal.engines.hub_families import scatter
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
@@ -78,6 +80,10 @@ def run(job):
         [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in rows]
     )
     assert all(other == everyone[0] for other in everyone)
+    if "hub" in job:
+        engine.save(job["hub"])
+        scatter(engine.model.hf)
+        engine.load(job["hub"])
     if not job.get("gradients"):
         tensors = dict(engine.iter_full_tensors())
         assert bool(tensors) == (engine.rank == 0)

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from tests.unit.areal.engines.hub_families import make_family
 from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from transformers import AutoModelForCausalLM
 
 from areal.models.tiny import make_tiny_model
 
@@ -74,6 +77,7 @@ def runs(tmp_path_factory):
     tiny_budget = {"mb_spec": {"max_tokens_per_mb": 20}}
     alone = {"mb_spec": {"max_tokens_per_mb": 1}}
     minibatches = {"ppo_n_minibatches": 2}
+    experts = {"path": str(make_family("qwen3_moe", folder / "experts", vocab_size=261))}
 
     def common(ranks):
         bits = {"dtype": "float32", "seeds": STEPS[:5], "options": minibatches}
@@ -91,6 +95,8 @@ def runs(tmp_path_factory):
                 background=True,
             ),
             job(f"resumed-{ranks}", **bits, resume=checkpoint(f"bits-{ranks}")),
+            # torch has no grouped_mm of float64.
+            job(f"experts-{ranks}", "float32", [0], options=experts, hub=checkpoint(f"h{ranks}")),
             job(
                 f"half-{ranks}",
                 save_at=5,
@@ -165,3 +171,16 @@ def test_checkpoint_when_resumed_on_another_number_of_ranks_then_equals_it_too(r
     tensors, rows = runs.results[name]
     assert len(rows) == 5
     assert_weights_close(tensors, runs.results["train-1"][0], 1e-10)
+
+
+def test_weights_of_experts_when_saved_on_two_ranks_then_are_those_of_the_hub(runs):
+    (one, _), (two, _) = runs.results["experts-1"], runs.results["experts-2"]
+    start = load_file(runs.folder / "experts" / "model.safetensors")
+    assert two.keys() == start.keys()
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert not torch.equal(two[name], start[name])
+    assert_weights_close(two, one, 1e-4)
+    # Rank 0 gathered them, then every rank loaded its shards of what was written.
+    assert_weights_close(load_file(runs.folder / "h2" / "model.safetensors"), two, 0.0)
+    fresh = AutoModelForCausalLM.from_pretrained(runs.folder / "h2")
+    assert torch.equal(fresh.model.layers[1].mlp.experts.down_proj[3], two[name])
