@@ -79,6 +79,9 @@ class OptimizerConfig:
     def learning_rate(self, step: int, total_steps: int | None) -> float:
         """Return the learning rate of optimizer step `step` (0 is the first).
 
+        Warm-up takes the fraction's whole steps, rounded down, and rises in equal parts from
+        lr / (steps + 1): no step is spent at a rate of 0, with which transformers' begins.
+
         Args:
             step: finished optimizer steps.
             total_steps: planned optimizer steps; None keeps the rate constant without warm-up.

@@ -261,7 +261,8 @@ def place_scores(
     is then the same increasing function of its raw reward-to-go at every place of a sequence: were
     process rewards left at their raw size beside a normalized score, the tokens after one could
     get the opposite sign. A single outcome becomes exactly the score; a clipped or zeroed score
-    stands at the last token alone. Sequences without loss tokens get none.
+    stands at the last token alone. Where tool tokens end a sequence, the last generated token still
+    takes the outcome (AReaL loses it). Sequences without loss tokens get none.
 
     Args:
         rewards: float [T].

@@ -126,7 +126,11 @@ def ppo_actor_loss(
     ratio, A its mean advantage, both over all its loss tokens; w stays each token's own. The papers
     do not say how a cap acts there: a token above it is left out of the sum, but stays in its
     sequence's means (AReaL takes it out of the means too). The gradient is the exact derivative of
-    this sum (verl's token weights use a straight-through one).
+    this sum (verl's token weights use a straight-through one). As in AReaL, a sequence counts by
+    its loss tokens, where the paper's mean over sequences counts each once.
+
+    Statistics: `ppo_ratio` (r), `clip_ratio`, `dual_clip_ratio`, `approx_kl` (k3 of r,
+    r - 1 - log r; AReaL's is k1), and those of `behavior_weight`.
 
     Args:
         policy_logprobs: float [T], with gradient.
