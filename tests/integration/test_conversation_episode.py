@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import textwrap
+from pathlib import Path
 
+import pytest
 from tests.fake_sglang import FakeSGLang
 from tests.integration.generation_rig import serving
 from tests.unit.areal_rollout.fakes import Rig, lease
@@ -13,16 +15,23 @@ from areal.models.tiny import END_ID, USER_ID
 from areal.types import GenerationHyperparameters
 from areal.workflows import base
 
+ROOT = Path(__file__).resolve().parents[2]
 EPISODES = 40
 # As a user's turn; half of a character; ended; cut.
 NASTY = [[*b"4", USER_ID, *b"6"], [0xC3], [*b"46", END_ID], [*b"46"]]
 
 
-def documented_workflow():
-    """The class in the docstring of `areal.workflows.base`."""
-    source = inspect.getdoc(base).split("as a recipe writes it:\n")[1].split("\nAn instance")[0]
+def documented_workflow(where):
+    """The class in the docstring of `areal.workflows.base`, or on the page about workflows."""
+    if where == "docstring":
+        text = inspect.getdoc(base).split("as a recipe writes it:\n")[1].split("\nAn instance")[0]
+        source = textwrap.dedent(text)
+    else:
+        source = (
+            (ROOT / "docs" / "workflows.md").read_text().split("```python\n")[1].split("```")[0]
+        )
     names = {name: getattr(areal, name) for name in areal.__all__ if name in source}
-    exec(textwrap.dedent(source), names)
+    exec(source, names)
     return names["TwoTries"]
 
 
@@ -48,12 +57,13 @@ class Sampler:
         }
 
 
-async def test_documented_workflow_when_nasty_tokens_are_sampled_then_no_group_is_lost():
+@pytest.mark.parametrize("where", ["docstring", "page"])
+async def test_documented_workflow_when_nasty_tokens_are_sampled_then_no_group_is_lost(where):
     server = FakeSGLang(behave=Sampler())
     gconfig = GenerationHyperparameters(max_new_tokens=3)
     async with serving(server, vocab_size=261, eos=END_ID) as client:
         rig = Rig(generation=client)
-        rig.workflows["rlvr"] = documented_workflow()("math", gconfig)
+        rig.workflows["rlvr"] = documented_workflow(where)("math", gconfig)
         rig.scorer.outcome = 0.0  # always a second try
         async with rig:
             rig.ledger.add(*(lease(f"t{i}", question="12+34=") for i in range(EPISODES)))

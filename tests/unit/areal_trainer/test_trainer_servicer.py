@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client import CollectorRegistry, generate_latest
 
-from areal.engines.trainer_status import TrainerStatus
+from areal.engines.trainer_status import Evaluation, TrainerStatus
 from areal.v1 import trainer_service_pb2 as pb
 from areal_trainer.metrics import TrainerCollector
 from areal_trainer.servicer import MAX_ROWS, TrainerServicer
@@ -66,3 +66,10 @@ def test_metrics_when_scraped_then_the_last_row_and_nothing_made_up() -> None:
     assert "areal_trainer_finished_steps 3.0" in text
     assert "areal_trainer_reward_mean 0.3" in text
     assert "loss_value" not in text
+
+
+async def test_status_when_held_out_rows_were_measured_then_tells_each() -> None:
+    status = started(rows=2)
+    status.evaluated(Evaluation("heldout", 2, 0.5))
+    reply = await ask(status, after_step=0)
+    assert [(e.name, e.step, e.mean_reward) for e in reply.evaluations] == [("heldout", 2, 0.5)]
