@@ -236,7 +236,7 @@ function drawSteps({ trainer, run, ledger }) {
   charts.reward.update({
     empty, x: stepAxis,
     label: `Mean reward over ${raw.length} train steps`,
-    y: { min: low, max: high, format: (y, every) => number(y, Math.max(2, decimals(every))) },
+    y: { min: low, max: high, ticks: 4, format: (y, every) => number(y, Math.max(2, decimals(every))) },
     series: [
       { label: "Step", color: "var(--teal)", points: raw, width: 1.25, opacity: 0.38, format: (y) => number(y, 3) },
       { label: "Mean of 20", color: "var(--teal)", points: smooth, width: 2.5, kind: "area", end: true, format: (y) => number(y, 3) },

@@ -48,7 +48,7 @@ class History:
 
     def __init__(self, family, rng):
         self.family, self.rng, self.tok = family, rng, tokenizer(family)
-        self.tools = TOOLS if rng.random() < 0.25 else None
+        self.tools = TOOLS if rng.random() < 0.2 else None
         self.opening = [{"role": "user", "content": words(rng)}]
         if rng.random() < 0.3:
             self.opening.insert(0, {"role": "system", "content": words(rng)})
@@ -142,7 +142,7 @@ class History:
 def check(family, rng, renderer):
     history = History(family, rng)
     chat = Conversation(renderer, history.opening, tools=history.tools)
-    for _ in range(rng.choice([1, 2, 2, 3])):
+    for _ in range(rng.choice([1, 1, 2, 3])):
         sampled, called = history.sample(chat.input_ids)
         chat.add_response(sampled)
         results = history.reactions(called)
