@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from areal.clients.buffer import BufferClient, DeadLetter
+from areal.clients.buffer import BufferClient, DeadLetter, TaskRecord
 from areal.config import load_service_config
 from areal.errors import InvalidInput
-from areal.launchers.run_folder import find_run
+from areal.launchers.run_folder import RunFolder, find_run
 from areal.security import Security
+from areal.types import Purpose, Task, TaskState, WorkflowSpec
 
 T = TypeVar("T")
 
 # Lines of a traceback for people; its end says most, --json has all.
 _TRACEBACK_LINES = 12
+# Of a run that has ended.
+_KEPT = 200
 
 
 def describe(letter: DeadLetter, now: float) -> str:
@@ -43,30 +46,69 @@ def _age(seconds: float) -> str:
 
 
 def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
-    """Prints what was given up, newest first."""
+    """Prints what was given up, newest first; of a run that has ended, what it left."""
     if limit < 1:
         raise InvalidInput(f"--limit {limit}: expected 1 or more")
-    letters = _ask(run, lambda client: client.list_dead_letters(limit))
+    folder = find_run(run, live=False)
+    if not folder.held() and folder.dead_letters_file.is_file():
+        lines = folder.dead_letters_file.read_text().splitlines()
+        letters = [_letter(json.loads(line)) for line in lines[:limit]]
+        if not as_json:
+            _say(f"{folder.path} has ended; it left:\n")
+    else:
+        letters = _ask(run, lambda client: client.list_dead_letters(limit))
     if as_json:
         for letter in letters:
-            record = letter.record
-            _print_json(
-                {
-                    "task_id": record.task.task_id,
-                    "purpose": record.task.purpose.value,
-                    "cause": letter.cause,
-                    "reason": record.reason,
-                    "attempts": record.attempts,
-                    "infrastructure_attempts": record.infrastructure_attempts,
-                    "end_time": record.end_time,
-                    "data": record.task.data,
-                    "traceback": letter.traceback,
-                }
-            )
+            _print_json(_row(letter))
         return 0
     now = time.time()
     _say("\n\n".join(describe(letter, now) for letter in letters) or "no dead letters")
     return 0
+
+
+async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) -> None:
+    """Writes the newest ones into the run folder, where they can be read without a stack.
+
+    Raises:
+        ArealError: The ledger does not answer.
+    """
+    client = BufferClient(buffer, security)
+    try:
+        letters = await client.list_dead_letters(_KEPT, timeout=5.0)
+    finally:
+        await client.close()
+    rows = "".join(f"{json.dumps(_row(letter))}\n" for letter in letters)
+    folder.dead_letters_file.write_text(rows)
+
+
+def _row(letter: DeadLetter) -> dict[str, object]:
+    record = letter.record
+    return {
+        "task_id": record.task.task_id,
+        "purpose": record.task.purpose.value,
+        "cause": letter.cause,
+        "reason": record.reason,
+        "attempts": record.attempts,
+        "infrastructure_attempts": record.infrastructure_attempts,
+        "end_time": record.end_time,
+        "data": record.task.data,
+        "traceback": letter.traceback,
+    }
+
+
+def _letter(row: Mapping[str, Any]) -> DeadLetter:
+    record = TaskRecord(
+        task=Task(row["task_id"], Purpose(row["purpose"]), WorkflowSpec(""), row["data"]),
+        state=TaskState.DEAD_LETTERED,
+        reason=row["reason"],
+        attempts=row["attempts"],
+        infrastructure_attempts=row["infrastructure_attempts"],
+        submit_time=0.0,
+        end_time=row["end_time"],
+        group=None,
+        step=0,
+    )
+    return DeadLetter(record, row["cause"], row["traceback"])
 
 
 def retry_dead_letters(run: Path | None, task_ids: list[str], *, as_json: bool) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from areal.cli_dead_letters import keep_dead_letters
 from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config, cautions
 from areal.errors import ArealError, ConfigError, InvalidInput
 from areal.launchers.events import EventLog
@@ -40,10 +41,11 @@ from areal.launchers.trial_config import check_unchanged
 from areal.launchers.usage import UsageSampler
 from areal.observability.display import Display, choose_display
 from areal.observability.logging import configure_logging, get_logger
-from areal.observability.poller import StackPoller
+from areal.observability.poller import Snapshot, StackPoller
 from areal.observability.summary import build_summary, continue_summary, read_results, read_rows
 from areal.recipe import Recipe, find_config_class, load_recipe
 from areal.security import Security
+from areal.types import TaskState
 
 PLOT_TIMEOUT_S = 60.0
 
@@ -179,6 +181,7 @@ class Session:
         self._handle_signals(interrupt, stack)
         usage = UsageSampler(stack.pids)
         await stack.open()
+        stack.folder.dead_letters_file.unlink(missing_ok=True)
         poller = StackPoller(
             stack.config.endpoints,
             Security.load(stack.config.security),
@@ -197,6 +200,7 @@ class Session:
             stack.cause = str(error or "")
             if stack.supervisor.processes:
                 await poller.refresh(timeout=3.0)
+                await self._keep_dead_letters(stack, poller.snapshot)
         finally:
             for task in background:
                 task.cancel()
@@ -213,6 +217,17 @@ class Session:
         elif error is not None:
             raise error
         return {"finished": 0, "interrupted": 130 if self._with_trainer else 0}.get(status, 1)
+
+    @staticmethod
+    async def _keep_dead_letters(stack: LocalStack, snapshot: Snapshot) -> None:
+        if snapshot.ledger is None or not snapshot.ledger.counts[TaskState.DEAD_LETTERED]:
+            return
+        try:
+            await keep_dead_letters(
+                stack.folder, stack.config.endpoints.buffer, Security.load(stack.config.security)
+            )
+        except ArealError as error:
+            stack.events.report("warning", "buffer", f"dead letters were not written: {error}")
 
     async def _work(
         self, stack: LocalStack, interrupt: asyncio.Event

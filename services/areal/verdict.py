@@ -11,17 +11,27 @@ import os
 from pathlib import Path
 
 VERDICT_VARIABLE = "AREAL_VERDICT"
+POD_VERDICT_VARIABLE = "AREAL_POD_VERDICT"
+"""A file that outlives the process but not its pod: a container that Kubernetes starts again in
+place reads there what its life before said."""
 _MOST_BYTES = 4096
 
 
 def write_verdict(line: str) -> None:
     """Says that starting again is pointless; nothing to do where nobody asks."""
-    if not (name := os.environ.get(VERDICT_VARIABLE)):
-        return
-    file = Path(name)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # several ranks may say it at once
-    temporary.write_bytes(line.encode()[:_MOST_BYTES])
-    temporary.replace(file)
+    for variable in (VERDICT_VARIABLE, POD_VERDICT_VARIABLE):
+        if name := os.environ.get(variable):
+            file = Path(name)
+            # Several ranks may say it at once.
+            temporary = file.with_name(f".{file.name}.{os.getpid()}")
+            temporary.write_bytes(line.encode()[:_MOST_BYTES])
+            temporary.replace(file)
+
+
+def earlier_verdict() -> str:
+    """What an earlier life of this pod's container said, or ""."""
+    name = os.environ.get(POD_VERDICT_VARIABLE)
+    return read_verdict(Path(name)) if name else ""
 
 
 def read_verdict(file: Path) -> str:

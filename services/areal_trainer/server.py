@@ -36,7 +36,7 @@ from areal.observability import tracing
 from areal.observability.logging import configure_logging, get_logger
 from areal.recipe import Recipe, load_recipe
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
-from areal.verdict import write_verdict
+from areal.verdict import earlier_verdict, write_verdict
 from areal_trainer.config import TrainerConfig
 from areal_trainer.metrics import TrainerCollector
 from areal_trainer.servicer import TrainerServicer
@@ -174,6 +174,9 @@ def main() -> None:
         log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
     ) -> None:
         """Runs the recipe of an experiment file on this rank."""
+        if line := earlier_verdict():
+            print(f"areal-trainer: not started again: {line}", file=sys.stderr)  # noqa: T201
+            _leave(EXIT_BAD_INPUT)
         try:
             experiment: GRPOConfig = load_service_config(config)
             configure_logging("trainer", experiment.namespace, text=log_text)

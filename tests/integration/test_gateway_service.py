@@ -208,6 +208,22 @@ async def test_requests_when_malformed_then_one_clear_line_and_nothing_is_queued
         assert set(reply["paths"]) >= {"/v1/tasks", "/v1/events", "/v1/steps", "/v1/status"}
 
 
+async def test_status_when_a_recipe_fails_then_its_failures_and_the_stop_are_told(tmp_path):
+    run = FakeRun(stopped="the first 16 tasks all ended by the same error: …")
+    words = "reward_fn raised KeyError: 'solution' (/tmp/mine.py:41)"
+    run.failures = [
+        buffer_service_pb2.WorkflowFailure(
+            site="KeyError at mine.py:41", attempts=48, task_id="e0-2", detail=words
+        )
+    ]
+    async with gateway(tmp_path, run) as gate:
+        status = await gate.status_when(lambda s: s["ledger"])
+        [failure] = status["ledger"]["failures"]
+        assert (failure["task_id"], failure["attempts"]) == ("e0-2", 48)
+        assert (failure["site"], failure["detail"]) == ("KeyError at mine.py:41", words)
+        assert status["ledger"]["stopped"] == run.stopped
+
+
 async def test_status_when_all_answer_then_everything_is_there(tmp_path):
     run = FakeRun(trajectories=512, generated_tokens=4096, policy_version=3, staleness_max=2)
     run.counts.update(queued=1, running=2, completed=3, batched=4, trained=5, rejected=6)

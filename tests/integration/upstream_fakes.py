@@ -55,6 +55,8 @@ class FakeRun:
     """(name, step, mean reward)."""
     dead_letters: list[buffer_service_pb2.DeadLetter] = field(default_factory=list)
     tasks: dict[str, trajectory_pb2.TaskRecord] = field(default_factory=dict)
+    failures: list[buffer_service_pb2.WorkflowFailure] = field(default_factory=list)
+    stopped: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def change(self) -> None:
@@ -88,6 +90,8 @@ class FakeLedger(buffer_service_pb2_grpc.BufferServiceServicer):
             trajectories=run.trajectories,
             generated_tokens=run.generated_tokens,
             redis_memory_bytes=48_500_000,
+            failures=run.failures,
+            stopped=run.stopped,
         )
 
     async def ListDeadLetters(self, request: Any, context: Any) -> Any:

@@ -44,6 +44,8 @@ containers:
     workingDir: /data
     env:
       - {name: HOME, value: /tmp}
+      # Outlives the container, not the pod: what must be mended is not tried again in place.
+      - {name: AREAL_POD_VERDICT, value: /dev/shm/areal-verdict}
       {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
       {{- with .env }}{{ toYaml . | nindent 6 }}{{ end }}
       {{- with $values.extraEnv }}{{ toYaml . | nindent 6 }}{{ end }}

@@ -33,6 +33,7 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.trainer_file = path / "trainer.json"
         self.verdict_file = path / ".trainer-verdict"
+        self.dead_letters_file = path / "dead_letters.jsonl"
         self.summary_file = path / "summary.json"
         self.plot_file = path / "reward.png"
 
