@@ -19,6 +19,30 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
+class OwnPagesOnly:
+    """Middleware for a server without a token: a foreign web page gets 403 and no further."""
+
+    def __init__(self, app: App, *, security: Security) -> None:
+        """Wraps `app`."""
+        self.app = app
+        self._security = security
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets pass or refuses."""
+        if scope["type"] != "lifespan" and (why := self._security.foreign(_reader(scope))):
+            await answer(scope, send, json.dumps({"error": why}).encode(), "application/json", 403)
+        else:
+            await self.app(scope, receive, send)
+
+
+def _reader(scope: Scope) -> Callable[[str], str | None]:
+    def read(name: str) -> str | None:
+        value = header(scope, name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    return read
+
+
 class BearerAuth:
     """Middleware: a request without the token gets 401 and no further.
 
@@ -51,16 +75,17 @@ class BearerAuth:
         await answer(scope, send, body, "application/json")
 
 
-async def answer(scope: Scope, send: Send, body: bytes, media_type: str) -> None:
-    """A 401 with a body."""
+async def answer(scope: Scope, send: Send, body: bytes, media_type: str, status: int = 401) -> None:
+    """A refusal with a body."""
     if scope["type"] != "http":  # a websocket: there is none here
         await send({"type": "websocket.close", "code": 1008})
         return
     headers = {
         b"content-type": media_type.encode(),
         b"content-length": str(len(body)).encode(),
-        b"www-authenticate": b"Bearer",
         b"cache-control": b"no-store",
     }
-    await send({"type": "http.response.start", "status": 401, "headers": list(headers.items())})
+    if status == 401:
+        headers[b"www-authenticate"] = b"Bearer"
+    await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

@@ -11,9 +11,10 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from areal.errors import ConfigError
 
@@ -119,6 +120,29 @@ class Security:
         scheme, _, token = given.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token, self.token.encode())
 
+    def foreign(self, header: Callable[[str], str | None]) -> str:
+        """Why an HTTP request may be a foreign web page's; "" when it is not.
+
+        Without a token only this machine reaches us, and a browser on it runs pages of strangers.
+        It says whose page asks, and the name that it looked up: a page may have had its own name
+        resolved to our address. A page does not know a token, so with one nothing is asked.
+
+        Args:
+            header: The request's headers by lower-case name; None: absent.
+        """
+        if self.token or self.allow_insecure_bind:
+            return ""
+        host = header("host") or ""
+        name = urlsplit(f"//{host}").hostname or ""
+        if host and name != "localhost" and not _is_address(name):
+            return f"Host {host[:80]!r}: expected localhost or an address, as there is no token"
+        origin = header("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return f"Origin {origin[:80]!r}: expected our own pages, as there is no token"
+        if (site := header("sec-fetch-site") or "none") not in ("none", "same-origin"):
+            return f"Sec-Fetch-Site {site[:20]!r}: expected our own pages, as there is no token"
+        return ""
+
     def headers(self) -> dict[str, str]:
         """What an HTTP client sends along."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -136,6 +160,15 @@ class Security:
             "security.token_file or AREAL_TOKEN, a loopback address, or "
             "security.allow_insecure_bind=true"
         )
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is written as an IP address, which no name server had a say in."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

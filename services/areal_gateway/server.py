@@ -18,6 +18,7 @@ from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
 from areal.errors import ConfigError
+from areal.http_auth import OwnPagesOnly
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
@@ -82,6 +83,8 @@ class GatewayService(Service):
             self._limits,
             sessions,
         )
+        if sessions is None:
+            app.add_middleware(OwnPagesOnly, security=security)
         self._http = _HttpServer(
             uvicorn.Config(
                 app,

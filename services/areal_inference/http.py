@@ -86,6 +86,9 @@ async def read_json(request: HttpRequest) -> Any:
     body = b"".join(parts)
     if not body:
         return {}
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise SchemaError(f"Content-Type {kind[:80]!r}: expected application/json")
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 
 from areal.errors import ConfigError
-from areal.http_auth import BearerAuth
+from areal.http_auth import BearerAuth, OwnPagesOnly
 from areal.http_tracing import TracedRequests
 from areal.observability import tracing
 from areal.observability.logging import get_logger
@@ -44,6 +44,8 @@ def build_app(service: Service, security: Security) -> Starlette:
     )
     if security.token:
         app.add_middleware(BearerAuth, security=security, open_paths=_OPEN_PATHS)
+    else:
+        app.add_middleware(OwnPagesOnly, security=security)
     if tracing.enabled():
         app.add_middleware(TracedRequests)
     return app

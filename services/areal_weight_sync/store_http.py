@@ -100,8 +100,9 @@ class StoreApp:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not self._security.admits(request.headers.get("Authorization")):
-            return _refusal(UNAUTHENTICATED, 401)
+        why = self._security.foreign(request.headers.get)
+        if why or not self._security.admits(request.headers.get("Authorization")):
+            return _refusal(why or UNAUTHENTICATED, 403 if why else 401)
         try:
             return await handler(request)
         except NotFound as error:

@@ -172,6 +172,7 @@ async def test_generate_when_malformed_then_400_of_object_error(http, body):
 
 
 async def test_generate_when_body_is_not_json_then_400(http):
-    async with http.post("/generate", data=b'{"input_ids": [1') as response:
+    headers = {"Content-Type": "application/json"}
+    async with http.post("/generate", data=b'{"input_ids": [1', headers=headers) as response:
         assert response.status == 400
         assert "not valid JSON" in (await response.json())["message"]

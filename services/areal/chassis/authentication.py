@@ -32,6 +32,10 @@ class Doorkeeper:
             registry=registry,
         )
 
+    def foreign(self, header: Callable[[str], str | None]) -> str:
+        """Why an HTTP request may be a foreign web page's; "" when it is not."""
+        return self._security.foreign(header)
+
     def admits(self, authorization: str | bytes | None, protocol: str) -> bool:
         """Whether a call may pass."""
         if self._security.admits(authorization):
@@ -73,6 +77,8 @@ def http_middleware(doorkeeper: Doorkeeper) -> Any:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        if why := doorkeeper.foreign(request.headers.get):
+            return web.json_response({"error": why}, status=403)
         admitted = request.path == OPEN_HTTP or doorkeeper.admits(
             request.headers.get("Authorization"), "http"
         )

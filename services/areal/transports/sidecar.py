@@ -46,6 +46,8 @@ class Sidecar:
         return web.json_response({"service": "sidecar", "serving": True})
 
     async def _stage(self, request: web.Request) -> web.Response:
+        if why := self._security.foreign(request.headers.get):
+            return _answer(why, 403)
         if not self._security.admits(request.headers.get("Authorization")):
             return _answer(UNAUTHENTICATED, 401)
         try:
