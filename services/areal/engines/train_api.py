@@ -121,7 +121,8 @@ class TrainEngine(abc.ABC):
 
         Yields:
             On rank 0 (name, CPU tensor), exactly those that `save_pretrained` writes: the Hub's
-            names and shapes, tied weights once. On other ranks nothing.
+            names and shapes, tied weights once. Then, unchanged, what the model's directory has
+            beside it (layers for speculative decoding, say). On other ranks nothing.
         """
 
     @abc.abstractmethod

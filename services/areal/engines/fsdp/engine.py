@@ -341,6 +341,8 @@ class FSDPEngine(TrainEngine):
             else:
                 for _ in whole:
                     pass
+        if self.rank == 0:
+            yield from hub_names.bystanders(hf, Path(self.config.path))
 
     def _whole(self, live: Tensor, dtype: str | None) -> Tensor:
         """Gathered from all ranks; on rank 0 a copy, so that the next step does not change it."""

@@ -15,9 +15,10 @@ of one layer, say), so that the caller gathers, converts and drops one step at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,26 +125,8 @@ def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
     Raises:
         InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import dot_natural_key, rename_source_key
-
-    found, state = directory.shapes, _state(hf)
-    renamings, converters, by_pattern = _sorted_out(get_model_conversion_mapping(hf))
-    steps: dict[str, Step] = {}
-    unknown: dict[str, str] = {}
-    for name in sorted(found, key=dot_natural_key):
-        target, pattern = rename_source_key(
-            name, renamings, converters, hf.base_model_prefix, state
-        )
-        if target not in state and name in state:
-            target, pattern = name, None
-        if target not in state:
-            unknown[target] = name
-            continue
-        step = steps.setdefault(target, Step(target, by_pattern.get(pattern)))
-        if step.sources and (step.converter is None or pattern is None):
-            raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
-        step.sources.append((name, pattern or name))
+    found = directory.shapes
+    steps, unknown = _targets(hf, found)
     for second, kept in _tied(hf).items():
         if second not in steps:
             continue
@@ -161,11 +144,59 @@ def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
     for step in steps.values():
         made |= _shapes_made(hf, step, found)
     missing = wanted.keys() - made.keys() - set(hf._keys_to_ignore_on_save or ())
-    missing, unexpected = _heeded(hf, missing, unknown.keys())
+    missing, unexpected = _heeded(hf, missing, unknown.values())
     wrong = missing | {name for name, shape in made.items() if shape != wanted.get(name)}
     if wrong or unexpected:
-        raise InvalidInput(_difference(hf, found, wrong, [unknown[name] for name in unexpected]))
+        raise InvalidInput(
+            _difference(
+                hf, found, wrong, [name for name, target in unknown.items() if target in unexpected]
+            )
+        )
     return list(steps.values())
+
+
+def bystanders(hf: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the model's own directory that transformers knows of and leaves there.
+
+    Layers for speculative decoding, the tower for images beside a language model, old masks: a
+    version without them would not be the model that servers started with.
+    """
+    try:
+        directory = TensorDirectory(source)
+    except InvalidInput:  # no safetensors: nobody can serve it as version 0 either
+        return
+    with directory:
+        _, unknown = _targets(hf, directory.shapes)
+        _, unexpected = _heeded(hf, (), unknown.values())
+        for name, target in unknown.items():
+            # Frequencies are computed, and manifests leave them out.
+            if target not in unexpected and not name.endswith("rotary_emb.inv_freq"):
+                yield name, directory.read(name)
+
+
+def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str]]:
+    """Steps by what they make; and what fits no tensor of the model: name -> target."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    state = _state(hf)
+    renamings, converters, by_pattern = _sorted_out(get_model_conversion_mapping(hf))
+    steps: dict[str, Step] = {}
+    unknown: dict[str, str] = {}
+    for name in sorted(found, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, hf.base_model_prefix, state
+        )
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target not in state:
+            unknown[name] = target
+            continue
+        step = steps.setdefault(target, Step(target, by_pattern.get(pattern)))
+        if step.sources and (step.converter is None or pattern is None):
+            raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
+        step.sources.append((name, pattern or name))
+    return steps, unknown
 
 
 def _state(hf: Any) -> dict[str, Tensor]:

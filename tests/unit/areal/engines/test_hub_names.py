@@ -162,6 +162,36 @@ def test_version_when_the_source_lists_a_tied_head_then_it_matches_and_loads(
     assert torch.equal(engine.model.hf.lm_head.weight, weights_of(source)[HEAD])
 
 
+BYSTANDERS = {
+    # Layers for speculative decoding, whose experts the Hub numbers too.
+    "glm4_moe": {
+        **{f"model.layers.92.mlp.experts.{n}.up_proj.weight": torch.ones(24, 32) for n in (0, 1)},
+        "model.layers.92.eh_proj.weight": torch.ones(32, 64, dtype=torch.bfloat16),
+    },
+    "gpt_neox": {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("kind", BYSTANDERS)
+def test_version_when_the_source_has_more_than_the_model_then_carries_it_over(
+    make_engine, tmp_path, kind
+):
+    source, more = make_family(kind, tmp_path / "source"), BYSTANDERS[kind]
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    rewrite(source, lambda tensors: tensors | more | frequencies)
+    engine = make_engine(source)
+    scatter(engine.model.hf)
+    version = publish(engine, tmp_path / "weights")
+    check_same_tensors(build_manifest(version, 1, 1), build_manifest(source, 0, 0))
+    published = weights_of(version)
+    assert published.keys() == weights_of(source).keys() - frequencies.keys()
+    assert_same({name: published[name] for name in more}, more)
+    before = {name: tensor.clone() for name, tensor in engine.model.hf.state_dict().items()}
+    scatter(engine.model.hf)
+    engine.load(version)
+    assert_same(engine.model.hf.state_dict(), before)
+
+
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"
 DAMAGES = {
     f"lacks tensor '{UP}': expected": lambda t: without(t, UP),
