@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from areal.config import BaseExperimentConfig, GRPOConfig, cautions, parse_allocation
-from areal.errors import ArealError
+from areal.errors import ArealError, InvalidInput
+from areal.launchers import memory
+from areal.launchers.memory import ModelShape
 from areal.launchers.places import shape_of
 from areal.launchers.plan import missing_model
 from areal.launchers.ports import FIRST_PORT, LAST_PORT, PortPicker
@@ -34,7 +37,11 @@ from areal.security import Security
 
 _GIB = 1024**3
 # Besides the model: services, logs, stores of a small run.
-_BASE_DISK, _BASE_MEMORY = 1 * _GIB, int(1.5 * _GIB)
+_BASE_DISK, _BASE_MEMORY = 1 * _GIB, 1 * _GIB
+# An estimate so far above what there is would not fit if it were wrong by all of its error.
+_SURELY = 1.3
+# Of a GPU: what SGLang takes for weights and cache (--mem-fraction-static, which it chooses).
+_SERVERS_SHARE = 0.88
 
 
 class Verdict(StrEnum):
@@ -92,7 +99,13 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
         config: Valid.
         can_prepare: The recipe makes its model.
     """
-    model = _model_bytes(config)
+    model, shape = _model_bytes(config), _shape(config)
+    devices: dict[str, Check] = {}
+    if shape is not None and config.stack.gpus_per_node:
+        if isinstance(config, GRPOConfig):
+            devices["trainer memory"] = partial(_trainer_memory, config, shape)
+        if not config.endpoints.inference:
+            devices["server memory"] = partial(_server_memory, config, shape)
     return examine(
         {
             "python": _python,
@@ -102,7 +115,8 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             "nats": lambda: _program("nats", config.endpoints.nats, find_nats_server),
             "ports": _ports,
             "disk": lambda: _disk(config, model),
-            "memory": lambda: _memory(config, model),
+            "memory": lambda: _memory(config, shape),
+            **devices,
             "model": lambda: _model(config, can_prepare=can_prepare),
             "tokenizer": lambda: _tokenizer(config, can_prepare=can_prepare),
             "dataset": lambda: _known("dataset", dataset_problem(config), _dataset_found(config)),
@@ -196,16 +210,81 @@ def _disk(config: BaseExperimentConfig, model: int) -> Finding:
     return ok("disk", f"{found}, about {needed / _GIB:.1f} needed")
 
 
-def _memory(config: BaseExperimentConfig, model: int) -> Finding:
+def _shape(config: BaseExperimentConfig) -> ModelShape | None:
+    """None: the model is not there, or of no kind whose memory can be told."""
+    try:
+        return ModelShape.read(Path(config.model.path)) if config.model.path else None
+    except InvalidInput:
+        return None
+
+
+def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
+    """This machine's own memory: on CPUs all of a run, with GPUs what starts and publishes."""
     allocation = parse_allocation(config.allocation_mode)
-    # On CPUs: a copy per server, and 4 of the trainer's (weights, gradients, two moments).
-    copies = 0 if config.stack.gpus_per_node else allocation.inference_replicas + 8
-    needed = _BASE_MEMORY + model * copies + config.buffer.max_memory_mb * 1024**2 // 8
-    free = psutil.virtual_memory().available
-    found = f"{free / _GIB:.1f} GiB available, about {needed / _GIB:.1f} needed"
-    if free < needed:
-        return note("memory", found, "fewer servers in allocation_mode, or another machine")
-    return ok("memory", found)
+    needed = _BASE_MEMORY + config.buffer.max_memory_mb * 1024**2 // 8
+    said = [f"services {needed / _GIB:.1f}"]
+    servers = 0 if config.endpoints.inference else allocation.inference_replicas
+    if shape is None:
+        said.append("and a model whose sizes are not known yet")
+    elif config.stack.gpus_per_node:
+        ranks = min(allocation.trainer_ranks, config.stack.gpus_per_node)
+        node = memory.host(config, shape, ranks=ranks)
+        needed += node.total
+        said.append(f"trainer {node}")
+    else:
+        if servers:
+            one = memory.server(config, shape, gpu=False)
+            needed += servers * one.total
+            said.append(f"each of {servers} servers {one}")
+        if isinstance(config, GRPOConfig):
+            rank = memory.trainer_rank(config, shape, gpu=False)
+            needed += allocation.trainer_ranks * rank.total
+            said.append(f"each of {allocation.trainer_ranks} trainer ranks {rank}")
+    there = psutil.virtual_memory()
+    found = (
+        f"{there.available / _GIB:.1f} GiB available, about {needed / _GIB:.1f} needed: "
+        f"{'; '.join(said)}"
+    )
+    fix = "fewer servers or ranks in allocation_mode, smaller micro-batches, or another machine"
+    if needed > _SURELY * there.total:
+        return missing("memory", found, fix)
+    return note("memory", found, fix) if needed > there.available else ok("memory", found)
+
+
+def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
+    """A rank's GPU."""
+    need, there = memory.trainer_rank(config, shape, gpu=True), memory.gpu_bytes()
+    found = f"each rank about {need}"
+    if not there:
+        return ok("trainer memory", f"{found}; no GPU here to compare with")
+    found += f" of {there / _GIB:.1f} on its GPU"
+    if need.total <= there:
+        return ok("trainer memory", found)
+    largest = max(need.parts, key=lambda part: need.parts[part])
+    fix = {
+        "activations": "actor.gradient_checkpointing=true, smaller actor.mb_spec.max_tokens_per_mb",
+        "logits": "a smaller actor.logits_chunk_elements",
+        "reference": "ref.offload=true",
+    }.get(largest, "more trainer ranks in allocation_mode (fsdp:dN), or a smaller model")
+    return missing("trainer memory", found, fix)
+
+
+def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
+    """A server's GPUs."""
+    need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
+    found = f"each server about {need} on each of its GPUs"
+    if not there:
+        return ok("server memory", f"{found}; no GPU here to compare with")
+    running, cache = config.stack.inference_max_running, need.parts["cache"]
+    room = int(_SERVERS_SHARE * there) - (need.total - cache)
+    fits = max(0, room) * running // max(cache, 1)
+    found += f", {there / _GIB:.1f} there"
+    if fits < 1:
+        fix = "more GPUs per server (sglang:dNtM), or a smaller model.context_length"
+        return missing("server memory", f"{found}: no request of full length fits", fix)
+    if fits < running:
+        found += f": {fits} of {running} requests of full length fit, the others wait"
+    return ok("server memory", found)
 
 
 def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
