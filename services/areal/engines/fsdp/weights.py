@@ -36,7 +36,8 @@ def load_model(path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool
     """Make a transformers causal language model on the CPU.
 
     Raises:
-        InvalidInput: the directory does not exist or has no config.json.
+        InvalidInput: the directory does not exist, has no config.json, or lacks tensors, for which
+            transformers would draw random numbers.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -56,13 +57,29 @@ def load_model(path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool
                 config, dtype=dtype, attn_implementation=attention
             )
     else:
-        hf = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention
+        hf, told = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
+        _check_loaded(hf, path, told["missing_keys"])
     guards.silence_noise(hf)
     if dtype == torch.float64:
         _use_exact_norms(hf)
     return hf
+
+
+def _check_loaded(hf: Any, path: str, missing: Iterable[str]) -> None:
+    """Refuse what transformers only warns of."""
+    for name in sorted(missing):
+        raise InvalidInput(
+            f"path={path!r}: tensor {name!r} of {type(hf).__name__} is not in its files; expected "
+            "a complete model, or init_from_scratch=true for random weights"
+        )
+    for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if hf.get_parameter(second) is not hf.get_parameter(first):
+            raise InvalidInput(
+                f"path={path!r}: {second!r} differs from {first!r}, but config.json ties them, as "
+                "servers will; expected equal values, or tie_word_embeddings: false"
+            )
 
 
 class _RMSNorm(nn.Module):

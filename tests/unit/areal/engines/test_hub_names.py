@@ -234,3 +234,13 @@ def test_load_when_a_tied_head_contradicts_the_embedding_then_says_so(make_engin
     rewrite(source, lambda tensors: tensors | {HEAD: tensors[EMBED] + 1})
     with pytest.raises(InvalidInput, match=r"'lm_head\.weight' differs from 'model\.emb"):
         engine.load(source)
+    with pytest.raises(InvalidInput, match=r"'lm_head\.weight' differs from .*config\.json ties"):
+        make_engine(source)
+
+
+def test_initialize_when_the_directory_lacks_a_tensor_then_says_so(make_engine, tmp_path):
+    source = make_family("qwen3_moe", tmp_path / "source")
+    rewrite(source, lambda tensors: without(tensors, "model.norm.weight"))
+    with pytest.raises(InvalidInput, match=r"tensor 'model\.norm\.weight' of Qwen3MoeForCausalLM"):
+        make_engine(source)
+    make_engine(source, init_from_scratch=True)
