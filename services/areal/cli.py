@@ -1,4 +1,4 @@
-"""The command line: `areal run | up | config | doctor | down | status | scale | submit | logs | …`.
+"""The command line: `areal run | up | check | doctor | down | status | scale | submit | logs | …`.
 
 Only arguments live here; each command imports its work when it is called, so `--help` is fast.
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 interrupted.
@@ -137,6 +137,23 @@ def config(
     from areal.cli_stack import print_config
 
     _finish(lambda: print_config(recipe, config, overrides or []))
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="The recipe: one Python file.")],
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Send the first row through workflow, reward and packing with a fake model; start nothing.
+
+    Rows and workflow are those that the recipe's own main hands over; it runs up to its first
+    batch. Exit code 1 when a stage fails. `areal run` does this by itself first.
+    """
+    from areal.cli_check import check as check_recipe
+
+    _finish(lambda: check_recipe(recipe, config, overrides or [], as_json=json))
 
 
 @app.command()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from areal.cli_stack import read_experiment, resolve_run, run_foreground
 from areal.launchers.places import Place
+from areal.launchers.recipe_check import refuse_failing
 from areal.launchers.trial_config import check_unchanged
 
 
@@ -41,6 +43,8 @@ def run_on(
         from areal.launchers.ray import RayPlace
 
         place = RayPlace()
+    else:
+        asyncio.run(refuse_failing(resolved.config, model_later=resolved.prepare))
     return run_foreground(
         resolved,
         with_trainer=True,

@@ -29,10 +29,10 @@ from typing import Any, Protocol
 
 from areal.errors import Unavailable
 from areal.observability.logging import get_logger
+from areal.rewards.functions import failure, too_slow
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward.config import PoolConfig
 from areal_reward.frames import Kind, unpack_results
-from areal_reward.functions import failure, too_slow
 from areal_reward.metrics import RewardMetrics
 from areal_reward.progress import LOADING, Progress
 

@@ -32,10 +32,10 @@ from typing import IO, Any
 import orjson
 
 from areal.errors import ArealError
+from areal.rewards.functions import RewardFunction, failure, outcome, raised, resolve, too_slow
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward import frames
 from areal_reward.frames import Kind
-from areal_reward.functions import RewardFunction, failure, outcome, raised, resolve, too_slow
 from areal_reward.progress import IDLE, LOADING, Progress
 
 # Results wait this long at most before they are sent: what a kill can make be done again.

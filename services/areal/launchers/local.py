@@ -34,6 +34,7 @@ from areal.launchers.log_tail import LogTail, humanize
 from areal.launchers.places import LocalPlace, Place
 from areal.launchers.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal.launchers.processes import ProcessSpec
+from areal.launchers.recipe_check import refuse_failing
 from areal.launchers.run_folder import RunFolder, remove_secrets
 from areal.launchers.scaling import Scaler
 from areal.launchers.supervisor import RestartPolicy, Supervised, Supervisor
@@ -152,6 +153,8 @@ class LocalStack:
         """
         if prepare:
             await self._prepare_model()
+            if self._with_trainer:
+                await refuse_failing(self.config, model_later=False)
         if self.plan.inference and (why := missing_model(self.config)):
             raise ConfigError(why)
         began = time.monotonic()

@@ -128,8 +128,7 @@ def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:
     """The result for what a function raised; names the last line passed, of its `file` if any."""
     if isinstance(error, InvalidInput):
         return failure(pb.SCORE_ERROR_INVALID, str(error))
-    own = str(Path(__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if own not in f.filename]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _calls(f.filename)]
     last = ([f for f in frames if f.filename == file] or frames)[-1:]
     where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
     kind = type(error).__name__
@@ -144,6 +143,13 @@ def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:
         f"{name} raised {kind}{': ' if text else ''}{text}{where}",
         trace[-_MAX_TRACEBACK:],
     )
+
+
+def _calls(file: str) -> bool:
+    """Whether a file is of those that call a function, rather than the function's own."""
+    builtin = Path(__file__).parent
+    ours = file.startswith(str(builtin.parent))  # areal/, areal_reward/
+    return file == __file__ or (ours and Path(file).parent != builtin)
 
 
 def failure(error: pb.ScoreError.ValueType, message: str, trace: str = "") -> pb.ScoreResult:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from areal.errors import InvalidInput
+from areal.rewards.functions import RewardFunction, outcome, raised, resolve
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward.frames import pack_results, unpack_results
-from areal_reward.functions import RewardFunction, outcome, raised, resolve
 
 ITEM = pb.ScoreItem(
     prompt="2+2=",

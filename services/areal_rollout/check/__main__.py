@@ -1,0 +1,106 @@
+"""`python -m areal_rollout.check FOLDER`: the recipe of FOLDER/config.yaml, one row of it.
+
+Writes FOLDER/findings.jsonl (see `report.Report`) and, when it is ended for being late, its stacks
+to FOLDER/stacks.txt. A process of its own, which its caller can end: it runs the user's code.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from areal.config import GRPOConfig, load_service_config
+from areal.errors import ArealError, InvalidInput
+from areal.recipe import Recipe, load_recipe
+from areal.tokenizer import Tokenizer
+from areal_rollout.check.report import Report
+from areal_rollout.check.row import RowCheck, place_in
+from areal_rollout.check.stand_ins import FirstBatch, StandIns
+
+MAIN_S = 30.0
+"""For `main` to reach its first batch; one that loads more for longer is not judged."""
+# A trainer has these, and its process group; a check need not.
+_TRAINER_ONLY = ("torch", "transformers", "safetensors")
+
+
+def check(config_file: Path, report: Report, *, model_later: bool) -> None:
+    """Reports on everything that can be reached."""
+    config: GRPOConfig = load_service_config(config_file)
+    recipe = Recipe.read(Path(config.recipe))
+    stand_ins = StandIns()
+    _run_main(recipe, config_file, stand_ins, report)
+    if not stand_ins.samples:
+        return
+    shown = stand_ins.samples[-1]
+    report.found("dataset", "ok", f"first row: {_short(shown.row)}")
+    where = str(config.tokenizer_dir)
+    if model_later:
+        report.found("tokenizer", "unknown", f"{where}: prepare_model makes it when a run begins")
+        return
+    if not (config.tokenizer_dir / "tokenizer.json").is_file() and config.endpoints.rollout:
+        report.found("tokenizer", "unknown", f"{where}: only the rollout service has it")
+        return
+    try:
+        tokenizer = Tokenizer.load(config.tokenizer_dir, Path(config.model.path))
+    except InvalidInput as error:
+        report.found("tokenizer", "failed", str(error))
+        return
+    template = "" if tokenizer.chat_template else ", no chat template"
+    report.found("tokenizer", "ok", f"{where}: {tokenizer.vocab_size} ids{template}")
+    rows = RowCheck(config, recipe, tokenizer, report)
+    for sample in stand_ins.samples:
+        rows.check(sample)
+
+
+def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Report) -> None:
+    """Runs `main` up to its first batch; reports when it does not get there."""
+    late = f"main had not asked for a batch after {MAIN_S:g} s: not judged"
+    try:
+        with report.within(MAIN_S, "dataset", "unknown", late), stand_ins.installed():
+            module = load_recipe(recipe.source, recipe.file_name)
+            module.main(["--config", str(config_file)])
+    except FirstBatch:
+        return
+    except (Exception, SystemExit) as error:
+        place = place_in(recipe, error)
+        kind = "" if isinstance(error, ArealError) else f"{type(error).__name__}: "
+        said = f"main: {kind}{error}" + (f" ({place})" if place else "")
+        if _of_trainer(error):
+            report.found("dataset", "unknown", f"{said}: a trainer has it, a check has not")
+        elif stand_ins.guesses:
+            report.found(
+                "dataset", "unknown", f"{said}, after {stand_ins.guesses[0]} of a stand-in"
+            )
+        elif isinstance(error, SystemExit) and not error.code:
+            report.found("dataset", "unknown", "main ended before it asked for a batch")
+        else:
+            report.found("dataset", "failed", said)
+        return
+    report.found("dataset", "unknown", "main ended before it asked for a batch")
+
+
+def _of_trainer(error: BaseException) -> bool:
+    """Whether an error is of what only a trainer has."""
+    if isinstance(error, ModuleNotFoundError):
+        return error.name in _TRAINER_ONLY
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not set(_TRAINER_ONLY).isdisjoint(Path(raised_in).parts)
+
+
+def _short(row: object) -> str:
+    text = " ".join(repr(row).split())
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def main(argv: list[str]) -> None:
+    """The command line: the folder, and `--model-later` where there is no model yet."""
+    folder = Path(argv[0])
+    with (folder / "stacks.txt").open("w") as stacks:
+        report = Report(folder / "findings.jsonl", stacks)
+        check(folder / "config.yaml", report, model_later="--model-later" in argv[1:])
+        report.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
