@@ -11,12 +11,13 @@ import traceback
 from pathlib import Path
 
 from areal.config import GRPOConfig, load_service_config
-from areal.errors import ArealError, InvalidInput
+from areal.errors import InvalidInput
 from areal.recipe import Recipe, load_recipe
 from areal.tokenizer import Tokenizer
 from areal_rollout.check.report import Report
-from areal_rollout.check.row import RowCheck, place_in
+from areal_rollout.check.row import RowCheck
 from areal_rollout.check.stand_ins import FirstBatch, StandIns
+from areal_rollout.failures import describe_failure
 
 MAIN_S = 30.0
 """For `main` to reach its first batch; one that loads more for longer is not judged."""
@@ -63,9 +64,7 @@ def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Re
     except FirstBatch:
         return
     except (Exception, SystemExit) as error:
-        place = place_in(recipe, error)
-        kind = "" if isinstance(error, ArealError) else f"{type(error).__name__}: "
-        said = f"main: {kind}{error}" + (f" ({place})" if place else "")
+        said = f"main: {describe_failure(error).detail}"
         if _of_trainer(error):
             report.found("dataset", "unknown", f"{said}: a trainer has it, a check has not")
         elif stand_ins.guesses:

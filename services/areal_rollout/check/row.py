@@ -9,7 +9,6 @@ real tokenizer             finite numbers           what the ledger checks
 from __future__ import annotations
 
 import asyncio
-import traceback
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from areal_rollout.check.fakes import FakePolicy, InProcessScorer
 from areal_rollout.check.report import Report
 from areal_rollout.check.stand_ins import Sample
 from areal_rollout.episode import EpisodeEngine
-from areal_rollout.failures import describe_failure, where_it_waits
+from areal_rollout.failures import describe_failure, where_defined, where_it_waits
 from areal_rollout.handin import group_of
 
 WORKFLOW_S = 20.0
@@ -68,7 +67,7 @@ class RowCheck:
             report.found("workflow", "unknown", f"{late}; it waits at {waiting}")
             return
         except (Exception, SystemExit) as error:
-            self._failed(error, workflow, scorer)
+            self._failed(error, scorer)
             return
         said = f"{name}: {policy.answers} answer{'s' * (policy.answers != 1)} of a fake policy"
         if group is None:
@@ -111,21 +110,17 @@ class RowCheck:
             where, _ = where_it_waits(episode)
             episode.cancel()
             raise _Late(where)
-        return group_of(episode.result(), lease)
+        return group_of(episode.result(), lease, where_defined(workflow.arun_episode))
 
-    def _failed(
-        self, error: BaseException, workflow: RolloutWorkflow, scorer: InProcessScorer
-    ) -> None:
+    def _failed(self, error: BaseException, scorer: InProcessScorer) -> None:
         """Of the reward, when that is what has failed; else of the workflow."""
         reward = scorer.failure
         if reward is not None:
             self._report.found("reward", "failed", reward.message, reward.traceback)
             return
         failure = describe_failure(error)
-        code = type(workflow).arun_episode.__code__
-        place = place_in(self._recipe, error) or f"{code.co_filename}:{code.co_firstlineno}"
-        said = failure.detail if place in failure.detail else f"{failure.detail} ({place})"
-        self._report.found("workflow", "failed", said, failure.traceback)
+        verdict = "unknown" if failure.infrastructure else "failed"
+        self._report.found("workflow", verdict, failure.detail, failure.traceback)
 
     def _packed(self, group: TrajectoryGroup) -> str:
         """What the ledger and the trainer check of a group; raises InvalidInput."""
@@ -160,10 +155,3 @@ class RowCheck:
 
 class _Late(Exception):
     """An episode that waits for something; says where."""
-
-
-def place_in(recipe: Recipe, error: BaseException) -> str:
-    """The recipe's last line that an error passed, as "file:line"; "": it passed none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == recipe.file_name]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

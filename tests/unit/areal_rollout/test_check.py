@@ -171,7 +171,7 @@ EPISODE = "class Mine(Mine):\n    async def arun_episode(self, engine, data):\n 
             "from areal.datasets.jsonl import load_jsonl\n"
             "def loader_of(config): return StatefulLoader(load_jsonl('nowhere.jsonl'))\n",
             "dataset",
-            "main: dataset 'nowhere.jsonl': cannot be read: No such file",
+            "main: InvalidInput: dataset 'nowhere.jsonl': cannot be read: No such file",
         ),
         ("def loader_of(config): raise RuntimeError('the moon')\n", "dataset", "the moon"),
     ],
