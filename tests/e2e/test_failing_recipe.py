@@ -13,7 +13,8 @@ from tests.integration.stack_tools import RunningStack, areal
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 RIGHT = '    return float(completions.strip().lstrip("0") == answer)\n'
-WRONG = '    return float(data["solution"])\n'
+# Only on what a real policy says: what `areal run` tries before it starts would find it at once.
+WRONG = '    return float(data["solution"]) if completions not in ("The answ", "7", "") else 0.0\n'
 
 
 def test_run_when_its_reward_raises_then_it_stops_with_the_cause_and_goes_on_when_mended(
