@@ -158,13 +158,18 @@ def check(
 
 @app.command()
 def doctor(
-    recipe: Annotated[Path | None, typer.Argument(help="The recipe; default: none.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="The recipe, or a model's directory; default: none.")
+    ] = None,
     overrides: Overrides = None,
     config: ConfigOption = None,
     json: JsonOption = False,
     on: Annotated[RunsOn, typer.Option("--on", help="local or kubernetes.")] = RunsOn.LOCAL,
 ) -> None:
-    """Look whether a run would work, here or on a cluster; exit code 1 when it would not."""
+    """Look whether a run would work, here or on a cluster, or whether a model can be trained.
+
+    Exit code 1 when it would not.
+    """
     from areal.cli_doctor import examine
 
     _finish(lambda: examine(on.value, recipe, config, overrides or [], as_json=json))

@@ -15,6 +15,7 @@ from areal.cli_stack import read_experiment
 from areal.config import GRPOConfig, build_config
 from areal.launchers.doctor import Finding, Verdict, examine_here
 from areal.launchers.doctor_kubernetes import ClusterDoctor
+from areal.launchers.doctor_model import examine_model
 from areal.launchers.kubernetes import Release
 
 _STYLE = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.MISSING: "bold red"}
@@ -23,7 +24,17 @@ _STYLE = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.MISSING: "bold re
 def examine(
     on: str, recipe: Path | None, config: Path | None, overrides: list[str], *, as_json: bool
 ) -> int:
-    """Prints what is there and what is not; returns the exit code."""
+    """Prints what is there and what is not; returns the exit code.
+
+    Args:
+        on: local or kubernetes.
+        recipe: the recipe, or the directory of a model alone; None: no recipe.
+        config: the experiment's YAML.
+        overrides: of its keys.
+        as_json: one list instead of a table.
+    """
+    if recipe is not None and recipe.is_dir():
+        return _report(examine_model(recipe), as_json=as_json)
     if recipe is not None:
         experiment, module = read_experiment(recipe, config, overrides)
         can_prepare = callable(getattr(module, "prepare_model", None))
@@ -35,6 +46,13 @@ def examine(
             findings = ClusterDoctor(Release(experiment, Path(folder))).examine()
     else:
         findings = examine_here(experiment, can_prepare=can_prepare)
+        model = Path(experiment.model.path or ".")
+        if (model / "config.json").is_file():
+            findings += examine_model(model)
+    return _report(findings, as_json=as_json)
+
+
+def _report(findings: list[Finding], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(each) for each in findings], indent=2))  # noqa: T201
     else:

@@ -237,13 +237,17 @@ def _checked(
             f"{name} attends from {query.shape[2]} positions to {key.shape[2]}: packed attention "
             f"computes {tokens} to {tokens}, each token of the batch once"
         )
-    layer_types = list(getattr(getattr(module, "config", None), "layer_types", None) or ())
+    config = getattr(module, "config", None)
+    layer_types = list(getattr(config, "layer_types", None) or ())
     index = getattr(module, "layer_idx", None)
-    slides = index is not None and layer_types[index : index + 1] == ["sliding_attention"]
-    if slides and sliding_window is None:
+    window = getattr(config, "sliding_window", None)
+    if layer_types and index is not None and layer_types[index] != "sliding_attention":
+        window = None
+    longest = max(bucket.longest for bucket in layout.buckets)
+    if sliding_window is None and window is not None and longest > window:
         raise InvalidInput(
-            f"{name} does not tell attention its sliding window: packed attention would let each "
-            "token see all those before it"
+            f"{name} does not tell attention its sliding window of {window} tokens, which packed "
+            f"attention cannot apply to a sequence of {longest}"
         )
     return layout
 

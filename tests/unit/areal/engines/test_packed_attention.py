@@ -174,15 +174,21 @@ def test_packed_attention_when_asked_for_what_it_does_not_compute_then_refuses(a
         packed_attention(torch.nn.Linear(1, 1), q, q, q, **{**options, **arguments})
 
 
-def test_packed_attention_when_a_window_is_not_passed_on_then_refuses():
-    batch = packing.pack([{"input_ids": [0] * 3, "loss_mask": [False] * 3}])
+@pytest.mark.parametrize("layer_types", [["full_attention", "sliding_attention"], None])
+def test_packed_attention_when_a_window_is_not_passed_on_then_refuses_longer_sequences(layer_types):
     module = torch.nn.Identity()
-    module.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
-    q = torch.zeros(1, 4, 3, 8)
-    layout = build_layout(batch, share_prefixes=False)
-    module.layer_idx = 0
-    packed_attention(module, q, q, q, None, packed_layout=layout)
-    module.layer_idx = 1
-    packed_attention(module, q, q, q, None, packed_layout=layout, sliding_window=2)
-    with pytest.raises(InvalidInput, match="sliding window"):
-        packed_attention(module, q, q, q, None, packed_layout=layout)
+    module.config = SimpleNamespace(layer_types=layer_types, sliding_window=3)
+
+    def attend(layer, length, **options):
+        module.layer_idx = layer
+        q = torch.zeros(1, 4, length, 8)
+        batch = packing.pack([{"input_ids": [0] * length, "loss_mask": [False] * length}])
+        layout = build_layout(batch, share_prefixes=False)
+        packed_attention(module, q, q, q, None, packed_layout=layout, **options)
+
+    if layer_types:
+        attend(0, 4)
+    attend(1, 3)
+    attend(1, 4, sliding_window=3)
+    with pytest.raises(InvalidInput, match=r"sliding window of 3 tokens.* sequence of 4"):
+        attend(1, 4)

@@ -1,0 +1,43 @@
+"""Whether a model can be trained: `python -m areal.engines.fsdp.examine DIRECTORY`, for the doctor.
+
+Prints one JSON object: what the self-test measured, or `{"refused": "why, in one line"}`. A process
+of its own, since the command line imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.engines.fsdp.model import PackedCausalLM
+from areal.engines.fsdp.self_test import self_test
+from areal.engines.fsdp.weights import load_model
+from areal.errors import InvalidInput
+
+
+def examine(directory: Path) -> dict[str, Any]:
+    """Load a model as a trainer does, on the CPU in float32, and test it.
+
+    Args:
+        directory: with config.json; without weights, random ones are tried.
+    """
+    from_scratch = not any(directory.glob("*.safetensors"))
+    dtype = torch.float32
+    try:
+        hf = load_model(str(directory), dtype, flash=False, from_scratch=from_scratch, seed=0)
+        model = PackedCausalLM(hf, flash=False, chunk_elements=1 << 26)
+        found = asdict(self_test(model, torch.device("cpu"), dtype))
+    except InvalidInput as error:
+        return {"refused": str(error)}
+    except (OSError, ValueError) as error:  # transformers: an unknown model_type, a broken file
+        return {"refused": f"{directory}: {' '.join(str(error).split())}"}
+    return {**found, "random_weights": from_scratch}
+
+
+if __name__ == "__main__":
+    print(json.dumps(examine(Path(sys.argv[1]))))  # noqa: T201

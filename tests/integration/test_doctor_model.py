@@ -1,0 +1,48 @@
+"""`areal doctor DIRECTORY`: whether a model can be trained, before anything is started."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+
+def doctor(directory):
+    command = [sys.executable, "-m", "areal.cli", "doctor", str(directory), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def finding(findings, name):
+    return next(each for each in findings if each["name"] == name)
+
+
+def test_doctor_when_a_model_can_be_trained_then_says_how_exact_it_is(tiny_model):
+    code, findings = doctor(tiny_model)
+    found = finding(findings, "architecture")
+    assert found["verdict"] == "ok"
+    assert "Qwen2ForCausalLM" in found["found"]
+    assert "its weights, 3 layers" in found["found"]
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "mamba", "hidden_size": 32}, "MambaForCausalLM .*linear_attention"),
+        ({"model_type": "no_such"}, "no_such"),
+        (None, r"expected a Hugging Face model directory with config\.json"),
+    ],
+)
+def test_doctor_when_a_model_cannot_be_trained_then_exits_with_the_reason(tmp_path, config, named):
+    if config:
+        config |= {"num_hidden_layers": 2, "vocab_size": 96, "state_size": 4}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    code, findings = doctor(tmp_path)
+    found = finding(findings, "architecture")
+    assert found["verdict"] == "missing"
+    assert "\n" not in found["found"]
+    assert re.search(named, found["found"]), found
+    assert code == 1
