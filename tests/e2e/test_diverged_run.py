@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.e2e.cluster_runs import rows_of
-from tests.integration.stack_tools import RunningStack, areal
+from tests.integration.stack_tools import RunningStack, areal, environment
 
-from areal.engines.failed_step import load_failed_batch, replay
+from areal.engines.failed_step import load_failed_batch
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -62,6 +64,14 @@ def test_run_when_gradients_stay_not_finite_then_it_ends_with_the_cause_and_the_
         json.loads((stack.run_dir / "batches.jsonl").read_text().splitlines()[-1])["task_ids"]
     )
     assert len(batches) == 2
-    healthy, broken = replay(folder, tiny_model)
+    again = subprocess.run(
+        [sys.executable, "-m", "areal.engines.failed_step", folder, "--model", tiny_model],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    healthy, broken = again.stdout.splitlines()
     assert healthy.startswith("rank 0: finite here: loss ")
     assert broken.startswith("rank 1: advantages are not finite (")

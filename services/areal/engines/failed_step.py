@@ -54,15 +54,15 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
         if name not in batch:
             continue
         bad = ~torch.isfinite(batch[name])
-        if name == "bootstrap_values":
-            sequences = torch.nonzero(bad).flatten()
-        else:
-            # Off the loss mask only rewards are ever read.
-            bad &= batch["loss_mask"] | (name == "rewards")
-            sequences = owner[bad]
-        if len(sequences):
+        read = torch.ones_like(bad)
+        if name not in ("rewards", "bootstrap_values"):
+            read = batch["loss_mask"]  # off it, these are never looked at
+        bad &= read
+        places = torch.nonzero(bad).flatten()
+        if len(places):
+            sequences = places if name == "bootstrap_values" else owner[places]
             groups |= set(batch["group_index"][sequences].tolist())
-            cause = cause or f"{name} are not finite ({int(bad.sum())} of {len(bad)})"
+            cause = cause or f"{name} are not finite ({len(places)} of {int(read.sum())})"
     if not cause and bad_logprobs:
         tokens = int(batch["loss_mask"].sum())
         cause = f"the policy's logprobs are not finite ({bad_logprobs} of {tokens})"
@@ -206,8 +206,11 @@ def replay(folder: Path, model: Path) -> list[str]:
 def _main() -> None:
     import typer
 
+    from areal.observability.logging import configure_logging
+
     def command(folder: Path, model: Path = typer.Option(...)) -> None:  # noqa: B008
         """Takes a failed step again and says what is not finite."""
+        configure_logging("failed_step", folder.name, text=True)
         try:
             for line in replay(folder, model):
                 typer.echo(line)

@@ -100,7 +100,7 @@ def test_cause_when_an_input_is_not_finite_then_named_with_its_groups(make_actor
     batch[key][torch.nonzero(batch["loss_mask"])[-2:]] = torch.nan
     with pytest.raises(TrainingDiverged) as caught:
         actor.take_step(batch)
-    total = len(batch["input_ids"])
+    total = int(batch["loss_mask"].sum())
     assert caught.value.cause == f"rank 0: {key} are not finite (2 of {total})"
     assert caught.value.groups == (2,)
 
