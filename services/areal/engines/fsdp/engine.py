@@ -333,16 +333,18 @@ class FSDPEngine(TrainEngine):
         hf = self.model.hf
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
-        live = hub_names.live_tensors(hf)
+        live, exported = hub_names.live_tensors(hf), set[str]()
         for step in hub_names.export_steps(hf):
             whole = (self._whole(live[name], dtype) for name in step.names)
-            if self.rank == 0:
-                yield from step.run(hf, whole)
-            else:
+            if self.rank != 0:
                 for _ in whole:
                     pass
+                continue
+            for name, tensor in step.run(hf, whole):
+                exported.add(name)
+                yield name, tensor
         if self.rank == 0:
-            yield from hub_names.bystanders(hf, Path(self.config.path))
+            yield from hub_names.bystanders(hf, Path(self.config.path), exported)
 
     def _whole(self, live: Tensor, dtype: str | None) -> Tensor:
         """Gathered from all ranks; on rank 0 a copy, so that the next step does not change it."""

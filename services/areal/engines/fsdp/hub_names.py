@@ -15,7 +15,7 @@ of one layer, say), so that the caller gathers, converts and drops one step at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,18 +155,24 @@ def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
     return list(steps.values())
 
 
-def bystanders(hf: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
+def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the model's own directory that transformers knows of and leaves there.
 
     Layers for speculative decoding, the tower for images beside a language model, old masks: a
     version without them would not be the model that servers started with.
+
+    Args:
+        hf: the model.
+        source: its directory.
+        exported: names that `export_steps` have made.
     """
     try:
         directory = TensorDirectory(source)
     except InvalidInput:  # no safetensors: nobody can serve it as version 0 either
         return
     with directory:
-        _, unknown = _targets(hf, directory.shapes)
+        others = {n: shape for n, shape in directory.shapes.items() if n not in exported}
+        _, unknown = _targets(hf, others)
         _, unexpected = _heeded(hf, (), unknown.values())
         for name, target in unknown.items():
             # Frequencies are computed, and manifests leave them out.
