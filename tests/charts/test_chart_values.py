@@ -14,6 +14,7 @@ MISTAKES = [
     ("trainer.replicaCount=0", "trainer.replicaCount: Must be greater than or equal to 1"),
     ("storage.hostPath=relative", "storage.hostPath: Does not match pattern"),
     ("rollout.service.nodePort=70000", "Must be less than or equal to 65535"),
+    ("tracing.endpoint=collector:4317", "tracing.endpoint: Does not match pattern"),
     ("nosuch.key=1", "Additional property nosuch is not allowed"),
     (
         "trainer.replicaCount=2,storage.accessMode=ReadWriteOnce",

@@ -55,8 +55,14 @@ def test_compose_when_read_then_every_service_of_ours_is_locked_down(
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in service
-    # Configuration is in the one file: a container's environment has at most its process's name.
-    assert name == "init" or set(service.get("environment", ())) <= {"AREAL_PROCESS"}
+    # Configuration is in the one file: a container's environment has at most its process's name,
+    # and where traces go to, if the shell says so.
+    environment = dict(service.get("environment", {}))
+    traces = {key: environment.pop(key) for key in list(environment) if key.startswith("OTEL_")}
+    assert name == "init" or set(environment) <= {"AREAL_PROCESS"}
+    assert set(traces.values()) <= {None}
+    makes_spans = name not in {"redis", "nats", "init"}
+    assert ("OTEL_EXPORTER_OTLP_ENDPOINT" in traces) is makes_spans
 
 
 def test_compose_when_read_then_only_loopback_is_published(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config import save_config
 from areal.types import TaskState
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
 RECIPE = '''
 import asyncio
 import json
@@ -135,6 +139,14 @@ def versions_of(segments: Sequence[Span]) -> list[int]:
     ]
 
 
+def assert_documented(spans: Sequence[Span]) -> None:
+    """Every span and attribute is in docs/tracing.md; RPCs have the names of their methods."""
+    known = set(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "tracing.md").read_text()))
+    names = {span.name for span in spans if not span.name.startswith("areal.v1.")}
+    assert names - known == set()
+    assert {key for span in spans for key in span.attributes} - known == set()
+
+
 def named(trace: Sequence[Span], name: str) -> list[Span]:
     return [span for span in trace if span.name == name]
 
@@ -196,6 +208,7 @@ async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap
         [of_step] = [s for s in spans if s.span_id in publish.links]
         assert (of_step.name, of_step.trace_id == publish.trace_id) == ("publish", False)
         assert publish.attributes["areal.policy_version"] == step
+    assert_documented(spans)
     assert moved, "no trajectory was both updated in flight and moved to another server"
     for _, segments in moved:
         assert "error.type" in segments[0].attributes
@@ -268,6 +281,7 @@ async def test_trace_when_its_worker_leaves_then_a_second_lease_goes_on_in_it(
     sampled = trajectory.token_versions[trajectory.loss_mask].tolist()
     assert versions_of(segments) == sampled
     assert named(trace, "generate")[1].attributes["areal.resumed_tokens"] > 100
+    assert_documented(spans)
 
 
 async def _answers(url: str) -> None:

@@ -77,6 +77,14 @@ affinity: {{- toYaml . | nindent 2 }}
   valueFrom: {secretKeyRef: {name: {{ include "areal.secretName" $root }}, key: {{ index . 2 }}}}
 {{- end }}
 
+{{/* Where traces go: the standard variables of OpenTelemetry. */}}
+{{- define "areal.tracingEnv" -}}
+{{- with .Values.tracing }}{{ if .endpoint -}}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
+{{- with .env }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}{{ end }}
+{{- end }}
+
 {{- define "areal.secretName" -}}
 {{ .Values.auth.existingSecret | default (printf "%s-auth" (include "areal.fullname" .)) }}
 {{- end }}

@@ -130,6 +130,7 @@ spec:
             {{- range .secrets }}
             {{- include "areal.secretEnv" (list $ (index . 0) (index . 1)) | nindent 12 }}
             {{- end }}
+            {{- with include "areal.tracingEnv" $ }}{{ . | nindent 12 }}{{ end }}
             {{- with $values.extraEnv }}{{ toYaml . | nindent 12 }}{{ end }}
           ports:
             - {name: {{ $port }}, containerPort: {{ $listen }}}

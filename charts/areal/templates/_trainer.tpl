@@ -6,7 +6,7 @@
 
 {{/* Neither operator rolls a changed template: what the trainer runs is in its name. */}}
 {{- define "areal.trainerName" -}}
-{{- $what := printf "%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) }}
+{{- $what := printf "%s%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) (include "areal.tracingEnv" .) }}
 {{- include "areal.name" (list $ "trainer") }}-{{ $what | sha256sum | trunc 8 }}
 {{- end }}
 
@@ -48,6 +48,7 @@ containers:
       - {name: AREAL_POD_VERDICT, value: /dev/shm/areal-verdict}
       {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
       {{- with .env }}{{ toYaml . | nindent 6 }}{{ end }}
+      {{- with include "areal.tracingEnv" $ }}{{ . | nindent 6 }}{{ end }}
       {{- with $values.extraEnv }}{{ toYaml . | nindent 6 }}{{ end }}
     # No probes: ranks find each other by names that resolve only while pods are ready, before anything
     # listens; the ranks watch each other instead, and all leave when one is lost.

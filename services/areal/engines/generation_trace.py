@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from areal.engines.routing import Server
 from areal.observability import tracing
 from areal.types import LLMRequest, LLMResponse
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
+_OPERATION = "text_completion"
 _FINISH = "gen_ai.response.finish_reasons"
 _NOT_TRACED: AbstractContextManager[None] = nullcontext()
 
@@ -38,21 +36,23 @@ def _generation(model: str, request: LLMRequest, response: LLMResponse) -> Itera
         if span is None:
             yield
             return
-        span.set_attributes(
-            _common(model)
-            | {
-                "gen_ai.request.max_tokens": gconfig.max_new_tokens,
-                "gen_ai.request.temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-                "gen_ai.request.top_p": gconfig.top_p,
-                "areal.resumed_tokens": known,
-            }
-        )
         try:
             yield
         finally:
-            _usage(span, len(request.input_ids), len(response.output_tokens))
-            span.set_attribute("areal.interruptions", response.interruptions)
-            span.set_attribute(_FINISH, [response.stop_reason.value])
+            span.set_attributes(
+                {
+                    "gen_ai.operation.name": _OPERATION,
+                    "gen_ai.request.model": model,
+                    "gen_ai.request.max_tokens": gconfig.max_new_tokens,
+                    "gen_ai.request.temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+                    "gen_ai.request.top_p": gconfig.top_p,
+                    "gen_ai.usage.input_tokens": len(request.input_ids),
+                    "gen_ai.usage.output_tokens": len(response.output_tokens),
+                    _FINISH: [response.stop_reason.value],
+                    "areal.resumed_tokens": known,
+                    "areal.interruptions": response.interruptions,
+                }
+            )
 
 
 def segment(
@@ -71,33 +71,34 @@ def finished(reason: str) -> None:
 def _segment(
     model: str, server: Server, request: LLMRequest, response: LLMResponse
 ) -> Iterator[None]:
-    at = urlsplit(server.url)
     known = len(response.output_tokens)
-    attributes = _common(model) | {
-        "server.address": at.hostname or "",
-        "server.port": at.port or 0,
-        "areal.policy_version": server.version,
-    }
-    with tracing.span("segment", attributes, client=True) as span:
+    failure = ""
+    with tracing.span("segment", client=True) as span:
         try:
             yield
         except BaseException as error:
-            if span is not None:
-                span.set_attribute("error.type", type(error).__name__)
+            failure = type(error).__name__
             raise
         finally:
             if span is not None:
-                versions = response.output_versions[known:]
-                runs = [(version, len(list(run))) for version, run in groupby(versions)]
-                _usage(span, len(request.input_ids) + known, len(versions))
-                span.set_attribute("areal.token_versions", [version for version, _ in runs])
-                span.set_attribute("areal.token_version_counts", [count for _, count in runs])
+                span.set_attributes(_of_segment(model, server, request, response, known, failure))
 
 
-def _common(model: str) -> dict[str, Any]:
-    return {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model}
-
-
-def _usage(span: Span, inputs: int, outputs: int) -> None:
-    span.set_attribute("gen_ai.usage.input_tokens", inputs)
-    span.set_attribute("gen_ai.usage.output_tokens", outputs)
+def _of_segment(
+    model: str, server: Server, request: LLMRequest, response: LLMResponse, known: int, failure: str
+) -> dict[str, Any]:
+    """What a segment brought beyond the tokens `known` before it."""
+    at = urlsplit(server.url)
+    versions = response.output_versions[known:]
+    runs = [(version, len(list(run))) for version, run in groupby(versions)]
+    attributes = {
+        "gen_ai.operation.name": _OPERATION,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": len(request.input_ids) + known,
+        "gen_ai.usage.output_tokens": len(versions),
+        "server.address": at.hostname or "",
+        "server.port": at.port or 0,
+        "areal.token_versions": [version for version, _ in runs],
+        "areal.token_version_counts": [count for _, count in runs],
+    }
+    return attributes | {"error.type": failure} if failure else attributes
