@@ -47,10 +47,10 @@ class BufferService(Service):
     async def start(self) -> None:
         """Ready once Redis has answered; gives up when it does not within seconds."""
         await self._sweeper.sample()
-        spawn = self._context.background.spawn
-        spawn(self._sweeper.sweep_forever(), "sweep")
-        spawn(self._sweeper.sample_forever(), "sample")
-        spawn(self._sweeper.listen_forever(self._redis), "listen")
+        keep = self._context.background.keep
+        keep(self._sweeper.sweep_forever(), "sweep")
+        keep(self._sweeper.sample_forever(), "sample")
+        keep(self._sweeper.listen_forever(self._redis), "listen")
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -109,13 +109,13 @@ class GatewayService(Service):
             raise ConfigError(
                 f"--listen {self._context.listen}: cannot listen there: {error.strerror}"
             ) from None
-        spawn = self._context.background.spawn
+        spawn, keep = self._context.background.spawn, self._context.background.keep
         self._serving = spawn(self._http.serve(sockets=[listener]), "http")
-        spawn(watch_clock(self._hub, self._buffer, self._weight_sync, self._limits), "clock")
+        keep(watch_clock(self._hub, self._buffer, self._weight_sync, self._limits), "clock")
         if self._weight_sync is not None:
-            spawn(watch_versions(self._hub, self._weight_sync), "versions")
+            keep(watch_versions(self._hub, self._weight_sync), "versions")
         if self._trainer is not None:
-            spawn(watch_trainer(self._hub, self._trainer, self._limits), "trainer")
+            keep(watch_trainer(self._hub, self._trainer, self._limits), "trainer")
 
     async def drain(self) -> None:
         """Ends event streams, finishes running requests, stops listening."""

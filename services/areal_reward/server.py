@@ -46,7 +46,7 @@ class RewardService(Service):
     async def start(self) -> None:
         """Starts the workers; returns when all are ready."""
         slots = [
-            self._context.background.spawn(self._pool.run_slot(), f"reward-slot-{number}")
+            self._context.background.keep(self._pool.run_slot(), f"reward-slot-{number}")
             for number in range(self._config.workers)
         ]
         ready = asyncio.ensure_future(self._pool.wait_ready())

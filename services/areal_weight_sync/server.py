@@ -71,7 +71,7 @@ class WeightSync(Service):
         self._session = open_session(self._context.security.headers())
         with self._context.waits.on("lease", "the active coordinator, or redis"):
             await self._store.acquire()
-        spawn(self._store.keep_lease(), "lease")
+        self._context.background.keep(self._store.keep_lease(), "lease")
         if settings.store:
             host, _ = split_address(self._context.listen, "--listen")
             _, port = split_address(urlsplit(settings.store).netloc, "endpoints.weight_store")
@@ -94,7 +94,7 @@ class WeightSync(Service):
         for source in self._sources:
             spawn(discovery.follow(source), f"discovery-{source.name}")
             spawn(source.accompany(coordinator), f"accompany-{source.name}")
-        spawn(self._store.persist(coordinator), "persist")
+        self._context.background.keep(self._store.persist(coordinator), "persist")
         spawn(self._announcer.run(coordinator), "announcer")
         self._servicer.coordinator = coordinator
 

@@ -57,3 +57,21 @@ def test_sidecar_when_weights_stream_to_sglang_then_both_see_one_folder_in_memor
 def test_sidecar_when_the_cpu_engine_pulls_itself_then_there_is_none():
     pod = server(render(*STREAM))
     assert [container["name"] for container in pod.spec["containers"]] == ["sglang"]
+
+
+def test_store_when_weights_stream_then_trainer_and_servers_may_reach_its_port():
+    objects = render(*STREAM)
+    port = int(experiment(objects)["endpoints"]["weight_store"].rpartition(":")[2])
+    for caller in ("trainer", "sglang"):
+        policy = named(objects, "NetworkPolicy", f"areal-{caller}-to-weight-sync")
+        (rule,) = policy["spec"]["ingress"]
+        assert port in [each["port"] for each in rule["ports"]], caller
+
+
+def test_redis_when_rendered_then_every_acknowledged_write_is_on_disk():
+    (redis,) = (pod for pod in pods(render()) if pod.component == "redis")
+    command = " ".join(
+        " ".join(c.get("command", []) + c.get("args", [])) for c in redis.containers()
+    )
+    assert "--appendonly yes" in command
+    assert "--appendfsync always" in command

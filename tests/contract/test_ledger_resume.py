@@ -110,3 +110,21 @@ async def test_two_trainers_when_the_older_calls_then_fenced_everywhere(book: Bo
         with pytest.raises(StaleIncarnation, match="incarnation 1: the current one is 2"):
             await call
     assert await store.commit(new, 1, 0) == 1
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+async def test_calls_when_the_incarnation_is_not_the_current_one_then_refused(
+    book: Book, off: int
+) -> None:
+    await book.register()
+    await book.register()
+    await book.run("a", "b")
+    wrong = book.incarnation + off
+    with pytest.raises(StaleIncarnation, match=f"incarnation {wrong}: the current one is 2"):
+        await book.store.take(wrong, 1, (), near_limit=False)
+    assert await book.take(1) == ("taken", ["a", "b"])
+    with pytest.raises(StaleIncarnation):
+        await book.store.commit(wrong, 1, 0)
+    with pytest.raises(StaleIncarnation):
+        await book.submit("c", incarnation=wrong)
+    assert await book.counts() == {"batched": 2}

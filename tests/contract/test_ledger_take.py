@@ -271,3 +271,27 @@ async def test_lease_when_it_empties_the_queue_below_the_watermark_then_the_take
         await book.store.take(1, 1, (), near_limit=False)
         await book.lease()  # that one waits for groups only
         assert await wakes() == []
+
+
+async def test_take_when_the_deadline_passed_with_too_few_then_fresh_groups_run_on(
+    book: Book,
+) -> None:
+    """Only what would be too stale is waited for no longer; what is as old as allowed still is."""
+    await book.register(eta=1)
+    await book.submit("a", "b")
+    tokens = await book.lease(2)
+    assert (await book.take(1))[0] == "waiting"
+    await book.complete("a", tokens["a"])
+    await book.pass_straggler_deadline()
+    assert (await book.take(1))[0] == "waiting"
+    assert await book.state("b") == "running"
+    await book.complete("b", tokens["b"])
+    assert await book.take(1) == ("taken", ["a", "b"])
+    # Leased at version 0 for step 2: exactly as old as eta allows.
+    await book.submit("c", "d")
+    tokens = await book.lease(2)
+    assert (await book.take(2))[0] == "waiting"
+    await book.complete("c", tokens["c"], 1)
+    await book.pass_straggler_deadline()
+    assert (await book.take(2))[0] == "waiting"
+    assert await book.state("d") == "running"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -37,7 +38,7 @@ from areal.transports.pull import pull_version
 from areal.transports.sidecar import Sidecar
 from areal.transports.stream import StreamPublisher
 from areal.transports.wire import StoreConnection
-from areal.weights import build_manifest, version_name
+from areal.weights import SPARE, build_manifest, version_name
 from areal_inference.weights import WeightError
 from areal_weight_sync.engine import EngineError
 from areal_weight_sync.http_engine import HttpEngine, open_session
@@ -340,3 +341,38 @@ async def test_server_when_it_cannot_see_the_folder_then_its_sidecar_pulls(rig: 
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+async def test_version_when_a_retired_folder_is_reused_then_nothing_else_of_it_stays(
+    rig: Rig,
+) -> None:
+    spare = rig.root / "weights" / SPARE
+    spare.mkdir(parents=True)
+    stale = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"}
+    for name in stale:
+        (spare / name).write_bytes(b"of another version")
+    (spare / "model.safetensors").write_bytes(b"x" * 100)
+    new = rig.noisy(1)
+    version = await run(lambda: rig.publisher("disk").publish(new, rig.announce))
+    assert not spare.exists(), "it was reused"
+    names = {file.name for file in await run(lambda: list(Path(version.path).iterdir()))}
+    assert names.isdisjoint(stale)
+    same(await run(lambda: rig.load(version.path)), new)
+
+
+async def test_upload_when_the_store_drops_a_block_then_it_is_sent_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, dropped = StoreConnection.put, []
+
+    def drop_first(self: StoreConnection, name: str, file: str, *rest: Any) -> None:
+        if file not in dropped:
+            dropped.append(file)
+            raise TransportError("the connection was closed")
+        put(self, name, file, *rest)
+
+    monkeypatch.setattr(StoreConnection, "put", drop_first)
+    new = rig.noisy(1)
+    version = await run(lambda: rig.publisher("stream").publish(new, rig.announce))
+    assert set(dropped) == {"config.json", "model.safetensors"}
+    same(await run(lambda: rig.load(rig.location("stream", version))), new)

@@ -28,6 +28,15 @@ class Background:
         task.add_done_callback(self._done)
         return task
 
+    def keep(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Starts a loop that runs until it is cancelled: its return sets `failed`, too."""
+
+        async def endless() -> None:
+            await coroutine
+            raise RuntimeError(f"{name} returned: expected it to run until cancelled")
+
+        return self.spawn(endless(), name)
+
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:

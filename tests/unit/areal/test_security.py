@@ -115,6 +115,16 @@ def test_bind_when_loopback_then_needs_no_token(host: str) -> None:
     Security().check_bind(host, "--listen")
 
 
+def test_bind_when_a_name_has_a_public_address_too_then_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [(2, 1, 6, "", (address, 0)) for address in ("127.0.0.1", "192.0.2.7")]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    assert not is_loopback("two-faced.example")
+    found.pop()
+    assert is_loopback("two-faced.example")
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.1.2.3", "no-such-host.invalid", ""])
 def test_bind_when_others_reach_it_then_refused_without_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match=r"--listen .*allow_insecure_bind=true"):

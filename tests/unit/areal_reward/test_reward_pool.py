@@ -31,11 +31,12 @@ class ScriptedWorker:
         self.gate = gate
         self.killed = False
         self.requests = 0
+        self.wears_out = False
         self.asked = asyncio.Event()
 
     @property
     def worn(self) -> bool:
-        return False
+        return self.wears_out and self.requests > 0
 
     async def send(self, request, digest, recipe):
         self.requests += 1
@@ -145,6 +146,14 @@ async def test_pool_when_an_item_claims_to_begin_in_the_future_then_it_is_overdu
     async with running() as rig:
         results = await rig.score("1", "future", "2")
         assert _errors(results) == [None, pb.SCORE_ERROR_TIMEOUT, None]
+
+
+async def test_pool_when_a_worker_is_worn_then_ended_and_replaced():
+    async with running() as rig:
+        rig.workers[0].wears_out = True
+        assert [r.reward for r in await rig.score("1", "2")] == [1.0, 2.0]
+        assert [r.reward for r in await rig.score("3")] == [3.0]
+        assert [worker.killed for worker in rig.workers] == [True, False]
 
 
 async def test_pool_when_worker_dies_then_only_its_item_fails_and_says_how():

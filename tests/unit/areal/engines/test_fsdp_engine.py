@@ -68,6 +68,9 @@ def test_forward_when_packed_then_equals_transformers_one_sequence_at_a_time(
     single = make_engine().forward(batch, temperature=temperature)
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-5)
+    chunked = make_engine(dtype="float64", logits_chunk_elements=261 * 7)
+    ours = chunked.forward(batch, temperature=temperature)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,20 @@ def test_plan_when_a_command_for_inference_is_given_then_it_gets_the_flags(tmp_p
         plan_stack(config, folder, with_trainer=False)
 
 
+def test_plan_when_made_again_then_servers_differ_in_seed_and_keep_theirs(tmp_path: Path) -> None:
+    config, folder = make(tmp_path, "allocation_mode=sglang:d3+fsdp:d1", "seed=7")
+
+    def seeds() -> list[str]:
+        specs = plan_stack(config, folder, with_trainer=False).inference
+        return [spec.argv[spec.argv.index("--random-seed") + 1] for spec in specs]
+
+    first = seeds()
+    assert len(set(first)) == 3
+    assert seeds() == first
+    config.seed = 8
+    assert not set(seeds()) & set(first)
+
+
 @pytest.mark.parametrize(
     ("gpus", "stored", "expected"),
     [(0, "float32", "float32"), (0, "bfloat16", "bfloat16"), (4, "float32", "bfloat16")],

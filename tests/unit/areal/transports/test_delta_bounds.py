@@ -38,3 +38,25 @@ def test_delta_when_a_frame_is_larger_than_its_tensor_then_refused_before_it_is_
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_delta_when_it_names_a_position_twice_then_refused() -> None:
+    before = np.zeros(1000, np.float32)
+    after = before.copy()
+    after[[7, 8]] = 1.0
+    raw = delta.encode([tensor(after)], {"w": before.tobytes()}, BASE)
+    assert raw is not None
+    at = raw.index(zstandard.FRAME_HEADER)
+    body = zstandard.ZstdDecompressor().decompress(raw[at:])
+    gaps = np.frombuffer(body[:8], np.uint8).reshape(4, 2).copy()
+    assert gaps[0].tolist() == [7, 1]
+    gaps[0, 1] = 0  # the second position is the first one again
+    frame = zstandard.ZstdCompressor().compress(gaps.tobytes() + body[8:])
+    header = raw[8:at].replace(
+        f'"bytes":{len(raw) - at}'.encode(), f'"bytes":{len(frame)}'.encode()
+    )
+    twice = delta.Delta(len(header).to_bytes(8, "little") + header + frame)
+    data = bytearray(before.tobytes())
+    with pytest.raises(InvalidInput, match="tensor w: positions outside of the tensor, or twice"):
+        twice.apply("w", "F32", memoryview(data))
+    assert bytes(data) == before.tobytes(), "nothing was changed"
