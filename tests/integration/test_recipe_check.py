@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.stack_tools import areal, areal_argv, environment
+from tests.integration.stack_tools import RunningStack, areal, areal_argv, environment
 
 from areal.models.tiny import save_tokenizer
 
@@ -98,6 +98,30 @@ def test_check_when_a_stage_fails_then_exit_code_1_with_the_traceback(folder: Pa
     assert "    return data['nothing']" in done.stdout
     assert "s, nothing was started" in done.stdout
     assert areal("check", "nowhere.py", cwd=folder).returncode == 2
+
+
+def test_run_when_the_recipe_makes_its_model_then_it_is_checked_before_any_service_starts(
+    folder: Path,
+) -> None:
+    arguments = write(folder, "return None")
+    with (folder / "recipe.py").open("a") as recipe:
+        recipe.write(
+            "\ndef prepare_model(config):\n"
+            "    from pathlib import Path\n"
+            "    Path('model').rename(config.model.path)\n"
+        )
+    stack = RunningStack(folder / "runs" / "experiment" / "trial0")
+    try:
+        done = areal("run", *arguments, "model.path=made", cwd=folder)
+        stack.assert_gone()
+    finally:
+        stack.clean_up()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "reward: reward_fn returned None: expected a finite number" in done.stdout
+    assert sorted(file.stem for file in (stack.run_dir / "logs").iterdir()) == [
+        "launcher",
+        "prepare",
+    ]
 
 
 def test_check_when_interrupted_then_its_process_ends_too(folder: Path) -> None:
