@@ -63,7 +63,7 @@ def describe_failure(error: BaseException) -> Failure:
     if isinstance(leaf, WorkflowError) and leaf.traceback:
         return _own(str(leaf), leaf.traceback)
     name = type(leaf).__name__
-    line = f"{name}: {leaf}"
+    line = str(leaf) if isinstance(leaf, WorkflowError) else f"{name}: {leaf}"
     text = "".join(traceback.format_exception(error))
     if not _PLACE.search(line):
         line = _line(line)[:800] + (_where_raised(leaf) or _where_raised(error))

@@ -161,3 +161,20 @@ def test_policies_when_stores_are_external_then_their_ports_are_open():
     assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": 6380}]}]
     (expression,) = policy["podSelector"]["matchExpressions"]
     assert expression["values"] == ["buffer", "weight-sync"]
+
+
+@pytest.mark.parametrize("workload", ["PyTorchJob", "TrainJob", "Job"])
+def test_trainer_when_its_container_is_started_again_then_what_it_said_before_is_still_there(
+    workload,
+):
+    """In a volume that lives as long as the pod: the container's own files are gone by then."""
+    rendered = render("--set", f"trainer.workload={workload}")
+    trainers = [pod for pod in pods(rendered) if pod.component == "trainer"]
+    assert trainers
+    for pod in trainers:
+        [container] = pod.spec["containers"]
+        [file] = [v["value"] for v in container["env"] if v["name"] == "AREAL_POD_VERDICT"]
+        [mount] = [
+            m["name"] for m in container["volumeMounts"] if file.startswith(f"{m['mountPath']}/")
+        ]
+        assert next(v for v in pod.spec["volumes"] if v["name"] == mount)["emptyDir"]

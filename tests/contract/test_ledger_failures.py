@@ -44,6 +44,8 @@ async def test_run_when_its_first_tasks_all_fail_alike_then_it_is_stopped_with_t
     await end(strict, "e0-15", "KeyError (r.py:3)")
     with pytest.raises(WorkflowError, match=r"first 16 tasks .*task e0-15: KeyError \(r.py:3\)"):
         await strict.take(1)
+    with pytest.raises(WorkflowError, match=r"first 16 tasks .*task e0-15"):
+        await strict.take(1, "e0-15", "e0-16")  # as rollout_batch asks
     await strict.submit("e0-16")
     leases, reason = await strict.store.lease("w", 1)
     assert leases == []

@@ -336,7 +336,7 @@ class Supervised:
 
     def _give_up(self, cause: str, *, words: bool = True) -> None:
         self._set(ProcessState.FAILED)
-        self._report("error", self.spec.name, cause)
+        self._report("error", self.spec.name, cause.removeprefix(f"{self.spec.name}: "))
         if not self.ended.done():
             hint = f" ({self.last_words()})" if words else ""
             self.ended.set_exception(StackFailure(f"{cause}{hint}"))

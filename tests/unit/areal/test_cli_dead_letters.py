@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from tests.ledger_support import make_task
 
-from areal.cli_dead_letters import describe, drop_dead_letters
+from areal.cli_dead_letters import describe, drop_dead_letters, list_dead_letters
 from areal.clients.buffer_types import DeadLetter, TaskRecord
 from areal.errors import InvalidInput
 from areal.types import TaskState
@@ -51,3 +52,32 @@ def test_drop_when_neither_or_both_are_said_then_refused(
 ) -> None:
     with pytest.raises(InvalidInput, match="expected task ids, or --all"):
         drop_dead_letters(Path("nowhere"), task_ids, everything=everything, as_json=False)
+
+
+def test_list_when_the_run_has_ended_then_it_prints_what_the_run_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "sums" / "t0"
+    folder.mkdir(parents=True)
+    (folder / "stack.json").write_text("{}")
+    row = {
+        "task_id": "e0-3",
+        "purpose": "train",
+        "cause": "workflow_error",
+        "reason": "workflow_error after 3: KeyError: 'solution' (mine.py:41)",
+        "attempts": 3,
+        "infrastructure_attempts": 0,
+        "end_time": 2000.0,
+        "data": {"answer": "7"},
+        "traceback": "Traceback\n  File mine.py, line 41\n",
+    }
+    lines = [json.dumps({**row, "task_id": f"e0-{number}"}) for number in (3, 2, 1)]
+    (folder / "dead_letters.jsonl").write_text("\n".join(lines) + "\n")
+    assert list_dead_letters(folder, 2, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert f"{folder} has ended; it left:" in told
+    assert told.index("e0-3   workflow_error, 3 attempts") < told.index("e0-2   workflow_error")
+    assert "KeyError: 'solution' (mine.py:41)" in told
+    assert "e0-1 " not in told
+    assert list_dead_letters(folder, 1, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == row

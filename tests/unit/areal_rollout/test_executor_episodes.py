@@ -76,7 +76,7 @@ async def test_episode_when_it_returns_nonsense_then_workflow_error(result):
         (ZeroDivisionError("oh\nno"), "WORKFLOW_ERROR", "ZeroDivisionError: oh no", ""),
         (SystemExit(3), "WORKFLOW_ERROR", "SystemExit: 3", ""),
         (InvalidInput("input_ids: empty"), "WORKFLOW_ERROR", "InvalidInput: input_ids: empty", ""),
-        (WorkflowError("mine"), "WORKFLOW_ERROR", "WorkflowError: mine", ""),
+        (WorkflowError("mine"), "WORKFLOW_ERROR", "mine", ""),
         (Unavailable("reward is away"), "INFRASTRUCTURE", "reward is away", ""),
         (WaitTimeout("a server"), "INFRASTRUCTURE", "waited for a server", ""),
         (GenerationFailed("x failed", "http://x"), "INFRASTRUCTURE", "x failed", "http://x"),
@@ -106,7 +106,7 @@ async def test_episode_when_it_raises_then_returned_with_whose_fault(error, caus
     own = cause == "WORKFLOW_ERROR"
     line = episode.__code__.co_firstlineno + 1
     assert more["detail"] == detail + (f" ({__file__}:{line})" if own else "")
-    kind = detail.split(":")[0]
+    kind = detail.split(":")[0] if detail != "mine" else "WorkflowError"
     assert more["site"] == (f"{kind} at {Path(__file__).name}:{line}" if own else "")
     assert more["failed_server"] == server
     assert (Path(__file__).name in more["traceback"]) == (cause == "WORKFLOW_ERROR")
