@@ -120,7 +120,7 @@ def ppo_actor_loss(
         loss = sum of w l over loss tokens with w <= behavior_weight_cap
 
     `decoupled=True` multiplies by w whether or not a cap is set. `decoupled=False` is plain PPO
-    around the behavior policy: r = exp(policy - behavior), no weight.
+    around whatever is given as `behavior_logprobs`: r = exp(policy - behavior), no weight.
 
     The sequence level is GSPO (arXiv 2507.18071): r is the exponential of the sequence's mean log
     ratio, A its mean advantage, both over all its loss tokens; w stays each token's own. The papers
