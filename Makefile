@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -130,6 +130,9 @@ proto: $(STAMP) ## services/areal/v1 from proto/
 
 docs: $(STAMP) ## docs/configuration.md from the dataclasses
 	@if test -f tools/gen_docs.py; then PYTHONPATH=services $(BIN)/python tools/gen_docs.py; fi
+
+models: $(STAMP) ## docs/models.md: every architecture of transformers, tried (minutes)
+	PYTHONPATH=services $(BIN)/python tools/gen_models.py
 
 manifests: $(STAMP) ## manifests/rendered from the chart, and the chart's copy of its example
 	$(BIN)/python tools/gen_manifests.py

@@ -187,3 +187,16 @@ def test_self_test_when_a_model_is_big_then_runs_its_first_layers_of_every_kind(
     assert (everything.layers, found.layers) == (9, 6)
     assert found.difference < 1e-5
     assert len(hf.model.layers) == 9
+
+
+@pytest.mark.parametrize(("options", "times"), [({}, 1), (RECOMPUTED, 2)])
+def test_train_batch_when_activations_are_recomputed_then_each_layer_runs_twice(
+    tmp_path, initialize, options, times
+):
+    # The model is in eval(), which alone would switch transformers' recomputing off.
+    wild_model(tmp_path, "qwen3", head_dim=8)
+    engine = initialize(tmp_path, **options)
+    calls = []
+    engine.model.hf.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    engine.train_batch(make_batch(vocabulary=96), weighted_loss)
+    assert len(calls) == times

@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""Writes docs/models.md: every causal language model of transformers, tried with random weights.
+
+    PYTHONPATH=services python tools/gen_models.py [MODEL_TYPE ...]
+
+With model types: tries those, prints what was found, writes nothing. Ends with 1 when an
+architecture that the trainer accepts is computed wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "services")]
+
+from tools.tiny_architectures import NotTried, tiny_model  # noqa: E402
+
+from areal.algorithms import packing  # noqa: E402
+from areal.engines.fsdp.guards import silence_noise  # noqa: E402
+from areal.engines.fsdp.model import PackedCausalLM  # noqa: E402
+from areal.engines.fsdp.packed_attention import build_layout  # noqa: E402
+from areal.engines.fsdp.self_test import self_test  # noqa: E402
+from areal.errors import InvalidInput  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+RIGHT, REFUSED, NOT_TRIED, WRONG = "right", "refused", "not tried", "wrong"
+LOGPROB_TOLERANCE = 4e-5
+"""Largest difference of a logprob, in nats."""
+GRADIENT_TOLERANCE = 1e-4
+"""Norm of the difference of all gradients over their norm."""
+# Two groups with a common prefix and a long sequence alone: (prefix, what each sequence adds).
+_GROUPS = ((11, (13, 4)), (5, (20, 1)), (0, (70,)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one architecture."""
+
+    model_type: str
+    architecture: str
+    result: str
+    note: str = ""
+    """Why it is refused, or was not tried."""
+
+
+def registry() -> dict[str, str]:
+    """Model type to class, as transformers' AutoModelForCausalLM has them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
+
+
+def try_architecture(model_type: str, seed: int = 0) -> Row:
+    """Make a tiny model, start it as a trainer would, and compare it with plain transformers."""
+    name = registry()[model_type]
+    try:
+        hf = tiny_model(model_type, seed)
+    except NotTried as error:
+        return Row(model_type, name, NOT_TRIED, str(error))
+    trained = copy.deepcopy(hf)
+    silence_noise(trained)
+    try:
+        model = PackedCausalLM(trained, flash=False, chunk_elements=1 << 12)
+        self_test(model, torch.device("cpu"), torch.float32)
+    except InvalidInput as error:
+        return Row(model_type, name, REFUSED, _reason(str(error)))
+    logprob, gradient = errors(hf, model, seed)
+    if logprob <= LOGPROB_TOLERANCE and gradient <= GRADIENT_TOLERANCE:
+        return Row(model_type, name, RIGHT)
+    return Row(model_type, name, WRONG, f"logprobs {logprob:.1e}, gradient {gradient:.1e}")
+
+
+def _reason(message: str) -> str:
+    message = message.partition(" cannot be trained on packed sequences: ")[2] or message
+    message = message.partition("; choose another model")[0]
+    # Digits are the machine's.
+    return re.sub(r"differ by \S+ nats.*", "differ from those of each sequence alone", message)
+
+
+def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
+    """Largest difference of a logprob, and relative difference of the gradient.
+
+    Args:
+        hf: plain transformers model with eager attention, in eval(): one sequence at a time.
+        model: the same weights, packed.
+        seed: of the tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = hf.config.get_text_config().vocab_size
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
+
+    sequences, groups = [], []
+    for group, (common, added) in enumerate(_GROUPS):
+        prefix = tokens(common)
+        sequences += [prefix + tokens(count) for count in added]
+        groups += [group] * len(added)
+    parts = []
+    for ids in sequences:
+        logits = hf(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+        chosen = torch.tensor(ids[1:])[:, None]
+        parts.append(torch.log_softmax(logits, -1).gather(1, chosen)[:, 0])
+    expected = torch.cat(parts)
+    batch = packing.pack(
+        [{"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)} for ids in sequences],
+        groups,
+    )
+    targets = torch.nonzero(batch["loss_mask"]).flatten()
+    found, _ = model(batch, build_layout(batch, share_prefixes=True), targets, 1.0)
+    weight = torch.cos(torch.arange(len(expected))) + 1.2
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    want, have = _gradients(hf), _gradients(model.hf)
+    if want.keys() != have.keys():
+        return float((found - expected).abs().max()), float("inf")
+    norm = sum(float(g.double().square().sum()) for g in want.values()) ** 0.5
+    apart = sum(float((have[k] - want[k]).double().square().sum()) for k in want) ** 0.5
+    return float((found - expected).detach().abs().max()), apart / norm
+
+
+def _gradients(hf: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+
+
+def render(rows: list[Row]) -> str:
+    """The page."""
+    import transformers
+
+    def table(result: str, *, notes: str = "") -> list[str]:
+        chosen = [row for row in rows if row.result == result]
+        head = ["model_type", "class", *([notes] if notes else [])]
+        lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for row in chosen:
+            cells = [f"`{row.model_type}`", row.architecture]
+            cells += [row.note.replace("|", "\\|")] if notes else []
+            lines.append(f"| {' | '.join(cells)} |")
+        return lines
+
+    def count(result: str) -> int:
+        return sum(row.result == result for row in rows)
+
+    lines = [
+        "# Models",
+        "",
+        "<!-- Written by tools/gen_models.py; a test compares every line. -->",
+        "",
+        f"Every causal language model that transformers {transformers.__version__} knows "
+        "(`AutoModelForCausalLM`), tried at a tiny size with large",
+        "random weights: sequences packed end to end, common prefixes computed once, against each "
+        "sequence alone in plain eager",
+        "transformers. **Right**: every logprob within "
+        f"{LOGPROB_TOLERANCE:g} nats and the gradient within {GRADIENT_TOLERANCE:g} of its norm, "
+        "in float32.",
+        "",
+        "Whatever the table says, each run repeats the comparison with its own weights before it "
+        "trains (the first layers of a big",
+        "model) and ends with one line when they differ: a new architecture, remote code or "
+        "another version of transformers cannot be",
+        "trained silently wrong. `areal doctor DIRECTORY` does the same without a run.",
+        "",
+        f"## Right ({count(RIGHT)})",
+        "",
+        "Sliding windows, attention and logit softcaps, sinks, logit scales, latent attention and "
+        "experts included; dropout and router",
+        "jitter are off. With `longrope` or dynamic NTK rope, sequences beyond the length that "
+        "the rope was trained on are refused,",
+        "since transformers would give all sequences of a micro-batch the rope of the longest.",
+        "",
+        *table(RIGHT),
+        "",
+        f"## Refused ({count(REFUSED)})",
+        "",
+        "At start, with this reason.",
+        "",
+        *table(REFUSED, notes="why"),
+        "",
+        f"## Not tried ({count(NOT_TRIED)})",
+        "",
+        "There is no tiny model of them; the comparison at the start of a run still decides.",
+        "",
+        *table(NOT_TRIED, notes="why"),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(model_types: list[str]) -> int:
+    """Tries all, or those named; returns the exit code."""
+    torch.set_num_threads(1)
+    rows = []
+    for model_type in model_types or registry():
+        rows.append(try_architecture(model_type))
+        if rows[-1].result == RIGHT:  # another set of weights and tokens
+            again = try_architecture(model_type, seed=1)
+            rows[-1] = rows[-1] if again.result == RIGHT else again
+        row = rows[-1]
+        print(f"{row.model_type:26s} {row.result:10s} {row.note}", flush=True)
+    if not model_types:
+        PAGE.write_text(render(rows))
+    return int(any(row.result == WRONG for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

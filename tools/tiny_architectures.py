@@ -1,0 +1,197 @@
+"""A tiny random model of each architecture that transformers knows as a causal language model."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+# What makes a configuration tiny and its special features show; names it lacks are left out.
+_TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "n_embd": 32,
+    "d_model": 32,
+    "embedding_size": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "dim_ff": 48,
+    "dff": 48,
+    "n_inner": 48,
+    "ffn_hidden_size": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "moe_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_experts_intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_layers": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "dim_head": 8,
+    "rotary_dim": 4,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "seq_length": 128,
+    "max_seq_len": 128,
+    "sliding_window": 7,
+    "index_topk": 3,
+    "index_topk_blocks": 2,
+    "index_block_size": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "zero_expert_num": 1,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "logit_scale": 1.7,
+    "logits_scaling": 1.7,
+    "final_logit_softcapping": 3.0,
+    "attn_logit_softcapping": 3.0,
+    "router_jitter_noise": 0.2,
+    "input_jitter_noise": 0.2,
+}
+# Latent attention has as many key heads as heads.
+_LATENT = {"num_key_value_heads": 4}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 7},
+    "granitemoehybrid": _MAMBA,
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "diffllama": {"attention_dropout": 0.0},
+    "dots1": {"n_shared_experts": 1},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "phimoe": {"sliding_window": None},  # as it is published
+    "prophetnet": {
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 4,
+        "num_decoder_attention_heads": 4,
+    },
+    "reformer": {"is_decoder": True},
+    "roc_bert": {"shape_vocab_size": 96, "pronunciation_vocab_size": 96},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+_WITHOUT: dict[str, set[str]] = {
+    "falcon": {"head_dim"},
+    "prophetnet": {"num_hidden_layers"},
+    "xlnet": {"max_position_embeddings"},
+    "xlstm": {"head_dim", "v_head_dim", "qk_head_dim"},
+    "zamba2": {"num_hidden_layers"},
+}
+LARGEST = 10_000_000
+"""Parameters of a model that still counts as tiny."""
+
+
+class NotTried(Exception):
+    """There is no tiny model of this architecture; says why in one line."""
+
+
+def tiny_config(model_type: str) -> Any:
+    """Return the configuration of a tiny model.
+
+    Raises:
+        NotTried: it is made of several models.
+    """
+    from transformers import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[model_type]()
+    text = default.get_text_config()
+    kind = type(text)
+    if text is not default:
+        raise NotTried(f"several models in one; its text model is `{text.model_type}`")
+    known = {field.name for field in fields(kind)}
+    chosen = {name: value for name, value in _TINY.items() if name in known}
+    if "kv_lora_rank" in known:
+        chosen |= _LATENT
+    # Every kind of layer that the real pattern has.
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        pattern = getattr(text, name, None)
+        if pattern and name in known:
+            kinds = list(dict.fromkeys(pattern))
+            chosen[name] = [*(kinds * 4)[:3], pattern[-1]]
+    chosen |= {
+        name: 0.2 for name in known if "drop" in name and isinstance(getattr(text, name), float)
+    }
+    chosen |= _SPECIAL.get(text.model_type, {})
+    for name in _WITHOUT.get(text.model_type, ()):
+        chosen.pop(name, None)
+    return kind(**chosen)
+
+
+def tiny_model(model_type: str, seed: int) -> Any:
+    """Return a tiny model with weights large enough for errors to show, eager and in eval().
+
+    Raises:
+        NotTried: it cannot be made tiny.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+        size = sum(parameter.numel() for parameter in empty.parameters())
+    except NotTried:
+        raise
+    except Exception as error:
+        raise NotTried(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
+    if size > LARGEST:
+        raise NotTried(f"{size / 1e6:.0f} M parameters at its smallest")
+    torch.manual_seed(seed)
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+            else:
+                parameter.add_(noise * 0.2)
+    return hf.eval()
