@@ -74,6 +74,22 @@ def test_tracing_when_nothing_is_configured_then_no_sdk_is_imported_and_no_span_
     assert found == [[], [None, None], [], "", False]
 
 
+def test_tracing_when_another_library_loads_the_sdk_then_still_nothing_is_made() -> None:
+    """Redis's client does, for metrics of its own."""
+    names = ("buffer", "gateway", "inference", "reward", "rollout", "trainer", "weight_sync")
+    found, _ = run(
+        f"""
+    import {", ".join(f"areal_{name}.server" for name in names)}
+    import opentelemetry.sdk.trace
+    """
+        + ALL
+        + """
+    print(json.dumps([made, sent, kept]))
+    """
+    )
+    assert found == [[None, None], [], ""]
+
+
 @pytest.mark.parametrize("value", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
 def test_tracing_when_switched_off_by_a_standard_variable_then_nothing(
     value: dict[str, str],

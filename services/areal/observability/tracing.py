@@ -4,37 +4,29 @@
                                              ^
     span(), start(), served() ───────────────┘        none is configured: nothing at all
 
-Configured is whoever sets OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT). Else the SDK is not
-even imported, and that is how every function here knows that it has nothing to do. What begins a
-trace decides whether it is sampled; without a sampled span above, only a `root` makes one.
+Configured is whoever sets OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT). Else `span_export`,
+and the SDK with it, is not even imported: that is how every function here knows that it has nothing
+to do. What begins a trace decides whether it is sampled; without a sampled span above, only a
+`root` makes one.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from areal.errors import ConfigError
-
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.propagators.textmap import TextMapPropagator
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, SpanContext, Tracer
     from opentelemetry.util.types import Attributes
 
-FLUSH_S = 2.0
-"""At its end a process waits this long for a collector to take the last spans."""
-
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _HEADERS = frozenset({"traceparent", "tracestate"})
 # One for all: it has no state.
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -63,68 +55,15 @@ def exporting(service: str, namespace: str, instance: str = "") -> Iterator[None
     ):
         yield
         return
-    exporter = _exporter(key)
-    from opentelemetry import trace
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from areal.observability.span_export import export_spans
 
-    resource = Resource(
-        {
-            "service.name": service,
-            "service.namespace": namespace,
-            "service.instance.id": instance or f"{socket.gethostname()}-{os.getpid()}",
-        }
-    )
-    told = Resource.create().attributes
-    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
-    resource = resource.merge(
-        Resource({k: v for k, v in told.items() if k != "service.name" or named})
-    )
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    try:
+    with export_spans(key, service, namespace, instance):
         yield
-    finally:
-        if not _finished(provider.shutdown, FLUSH_S):
-            _finished(exporter.shutdown, 0.5)  # a collector that is away is not tried again
-
-
-def _exporter(key: str) -> SpanExporter:
-    endpoint = os.environ[key]
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"{key} {endpoint!r}: expected http://host:port or https://host:port")
-    by = next((name for name in _PROTOCOLS if os.environ.get(name)), _PROTOCOLS[-1])
-    protocol = os.environ.get(by) or "grpc"
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
-            OTLPSpanExporter as GrpcExporter,
-        )
-
-        return GrpcExporter()
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-            OTLPSpanExporter as HttpExporter,
-        )
-
-        return HttpExporter()
-    raise ConfigError(f"{by} {protocol!r}: expected grpc or http/protobuf")
-
-
-def _finished(step: Callable[[], Any], timeout: float) -> bool:
-    """Whether it ends within so many seconds; what takes longer ends with the process."""
-    thread = threading.Thread(target=step, name="areal-last-spans", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return not thread.is_alive()
 
 
 def enabled() -> bool:
-    """Whether spans may be made in this process."""
-    return "opentelemetry.sdk.trace" in sys.modules
+    """Whether this process exports spans: then, and only then, it has loaded what does."""
+    return "areal.observability.span_export" in sys.modules
 
 
 # ---------------------------------------------------------------- spans
