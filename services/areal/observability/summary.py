@@ -173,13 +173,10 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
     if len(invocations) < 2:
         return ""
     last = invocations[-1]
+    steps = f"steps {last['from_step'] + 1} to {last['to_step']}"
     if last["to_step"] == last["from_step"]:
-        return "; this time nothing was left to train"
-    counted = [each for each in invocations if each["to_step"] > each["from_step"]]
-    return (
-        f", over {len(counted)} invocations; this one {last['wall_s']:.0f} s, steps "
-        f"{last['from_step'] + 1} to {last['to_step']}"
-    )
+        steps = "no step" + (": none was left" if last["status"] == "finished" else "")
+    return f", over {len(invocations)} invocations; this one {last['wall_s']:.0f} s, {steps}"
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

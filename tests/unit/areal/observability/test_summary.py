@@ -124,7 +124,9 @@ def test_continue_when_the_run_had_finished_then_its_figures_stay() -> None:
     assert again["wall_s"] == 729.0
     assert {**again, "invocations": first["invocations"]} == first
     assert [each["wall_s"] for each in again["invocations"]] == [729.0, 13.0]
-    assert "nothing was left to train" in dict(summary_lines(again))["time"]
+    time = dict(summary_lines(again))["time"]
+    assert "729 s" in time
+    assert "over 2 invocations; this one 13 s, no step: none was left" in time
 
 
 def test_continue_when_interrupted_before_then_times_add_up() -> None:
