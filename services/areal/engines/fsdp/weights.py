@@ -36,31 +36,24 @@ def load_model(path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool
     """Make a transformers causal language model on the CPU.
 
     Raises:
-        InvalidInput: the directory does not exist, has no config.json, or lacks tensors, for which
-            transformers would draw random numbers.
+        InvalidInput: the directory does not exist, has no config.json, is none that transformers
+            can load, or lacks tensors, for which transformers would draw random numbers.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise InvalidInput(
             f"path={path!r}: expected a Hugging Face model directory with config.json"
         )
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     attention = "flash_attention_2" if flash else "eager"
-    if from_scratch:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            config = AutoConfig.from_pretrained(directory)
-            hf = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            )
-    else:
-        hf, told = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
-        _check_loaded(hf, path, told["missing_keys"])
+    try:
+        hf = _load(directory, dtype, attention, seed if from_scratch else None)
+    except (ImportError, OSError, ValueError) as error:
+        # An unknown architecture, code that would have to be downloaded, an absent kernel.
+        why = " ".join(str(error).split())
+        raise InvalidInput(f"path={path!r}: transformers cannot load it: {why}") from error
     guards.silence_noise(hf)
     if dtype == torch.float64:
         _use_exact_norms(hf)
@@ -80,6 +73,24 @@ def _check_loaded(hf: Any, path: str, missing: Iterable[str]) -> None:
                 f"path={path!r}: {second!r} differs from {first!r}, but config.json ties them, as "
                 "servers will; expected equal values, or tie_word_embeddings: false"
             )
+
+
+def _load(directory: Path, dtype: torch.dtype, attention: str, seed: int | None) -> Any:
+    """With the directory's weights, or with fresh ones of a seed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if seed is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = AutoConfig.from_pretrained(directory)
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+    hf, told = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
+    _check_loaded(hf, str(directory), told["missing_keys"])
+    return hf
 
 
 class _RMSNorm(nn.Module):

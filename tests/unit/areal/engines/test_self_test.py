@@ -200,3 +200,14 @@ def test_train_batch_when_activations_are_recomputed_then_each_layer_runs_twice(
     engine.model.hf.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     engine.train_batch(make_batch(vocabulary=96), weighted_loss)
     assert len(calls) == times
+
+
+def test_initialize_when_transformers_does_not_know_the_architecture_then_says_so_in_a_line(
+    tmp_path, initialize
+):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(
+        InvalidInput, match=r"transformers cannot load it.*no_such_model"
+    ) as refusal:
+        initialize(tmp_path)
+    assert "\n" not in str(refusal.value)
