@@ -173,6 +173,26 @@ def test_self_test_when_a_kernel_is_given_then_tries_it_in_its_precision(tmp_pat
     assert {p.dtype for p in hf.parameters()} == {torch.float32}
 
 
+def test_self_test_when_a_kernel_lets_sequences_see_one_another_then_refuses(tmp_path):
+    # The same kernel without the mask that transformers makes for it.
+    transformers.AttentionInterface.register(
+        "leaky", transformers.AttentionInterface._global_mapping["sdpa"]
+    )
+    wild_model(tmp_path, "qwen3", head_dim=8)
+    hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
+    hf.set_attn_implementation("leaky")
+    model = PackedCausalLM(hf, flash=True, chunk_elements=1 << 20)
+    with pytest.raises(InvalidInput, match=r"differ by .* nats.* more than 0\.05 \(bfloat16\)"):
+        self_test(model, torch.device("cpu"), torch.bfloat16)
+
+
+def test_model_when_flash_attention_would_leave_sinks_out_then_refuses(tmp_path):
+    wild_model(tmp_path, "gpt_oss", **MADE_RIGHT["gpt_oss"])
+    hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
+    with pytest.raises(InvalidInput, match=r"sinks.*attn_impl=packed"):
+        PackedCausalLM(hf, flash=True, chunk_elements=1 << 20)
+
+
 def test_self_test_when_a_model_is_big_then_runs_its_first_layers_of_every_kind(
     tmp_path, monkeypatch
 ):
