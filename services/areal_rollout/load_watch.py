@@ -4,7 +4,8 @@
 |-----|---------------|----------------------------|-------------------------|
 | run | GetStatus     | a new step row, at most 5 s| the trainer, its answer |
 
-Without a trainer (it is away, or there is none) generation alone counts.
+Without a trainer (it is away, or there is none) generation alone counts; the log and
+`areal_rollout_training_known` say so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal.clients.trainer import TrainerStatus
 from areal.errors import ArealError
@@ -37,7 +38,8 @@ class LoadWatch:
         *,
         servers: Callable[[], int],
         generating_s: Callable[[], float],
-        report: Callable[[int, Load], None],
+        report: Callable[[int, Load, bool], None],
+        log: Any,
     ) -> None:
         """Wires it.
 
@@ -45,10 +47,12 @@ class LoadWatch:
             trainer: None: there is none.
             servers: That take traffic now.
             generating_s: Seconds so far in which an episode was running.
-            report: Told the recommendation and what it rests on.
+            report: Told the recommendation, what it rests on, and whether the trainer answers.
+            log: A structlog logger.
         """
         self._trainer = trainer
         self._servers, self._generating_s, self._report = servers, generating_s, report
+        self._log, self._known, self._said = log, False, False
         self._recommender = Recommender()
         self._step = -1
         self._training_s = self._trained_s = 0.0
@@ -57,7 +61,7 @@ class LoadWatch:
         """Samples for ever."""
         while True:
             began = time.monotonic()
-            await self._read_rows()
+            await self.read_rows()
             # A step a second needs no sample each.
             await asyncio.sleep(max(0.0, began + _EVERY_S - time.monotonic()))
             self.sample(time.monotonic())
@@ -67,15 +71,26 @@ class LoadWatch:
         number = self._recommender.observe(
             Sample(now, self._servers(), self._generating_s(), self._training_s, self._trained_s)
         )
-        self._report(number, self._recommender.load)
+        self._report(number, self._recommender.load, self._known)
 
-    async def _read_rows(self) -> None:
+    async def read_rows(self) -> None:
+        """Asks the trainer once for the steps since."""
         if self._trainer is None:
             return
         try:
             status = await self._trainer.get_status(max(0, self._step), _EVERY_S)
-        except ArealError:
-            return  # starting, or restarting: the next answer has its rows
+        except ArealError as error:
+            # Starting, or restarting: the next answer has its rows.
+            self._known = False
+            if not self._said:
+                self._log.warning(
+                    "trainer_unreachable", error=str(error), counts="generation alone"
+                )
+                self._said = True
+            return
+        if self._said:
+            self._log.info("trainer_reachable")
+        self._known, self._said = True, False
         if self._step >= 0:  # rows of before this worker began say nothing of it
             for row in status.rows:
                 seconds, waited = row.get("step_seconds"), row.get("wait_seconds", 0.0)

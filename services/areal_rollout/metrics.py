@@ -79,6 +79,11 @@ class RolloutMetrics:
             "Share of the last steps in which the trainer did not wait for a batch.",
             registry=registry,
         )
+        self._training_known = Gauge(
+            "areal_rollout_training_known",
+            "1 while the trainer answers with its step times; 0: generation alone counts.",
+            registry=registry,
+        )
         self._recommended = Gauge(
             "areal_rollout_recommended_inference_servers",
             "Servers with which generation takes 0.85 of the training time; 0: not known yet.",
@@ -122,11 +127,12 @@ class RolloutMetrics:
         self._busy.inc(seconds)
         self.busy_s += seconds
 
-    def recommended(self, servers: int, load: Load) -> None:
+    def recommended(self, servers: int, load: Load, training_known: bool) -> None:
         """What an autoscaler should do, and why."""
         self._recommended.set(servers)
         self._generation_busy.set(load.generation_busy)
         self._training_busy.set(load.training_busy)
+        self._training_known.set(training_known)
 
     def waited(self, reason: str, seconds: float) -> None:
         """No task could be leased for so long."""

@@ -132,6 +132,7 @@ class Rollout(Service):
             servers=lambda: len(table),
             generating_s=generating_s,
             report=self._metrics.recommended,
+            log=self._log,
         )
 
     async def _subscribe(self, membership: Membership) -> None:

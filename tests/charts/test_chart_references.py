@@ -134,7 +134,7 @@ def test_policies_when_rendered_then_they_are_the_picture():
     # docs/architecture.md: who calls whom.
     picture = {
         "gateway": {"rollout", "buffer", "weight-sync", "trainer"},
-        "rollout": {"buffer", "reward", "weight-sync", "sglang", "nats"},
+        "rollout": {"buffer", "reward", "weight-sync", "trainer", "sglang", "nats"},
         "reward": {"buffer"},
         "buffer": {"redis"},
         "trainer": {"buffer", "weight-sync", "trainer"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from structlog import get_logger
 from tools.autoscaling_simulation import WORLDS, World, simulate
 
 from areal.clients.trainer import TrainerStatus
@@ -103,13 +104,14 @@ async def test_watch_when_the_trainer_tells_its_steps_then_waiting_is_left_out()
         trainer,
         servers=lambda: 2,
         generating_s=lambda: busy[0],
-        report=lambda number, load: seen.append((number, load)),
+        report=lambda number, load, _: seen.append((number, load)),
+        log=get_logger(),
     )
     row = {"step_seconds": 10.0, "wait_seconds": 4.0}
     trainer.answers = [[row], [row, row], None, [row]]  # the first was before this worker
     now = 0.0
     for _ in range(4):
-        await watch._read_rows()
+        await watch.read_rows()
         watch.sample(now)
         now, busy[0] = now + 30.0, busy[0] + 30.0
     assert trainer.asked == [0, 1, 3, 3]
