@@ -1,7 +1,11 @@
 {{/* What every template uses. `areal.name` and its neighbours take (list $ "component"). */}}
 
+{{/* Operators add to the longest names up to 32 characters (`-trainer-01234567` and `-node-0-0-abcde`), and 63 are what DNS
+     has room for. What is cut keeps its own hash: `long-trial1` and `long-trial2` stay two. */}}
 {{- define "areal.fullname" -}}
-{{- if contains "areal" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-areal" .Release.Name | trunc 40 | trimSuffix "-" }}{{ end }}
+{{- $full := .Release.Name }}{{ if not (contains "areal" $full) }}{{ $full = printf "%s-areal" $full }}{{ end }}
+{{- if gt (len $full) 31 }}{{ $full = printf "%s-%s" ($full | trunc 24 | trimSuffix "-") (sha256sum $full | trunc 6) }}{{ end }}
+{{- $full }}
 {{- end }}
 
 {{/* Of a component; the servers are `sglang` in a release named areal, so that `kubectl scale deploy/sglang` is right. */}}

@@ -7,6 +7,7 @@ experiment go in as files. Names are read from the rendered release, never made 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from copy import deepcopy
 from dataclasses import dataclass
@@ -306,6 +307,9 @@ def _secret_keys(content: Any) -> list[tuple[str, str]]:
 
 
 def _release_name(config: BaseExperimentConfig) -> str:
-    """At most 53 characters, which is what helm takes; long names keep both ends."""
+    """At most 53 characters, which is what helm takes; long names keep both ends and a hash."""
     name = f"{config.experiment_name}-{config.trial_name}"
-    return name if len(name) <= 53 else f"{name[:26].rstrip('-')}-{name[-26:].lstrip('-')}"
+    if len(name) <= 53:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{name[:22].rstrip('-')}-{digest}-{name[-22:].lstrip('-')}"
