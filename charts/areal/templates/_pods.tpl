@@ -191,10 +191,3 @@ spec:
 {{- end }}
 {{- end }}
 {{- end }}
-
-{{/* (list $ resources number-of-gpus) */}}
-{{- define "areal.gpuResources" -}}
-{{- $resources := deepCopy (index . 1) }}
-{{- if index . 2 }}{{ $_ := set $resources "limits" (merge (dict (index . 0).Values.gpuResource (index . 2)) ($resources.limits | default dict)) }}{{ end }}
-{{- toYaml $resources }}
-{{- end }}

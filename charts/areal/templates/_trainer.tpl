@@ -57,7 +57,7 @@ containers:
       - {name: metrics, containerPort: 9100}
       - {name: pytorchjob-port, containerPort: 23456}
     securityContext: {{- include "areal.securityContext" $ | nindent 6 }}
-    resources: {{- include "areal.gpuResources" (list $ $values.resources $values.gpusPerPod) | nindent 6 }}
+    resources: {{- include "areal.gpuResources" (list $ $values.resources $values.gpusPerPod "{requests: {cpu: 200m, memory: 1Gi}, limits: {memory: 8Gi}}") | nindent 6 }}
     volumeMounts:
       {{- include "areal.configMounts" $ | nindent 6 }}
       - {name: recipe, mountPath: /etc/areal/recipe, readOnly: true}
