@@ -26,6 +26,7 @@ class BufferMetrics:
         self._headroom = gauge("admission_headroom_groups", "Groups that may still start.")
         self._regenerated = gauge("regenerated_groups", "Groups generated again: too stale.")
         self._memory = gauge("redis_memory_bytes", "Memory that Redis uses.")
+        self._answered = gauge("redis_answered_timestamp_seconds", "When Redis last answered.")
         self._queue_age = gauge("oldest_queued_seconds", "Age of the oldest queued task.")
         self._groups = counter("completed_groups", "Groups completed through this process.")
         self._bytes = counter("completed_bytes", "Bytes of those groups.")
@@ -73,4 +74,5 @@ class BufferMetrics:
         self._headroom.set(stats.admission_headroom)
         self._regenerated.set(stats.regenerated)
         self._memory.set(memory_bytes)
+        self._answered.set_to_current_time()
         self._queue_age.set(queue_age_s)

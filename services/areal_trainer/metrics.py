@@ -41,6 +41,11 @@ class TrainerCollector(Collector):
         yield GaugeMetricFamily(
             "areal_trainer_finished_steps", "Finished train steps.", value=snapshot.step
         )
+        yield GaugeMetricFamily(
+            "areal_trainer_unfinished_seconds",
+            "Time since a step was finished last, or since the start.",
+            value=snapshot.unfinished_s,
+        )
         row = snapshot.rows[-1] if snapshot.rows else {}
         for key, (name, text) in _GAUGES.items():
             if key in row:

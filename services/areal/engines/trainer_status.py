@@ -35,6 +35,8 @@ class StatusSnapshot:
     detail: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    unfinished_s: float = 0.0
+    """Since a step was finished last, or, before that, since the trainer opened."""
 
 
 class TrainerStatus:
@@ -44,7 +46,7 @@ class TrainerStatus:
         self._lock = threading.Lock()
         self._state: pb.TrainerState.ValueType = pb.TRAINER_STATE_STARTING
         self._detail = ""
-        self._since = time.monotonic()
+        self._since = self._finished_at = time.monotonic()
         self._step = 0
         self._incarnation = 0
         self._rows: list[dict[str, Any]] = []
@@ -64,6 +66,7 @@ class TrainerStatus:
         with self._lock:
             self._incarnation, self._step, self._rows = incarnation, step, list(rows)
             self._evaluations = [e for e in evaluations if e.step <= step]
+            self._finished_at = time.monotonic()
         self._wake()
 
     def waiting(self, what: str) -> None:
@@ -88,6 +91,7 @@ class TrainerStatus:
         with self._lock:
             self._step = step
             self._rows.append(row)
+            self._finished_at = time.monotonic()
         self._wake()
 
     def evaluated(self, evaluation: Evaluation) -> None:
@@ -133,6 +137,7 @@ class TrainerStatus:
                 detail=self._detail,
                 rows=rows[first:],
                 evaluations=list(self._evaluations),
+                unfinished_s=time.monotonic() - self._finished_at,
             )
 
     async def wait_for_row(self, after_step: int, max_wait_s: float) -> StatusSnapshot:
