@@ -128,9 +128,13 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if isAbs $path }}{{ $path }}{{ else }}/data/{{ $path }}{{ end }}
 {{- end }}
 
-{{/* Pods kept by `kubectl scale`: the live number, until replicaCount itself changes. (list $ values component) */}}
+{{/* Pods kept by `kubectl scale`: the live number, until replicaCount itself changes; under an autoscaler the live number,
+     always: without one in the chart Helm would take it away, and the API would make it 1. (list $ values component) */}}
 {{- define "areal.replicas" -}}
 {{- $root := index . 0 }}{{ $wanted := (index . 1).replicaCount | toString }}
 {{- $live := lookup "apps/v1" "Deployment" $root.Release.Namespace (include "areal.name" (list $root (index . 2))) | default dict }}
-{{- if eq (dig "metadata" "annotations" "areal.io/replica-count" "" $live) $wanted }}{{ $live.spec.replicas | int }}{{ else }}{{ $wanted }}{{ end }}
+{{- if dig "autoscaling" "enabled" false (index . 1) }}
+{{- $first := max (index . 1).replicaCount (index . 1).autoscaling.minReplicas }}
+{{- dig "spec" "replicas" $first $live | int }}
+{{- else if eq (dig "metadata" "annotations" "areal.io/replica-count" "" $live) $wanted }}{{ $live.spec.replicas | int }}{{ else }}{{ $wanted }}{{ end }}
 {{- end }}

@@ -90,9 +90,7 @@ metadata:
   annotations:
     areal.io/replica-count: {{ $values.replicaCount | quote }}
 spec:
-  {{- if not (dig "autoscaling" "enabled" false $values) }}
   replicas: {{ include "areal.replicas" (list $ $values .name) }}
-  {{- end }}
   strategy: {{ if .recreate }}{type: Recreate}{{ else }}{type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}{{ end }}
   selector:
     matchLabels: {{- include "areal.selectorLabels" $id | nindent 6 }}
