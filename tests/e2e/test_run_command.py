@@ -108,7 +108,6 @@ def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
         done = areal(
             *("run", str(recipe), f"model.path={tiny_model}", "model.context_length=64"),
             *("allocation_mode=sglang:d1+fsdp:d1", "stack.max_restarts=1"),
-            "gconfig.max_new_tokens=8",
             cwd=tmp_path,
         )
         stack.assert_gone()

@@ -139,6 +139,7 @@ def test_stack_when_a_service_cannot_live_then_given_up_by_name_and_nothing_stay
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "mamba", "architectures": ["Mamba"]}')
     (broken / "model.safetensors").write_bytes(b"")
+    (broken / "tokenizer.json").write_text("{}")
     done = areal(
         *("up", f"model.path={broken}", "experiment_name=deaths", "trial_name=t0"),
         *("allocation_mode=sglang:d1+fsdp:d1", "stack.max_restarts=1"),

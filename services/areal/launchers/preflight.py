@@ -13,6 +13,7 @@ from pathlib import Path
 from areal.config import BaseExperimentConfig, GRPOConfig
 from areal.errors import ConfigError
 from areal.launchers.ports import port_is_free
+from areal.types import GenerationHyperparameters
 
 # A data set's path that ends so is a file; any other may be a name that the recipe understands.
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -81,7 +82,8 @@ def answers_problem(config: BaseExperimentConfig) -> str:
     if not isinstance(config, GRPOConfig):
         return ""
     longest, room = config.gconfig.max_new_tokens, config.model.context_length
-    if longest < room:
+    # The default means: as many as fit. A number that somebody wrote means itself.
+    if longest < room or longest == GenerationHyperparameters().max_new_tokens:
         return ""
     return (
         f"gconfig.max_new_tokens {longest}: expected less than model.context_length {room}, "

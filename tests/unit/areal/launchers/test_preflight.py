@@ -114,6 +114,8 @@ def test_check_when_answers_cannot_fit_then_both_numbers_are_named(
         "and answer share"
     )
     check_start(config, will_prepare=False, with_trainer=False)
+    nobody_said = experiment(model, tmp_path, "model.context_length=64")
+    check_start(nobody_said, will_prepare=False)
 
 
 def test_resolve_when_no_experiment_file_lies_beside_then_it_is_named(tmp_path: Path) -> None:
