@@ -17,7 +17,6 @@ GROUPS = {
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
 }
 CORE = {"secrets": "Secret", "services": "Service", "configmaps": "ConfigMap", "pods": "Pod"}
-OPERATOR = {"kubeflow.org/v1": {"pytorchjobs": "PyTorchJob"}}
 
 
 def _resources(version: str, kinds: dict[str, str]) -> dict[str, Any]:
@@ -28,21 +27,20 @@ def _resources(version: str, kinds: dict[str, str]) -> dict[str, Any]:
     return {"kind": "APIResourceList", "groupVersion": version, "resources": found}
 
 
-def _answers(objects: list[dict[str, Any]], operator: bool) -> dict[str, Any]:
-    groups = GROUPS | (OPERATOR if operator else {})
+def _answers(objects: list[dict[str, Any]]) -> dict[str, Any]:
     answers: dict[str, Any] = {
         "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
         "/api/v1": _resources("v1", CORE),
         "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
     }
-    for group_version, kinds in groups.items():
+    for group_version, kinds in GROUPS.items():
         group, version = group_version.split("/")
         one = {"groupVersion": group_version, "version": version}
         entry = {"name": group, "versions": [one], "preferredVersion": one}
         answers["/apis"]["groups"].append(entry)
         answers[f"/apis/{group_version}"] = _resources(group_version, kinds)
-    plural = {kind: name for kinds in [CORE, *groups.values()] for name, kind in kinds.items()}
+    plural = {kind: name for kinds in [CORE, *GROUPS.values()] for name, kind in kinds.items()}
     for each in objects:
         version, meta = each["apiVersion"], each["metadata"]
         root = "/api/v1" if version == "v1" else f"/apis/{version}"
@@ -52,17 +50,16 @@ def _answers(objects: list[dict[str, Any]], operator: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster(*objects: dict[str, Any], operator: bool = True) -> Iterator[str]:
+def cluster(*objects: dict[str, Any]) -> Iterator[str]:
     """Serves the objects while the block runs.
 
     Args:
         objects: With apiVersion, kind, and metadata of name and namespace.
-        operator: Whether Kubeflow's PyTorchJob is known.
 
     Yields:
         The address of the API.
     """
-    answers = _answers(list(objects), operator)
+    answers = _answers(list(objects))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -144,7 +144,10 @@ def test_scaled_object_when_asked_for_then_it_queries_our_metric():
     assert spec["maxReplicaCount"] == 32
     (trigger,) = spec["triggers"]
     assert trigger["type"] == "prometheus"
-    assert trigger["metadata"]["query"] == 'sum(areal_reward_waiting_items{namespace="tests"})'
+    assert (
+        trigger["metadata"]["query"]
+        == 'sum(areal_reward_waiting_items{namespace="tests",service="areal-reward"})'
+    )
     scaler = named(objects, "HorizontalPodAutoscaler", "areal-gateway")
     assert scaler["apiVersion"] == "autoscaling/v2"
 

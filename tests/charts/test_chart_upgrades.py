@@ -7,10 +7,11 @@ import base64
 import pytest
 import yaml
 from tests.charts.fake_cluster import cluster
-from tests.charts.rendering import NAMESPACE, named, of_kind, template
+from tests.charts.rendering import NAMESPACE, named, of_kind, pods, refusal, render, template
 
 AUTOSCALED = ("--set", "sglang.autoscaling.enabled=true,sglang.replicaCount=3")
 KEDA = (*AUTOSCALED, "--set", "sglang.autoscaling.type=ScaledObject")
+OWN_SECRETS = ("--set", "auth.existingSecret=own-auth,tls.existingSecret=own-tls")
 
 
 def deployment(replicas):
@@ -45,7 +46,79 @@ def test_replicas_when_autoscaling_is_turned_on_by_an_upgrade_then_the_live_numb
     assert scaler["spec"]["fallback"] == {"failureThreshold": 3, "replicas": wanted}
 
 
+def checksums(objects):
+    """Owner to the annotation that replaces its pods."""
+    found = {}
+    for each in objects:
+        kind, spec = each["kind"], each.get("spec", {})
+        if kind in ("Deployment", "StatefulSet"):
+            templates = [spec["template"]]
+        elif kind == "PyTorchJob":
+            templates = [r["template"] for r in spec["pytorchReplicaSpecs"].values()]
+        else:
+            continue
+        component = each["metadata"]["labels"]["app.kubernetes.io/component"]
+        for one in templates:
+            found[component] = one["metadata"].get("annotations", {}).get("checksum/secrets")
+    return found
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        (secret("own-auth", token="two"), secret("own-tls", **{"tls.crt": "a"})),
+        (secret("own-auth", token="one"), secret("own-tls", **{"tls.crt": "b"})),
+    ],
+    ids=["token", "certificate"],
+)
+def test_pods_when_a_secret_was_changed_then_an_upgrade_replaces_them(changed):
+    first = (secret("own-auth", token="one"), secret("own-tls", **{"tls.crt": "a"}))
+    with cluster(*first) as address:
+        before, again = (upgrade(address, *OWN_SECRETS) for _ in range(2))
+    with cluster(*changed) as address:
+        after = upgrade(address, *OWN_SECRETS)
+    assert checksums(before) == checksums(again), "nothing changed"
+    components = {pod.component for pod in pods(before)} - {"prepare", "test"}
+    assert checksums(before).keys() == components
+    for component, digest in checksums(after).items():
+        assert digest, component
+        assert digest != checksums(before)[component], component
+    jobs = [{j["metadata"]["name"] for j in of_kind(o, "PyTorchJob")} for o in (before, after)]
+    assert not jobs[0] & jobs[1], "operators roll no changed job"
+
+
+def test_pods_when_the_generated_secret_appears_then_the_first_upgrade_replaces_none():
+    made = secret("areal-auth", token="t", **{"redis-password": "p", "nats-token": "n"})
+    with cluster() as address:
+        installed = upgrade(address)
+    with cluster(made) as address:
+        upgraded = upgrade(address)
+    for kind in ("Deployment", "StatefulSet", "PyTorchJob"):
+        assert of_kind(installed, kind) == of_kind(upgraded, kind)
+
+
 def test_secret_when_the_cluster_has_it_then_its_values_stay():
     made = secret("areal-auth", token="t", **{"redis-password": "p", "nats-token": "n"})
     with cluster(made) as address:
         assert named(upgrade(address), "Secret", "areal-auth")["data"] == made["data"]
+
+
+@pytest.mark.parametrize(
+    ("workload", "kind"),
+    [
+        ("PyTorchJob", "kubeflow.org/v1/PyTorchJob"),
+        ("TrainJob", "trainer.kubeflow.org/v1alpha1/TrainJob"),
+    ],
+)
+def test_trainer_when_the_cluster_has_no_operator_then_it_is_refused_with_the_way_out(
+    workload, kind
+):
+    """Helm itself says `no matches for kind`, and shows no notes."""
+    chosen = ("--set", f"trainer.workload={workload}")
+    listed = ("--api-versions", "apps/v1/Deployment")  # as a cluster does, and helm alone does not
+    assert f"trainer.workload is {workload}" in refusal(*chosen, *listed)
+    assert "set trainer.workload=Job" in refusal(*chosen, *listed)
+    assert render(*chosen, *listed, "--api-versions", kind)
+    assert render(*listed, "--set", "trainer.workload=Job")
+    assert render(*listed, *chosen, "--set", "trainer.enabled=false")
+    assert render(*chosen), "without a cluster nothing is known"

@@ -99,6 +99,7 @@ spec:
       labels: {{- include "areal.labels" $id | nindent 8 }}
       annotations:
         checksum/config: {{ include "areal.experiment" $ | sha256sum }}
+        {{- with include "areal.secretsChecksum" $ }}{{ printf "checksum/secrets: %s" . | nindent 8 }}{{ end }}
         {{- with $values.podAnnotations }}{{ toYaml . | nindent 8 }}{{ end }}
     spec:
       {{- if .account }}

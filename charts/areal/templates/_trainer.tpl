@@ -6,7 +6,7 @@
 
 {{/* Neither operator rolls a changed template: what the trainer runs is in its name. */}}
 {{- define "areal.trainerName" -}}
-{{- $what := printf "%s%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) (include "areal.tracingEnv" .) }}
+{{- $what := printf "%s%s%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) (include "areal.tracingEnv" .) (include "areal.secretsChecksum" .) }}
 {{- include "areal.name" (list $ "trainer") }}-{{ $what | sha256sum | trunc 8 }}
 {{- end }}
 
