@@ -16,6 +16,7 @@ from areal.launchers.doctor import Finding, examine, missing, note, ok
 from areal.launchers.kubernetes import Release
 
 OLDEST = (1, 20)
+_TRAINER_KINDS = ("kubeflow.org/v1/PyTorchJob", "trainer.kubeflow.org/v1alpha1/TrainJob")
 _CRD_SOURCES = {
     "kubeflow.org": "install the Kubeflow training operator, or set trainer.workload=Job",
     "trainer.kubeflow.org": "install Kubeflow Trainer 2, or set trainer.workload=Job",
@@ -87,6 +88,8 @@ class ClusterDoctor:
         served = [
             name for v, kinds in self._served.items() for name in (v, *(f"{v}/{k}" for k in kinds))
         ]
+        # The chart refuses to render without its trainer's kind; here that is one finding of many.
+        served += _TRAINER_KINDS
         return [
             *("--kube-version", version["gitVersion"]),
             *(part for each in served for part in ("--api-versions", each)),
