@@ -1,0 +1,26 @@
+"""What an alert on an absent Redis goes by."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry
+
+from areal_buffer.metrics import BufferMetrics
+from areal_buffer.records import Stats
+
+
+def test_redis_when_it_has_answered_then_the_time_is_kept() -> None:
+    registry = CollectorRegistry()
+    metrics = BufferMetrics(registry)
+    stats = Stats(0, {}, {}, 0, 1, 0, 0, 8, 2, 64, 24, 0.0, 0, 0, 0, 0, 0, (), "", 0)
+    name = "areal_buffer_redis_answered_timestamp_seconds"
+    before = time.time()
+    metrics.sampled(stats, memory_bytes=1, queue_age_s=0.0)
+    first = registry.get_sample_value(name)
+    assert first is not None
+    assert before <= first <= time.time()
+    metrics.sampled(stats, memory_bytes=1, queue_age_s=0.0)
+    second = registry.get_sample_value(name)
+    assert second is not None
+    assert second >= first
