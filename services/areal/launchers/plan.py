@@ -50,6 +50,8 @@ class StackPlan:
     trainer: ProcessSpec | None = None
     make_inference: Callable[[int], ProcessSpec] | None = None
     """By index; None where we start no inference servers."""
+    ports: PortPicker | None = None
+    """Keeps the ports promised while the plan lives."""
     capacity: int | None = None
     """Servers that the nodes have GPUs for; None: it does not depend on GPUs."""
 
@@ -103,7 +105,7 @@ def plan_stack(
     config = copy.deepcopy(config)
     plan = StackPlan(config)
     security = place_secrets(config, folder, exposed=hosts.exposed)
-    picker = PortPicker(preferred_ports)
+    plan.ports = picker = PortPicker(preferred_ports)
     endpoints = config.endpoints
     if not endpoints.redis:
         plan.stores.append(redis_spec(folder, picker.pick("redis"), security.redis_password, hosts))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import random
 import socket
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
 
 # Below the range from which the kernel takes ports of outgoing connections: a port found free here
 # is not taken by a passing client before its server has started.
@@ -12,7 +18,9 @@ FIRST_PORT, LAST_PORT = 20_000, 31_999
 
 
 class PortPicker:
-    """Hands out free ports, each once.
+    """Hands out free ports, each once, and to no other picker of this user while it lives.
+
+    Servers take seconds to listen: until then a lock file says that the port is promised.
 
     Example:
         >>> picker = PortPicker({"redis": 23117})
@@ -24,19 +32,47 @@ class PortPicker:
         """`preferred`: name to port of an earlier run."""
         self._preferred = preferred or {}
         self._given: set[int] = set(self._preferred.values())
+        self._promises: list[IO[str]] = []
 
     def pick(self, name: str) -> int:
-        """A port that nobody listens on now; raises OSError when all are taken."""
+        """A port that nobody listens on or was promised; raises OSError when all are taken."""
         before = self._preferred.get(name)
-        if before is not None and port_is_free(before):
+        if before is not None and port_is_free(before) and self._promise(before):
             return before
         start = random.randrange(FIRST_PORT, LAST_PORT)  # noqa: S311 - not a secret
         for offset in range(LAST_PORT - FIRST_PORT + 1):
             port = FIRST_PORT + (start - FIRST_PORT + offset) % (LAST_PORT - FIRST_PORT + 1)
-            if port not in self._given and port_is_free(port):
+            if port not in self._given and port_is_free(port) and self._promise(port):
                 self._given.add(port)
                 return port
         raise OSError(f"no free port in {FIRST_PORT}-{LAST_PORT}")
+
+    def _promise(self, port: int) -> bool:
+        """Keeps a port from other pickers until this one is gone; False: it is another's."""
+        folder = Path(tempfile.gettempdir()) / f"areal-ports-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            file = (folder / str(port)).open("a")
+        except OSError:  # no place for locks: as good as without
+            return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._promises.append(file)
+        return True
+
+    def close(self) -> None:
+        """Lets others have the ports."""
+        for file in self._promises:
+            with contextlib.suppress(OSError):
+                file.close()
+        self._promises.clear()
+
+    def __del__(self) -> None:
+        """As `close`."""
+        self.close()
 
 
 def port_is_free(port: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,8 @@ def test_plan_when_run_again_then_same_ports_unless_taken(tmp_path: Path) -> Non
         }
     }
     taken = int(first.stores[0].address.rpartition(":")[2])
+    assert first.ports is not None
+    first.ports.close()  # as when its launcher has ended
     with socket.socket() as other:
         other.bind(("127.0.0.1", taken))
         other.listen()
@@ -160,6 +164,18 @@ def test_plan_when_run_again_then_same_ports_unless_taken(tmp_path: Path) -> Non
     assert second.stores[0].address != first.stores[0].address
     assert [s.address for s in second.services] == [s.address for s in first.services]
     assert [s.address for s in second.inference] == [s.address for s in first.inference]
+
+
+def test_ports_when_promised_to_one_then_no_other_picker_has_them() -> None:
+    first = PortPicker()
+    port = first.pick("redis")
+    assert PortPicker({"redis": port}).pick("redis") != port
+    code = f"from areal.launchers.ports import PortPicker as P; print(P({{'a': {port}}}).pick('a'))"
+    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(elsewhere.stdout) != port
+    assert first.pick("redis") != port, "each once"
+    first.close()
+    assert PortPicker({"redis": port}).pick("redis") == port
 
 
 def test_pick_when_asked_often_then_distinct_free_ports() -> None:
