@@ -159,7 +159,7 @@ def make_trajectory(
     turns = [responses] if isinstance(responses, LLMResponse) else list(responses)
     context: list[int] = []
     for index, turn in enumerate(turns):
-        prompt = [int(token) for token in turn.input_tokens]
+        prompt = list(turn.input_tokens)
         if prompt[: len(context)] != context:
             raise PromptDrift(
                 f"make_trajectory: the prompt of response {index} does not begin with the prompt "
