@@ -20,8 +20,8 @@ from tests.nats_server import start_nats
 from tests.ports import free_port
 from tests.redis_server import start_redis
 
+from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.config import GRPOConfig, save_config
-from areal.launchers.tags import PROCESS_VARIABLE
 from areal.models.tiny import make_tiny_model
 
 SERVICES = Path(__file__).parents[1] / "services"

@@ -56,11 +56,11 @@ from areal.clients.stores import connect_redis
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig, save_config
 from areal.models.tiny import make_tiny_model
-from areal.recipe import describe_workflow
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState
 from areal.weights import build_manifest
 from areal.wire import STATE_FROM_PB
 from areal.workflows.rlvr import RLVRWorkflow
+from areal.workflows.specs import describe_workflow
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("rollout", "buffer", "weight_sync", "reward")

@@ -21,9 +21,10 @@ from areal.clients.rollout import RolloutClient
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import InvalidInput, NotFound, Unavailable, WaitTimeout
 from areal.launchers.run_folder import find_run
-from areal.recipe import Recipe, build_workflow, find_workflow, load_recipe
+from areal.recipe import Recipe, load_recipe
 from areal.security import Security
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState, WorkflowSpec
+from areal.workflows.specs import build_workflow, find_workflow
 
 # The keys that may stand beside "data"; without "data" the whole line is the row.
 _TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}

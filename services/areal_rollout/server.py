@@ -13,6 +13,7 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
 from areal.chassis import Service, ServiceContext
+from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.chassis.service import Registration
 from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
@@ -26,7 +27,6 @@ from areal.engines.server_table import ServerTable
 from areal.engines.sglang import SGLangClient
 from areal.engines.sglang_protocol import ModelLimits
 from areal.errors import ConfigError, Unavailable
-from areal.launchers.tags import PROCESS_VARIABLE
 from areal.observability.logging import get_logger
 from areal.open_files import open_files
 from areal.tokenizer import Tokenizer

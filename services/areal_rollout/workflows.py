@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 
 from areal.errors import InvalidInput, NotFound
-from areal.recipe import Recipe, build_workflow, load_recipe
+from areal.recipe import Recipe, load_recipe
 from areal.types import WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
+from areal.workflows.specs import build_workflow
 
 _MAX_WORKFLOWS = 256
 _MAX_RECIPES = 32

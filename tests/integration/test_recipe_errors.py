@@ -11,8 +11,9 @@ from tests.integration.stack_tools import eventually
 from tests.rollout_stack import Stack, start_stack
 
 from areal.clients.buffer import BufferClient
-from areal.recipe import describe_workflow, load_recipe
+from areal.recipe import load_recipe
 from areal.types import GenerationHyperparameters, Purpose, Task
+from areal.workflows.specs import describe_workflow
 
 RECIPE = b"""
 from areal.types import GenerationHyperparameters, LLMRequest

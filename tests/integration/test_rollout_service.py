@@ -16,7 +16,7 @@ from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import InvalidInput, NotFound
-from areal.recipe import describe_workflow, load_recipe
+from areal.recipe import load_recipe
 from areal.tokenizer import Tokenizer
 from areal.types import (
     GenerationHyperparameters,
@@ -34,6 +34,7 @@ from areal.weights import (
     version_dir,
     write_manifest,
 )
+from areal.workflows.specs import describe_workflow
 
 RECIPE = b'''
 import asyncio

@@ -22,7 +22,6 @@ from areal.engines.row_supply import RowSupply
 from areal.engines.sampling import check_sampling
 from areal.engines.session import TrainerSession, current_session
 from areal.observability.logging import get_logger
-from areal.recipe import describe_workflow, recipe_of
 from areal.types import (
     LIVE_STATES,
     Purpose,
@@ -34,6 +33,7 @@ from areal.types import (
 )
 from areal.wire import STATE_FROM_PB
 from areal.workflows.base import RolloutWorkflow
+from areal.workflows.specs import describe_workflow, recipe_of
 
 # One long poll; the ranks meet after each, so none idles in a collective for longer.
 POLL_S = 10.0

@@ -6,9 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.launchers.processes import child_environment
 from areal.launchers.supervisor import Report
-from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE
+from areal.launchers.tags import STACK_VARIABLE
 
 
 class Guard:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 import areal
+from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.launchers.probes import Probe
-from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE, end_tagged
+from areal.launchers.tags import STACK_VARIABLE, end_tagged
 from areal.security import without_secrets
 
 # Many processes share few cores: each one's thread pools would fight the others'.

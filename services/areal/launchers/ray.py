@@ -20,11 +20,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.config import BaseExperimentConfig, parse_allocation
 from areal.errors import ArealError, ConfigError, WaitTimeout
 from areal.launchers.places import EVERYWHERE, HOST, Hosts, shape_of
 from areal.launchers.processes import Child, Life, ProcessSpec, Slot, child_environment
-from areal.launchers.tags import PROCESS_VARIABLE, STACK_VARIABLE
+from areal.launchers.tags import STACK_VARIABLE
 
 # Without GPUs processes share cores, as they do on one machine.
 _SHARED_CPU = 0.1

@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
+from areal.chassis.process_name import PROCESS_VARIABLE
+
 STACK_VARIABLE = "AREAL_STACK"
-PROCESS_VARIABLE = "AREAL_PROCESS"
 
 
 # Between what we note as a process's start and what the kernel says.

@@ -8,8 +8,9 @@ import pytest
 
 from areal.cli_tasks import describe_workflow_named, parse_tasks
 from areal.errors import InvalidInput
-from areal.recipe import Recipe, build_workflow, load_recipe
+from areal.recipe import Recipe, load_recipe
 from areal.types import GenerationHyperparameters, Purpose, WorkflowSpec
+from areal.workflows.specs import build_workflow
 
 DEFAULT = WorkflowSpec(name="rlvr", recipe_digest="", kwargs_json='{"reward_fn":"math"}')
 

@@ -7,19 +7,11 @@ import pytest
 
 from areal.config import BaseExperimentConfig, GRPOConfig
 from areal.errors import InvalidInput
-from areal.recipe import (
-    Recipe,
-    build_workflow,
-    describe_workflow,
-    find_config_class,
-    find_function,
-    function_reference,
-    load_recipe,
-    recipe_of,
-)
+from areal.recipe import Recipe, find_config_class, find_function, function_reference, load_recipe
 from areal.types import GenerationHyperparameters, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 from areal.workflows.rlvr import RLVRWorkflow
+from areal.workflows.specs import build_workflow, describe_workflow, recipe_of
 
 SOURCE = b"""
 from __future__ import annotations
@@ -218,7 +210,8 @@ def test_load_when_the_function_raises_then_the_traceback_shows_its_source():
 
 def test_load_when_recipe_imports_torch_in_main_then_worker_stays_without_torch():
     code = (
-        "import sys; from areal.recipe import load_recipe, describe_workflow\n"
+        "import sys; from areal.recipe import load_recipe\n"
+        "from areal.workflows.specs import describe_workflow\n"
         f"module = load_recipe({SOURCE!r}, 'r.py')\n"
         "describe_workflow(module.RLVRWorkflow(module.reward_fn))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
