@@ -1,13 +1,15 @@
 """`areal run --on kubernetes`: install or upgrade, follow, leave or remove.
 
-    helm upgrade --install ──> starting ──> ready ──> trainer's job ends ──> summary ──> uninstall
-                                  │            │ Ctrl-C: the release runs on         (unless --keep)
-                                  └────────────┴──> how to follow again, how to remove
+    context shown ──> helm upgrade --install ──> starting ──> ready ──> trainer's job ends ──>
+    summary ──> uninstall (unless --keep, or it failed)
+    Ctrl-C: the release runs on, and how to follow it again or remove it is said
 
 | state    | consumes       | waits for                       | unblocked by                     |
 |----------|----------------|---------------------------------|----------------------------------|
-| starting | kubectl        | pods of buffer and weight-sync  | ready; stack.kubernetes.timeout_s |
+| starting | kubectl        | the model; then pods of buffer  | ready; the end of prepare's Job; |
+|          |                | and weight-sync                 | stack.kubernetes.timeout_s       |
 | ready    | port-forwards  | the trainer's job, or a signal  | its condition, a signal          |
+| both     |                | a component that cannot start   | `STUCK_S` of pods.py             |
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import time
 import uuid
 from typing import Any
@@ -26,7 +29,8 @@ from areal.config import BaseExperimentConfig
 from areal.errors import ArealError, WaitTimeout
 from areal.launchers.followed import FollowedStack
 from areal.launchers.guarding import Guard
-from areal.launchers.kubernetes import Outcome, Release, problems_of, processes_of
+from areal.launchers.kubernetes import Outcome, Release
+from areal.launchers.pods import StuckWatch, component_of, problems_of, processes_of
 from areal.launchers.ports import PortPicker
 from areal.launchers.processes import ProcessSpec, python_environment
 from areal.launchers.run_folder import RunFolder, write_json
@@ -41,10 +45,15 @@ SILENCE_S = 120.0
 NEEDED = ("buffer", "weight-sync")
 
 
+class Stuck(WaitTimeout):
+    """A component cannot start, and waiting does not help."""
+
+
 def run_on_kubernetes(config: BaseExperimentConfig, *, as_json: bool, keep: bool) -> int:
     """Drives one release; returns the exit code."""
     folder = RunFolder(config.run_dir)
     release = Release(config, folder.path / "kubernetes")
+    print(f"areal: release {release.name}: {release.pin_context()}", file=sys.stderr, flush=True)  # noqa: T201
     release.install()
     stack = FollowedStack(config, folder, "Ctrl-C leaves it running")
     display = choose_display(as_json=as_json, quiet=False)
@@ -60,8 +69,11 @@ class ReleaseFollower:
         self._release = release
         self._follower = follower
         self._keep = keep
-        self._began = time.monotonic()
-        self._told: dict[str, str] = {}
+        self._began = self._began_to_wait = time.monotonic()
+        self._told: dict[tuple[str, ...], str] = {}
+        self._stuck = StuckWatch()
+        self._prepared = False
+        self._prepare_said = ""
         self._stack_id = f"forward:{uuid.uuid4().hex}"
         # The guard ends the port-forwards of a follower that was killed with -9; it reads the note.
         self._note = follower.stack.folder.path / "kubernetes" / f"follower-{os.getpid()}.json"
@@ -77,7 +89,8 @@ class ReleaseFollower:
         """Until the end; the exit code."""
         follower = self._follower
         follower.handle_signals()
-        follower.say(f"release {self._release.name}: {self._where()}")
+        end = "stays" if self._keep else "is removed, but for its volumes (--keep: stays)"
+        follower.say(f"release {self._release.name} is installed; after the training it {end}")
         outcome, snapshot = Outcome(), Snapshot()
         try:
             outcome = await self._follow()
@@ -101,6 +114,9 @@ class ReleaseFollower:
             try:
                 outcome = await asyncio.to_thread(self._look)
                 silent_since = 0.0
+            except Stuck:
+                self._say_how_to_go_on()
+                raise
             except ArealError as error:
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > SILENCE_S:
@@ -122,12 +138,24 @@ class ReleaseFollower:
         """Asks the cluster once."""
         stack, pods = self._follower.stack, self._release.pods()
         stack.processes = processes_of(pods, self._release.name)
-        for pod, problem in problems_of(pods).items():
-            if self._told.get(pod) != problem:
-                self._told[pod] = problem
-                self._follower.say(f"pod {pod}: {problem}")
+        for problem in problems_of(pods):
+            if problem.key not in self._told:
+                self._told[problem.key] = str(problem)
+                self._follower.say(str(problem))
+        lasting = self._stuck.look(pods, time.monotonic())
+        if lasting is not None:
+            problem, since = lasting
+            raise Stuck(
+                f"a pod of {problem.component} that can start",
+                on=f"release {self._release.name}, which stays",
+                since=since,
+                hint=str(problem),
+            )
+        failed = self._look_at_model(pods)
+        if failed.word:
+            return failed
         up = {
-            pod["metadata"]["labels"].get("app.kubernetes.io/component")
+            component_of(pod)
             for pod in pods
             if (pod.get("status") or {}).get("phase") == "Running"
             and all(s.get("ready") for s in pod["status"].get("containerStatuses") or [{}])
@@ -135,6 +163,27 @@ class ReleaseFollower:
         if stack.state == "starting" and up.issuperset(NEEDED):
             stack.state = "ready"
         return self._release.outcome()
+
+    def _look_at_model(self, pods: list[dict[str, Any]]) -> Outcome:
+        """Says how far the Job is that makes or brings the model; its failure is the run's."""
+        if self._prepared:
+            return Outcome()
+        outcome = self._release.preparation()
+        self._prepared = outcome.word == "finished"
+        running = any(
+            component_of(pod) == "prepare" and (pod.get("status") or {}).get("phase") == "Running"
+            for pod in pods
+        )
+        if running:
+            self._began_to_wait = time.monotonic()
+        if running or outcome.word == "failed":
+            said = self._release.last_words("prepare", lines=1)
+            if said and said != self._prepare_said:
+                self._prepare_said = said
+                self._follower.say(f"prepare: {said}")
+        if outcome.word == "failed":
+            return Outcome("failed", f"{outcome.cause} | {self._prepare_said}".rstrip("| "))
+        return Outcome()
 
     async def _show(self) -> None:
         """Forwards ports and begins to draw."""
@@ -160,14 +209,15 @@ class ReleaseFollower:
 
     def _check_deadline(self) -> None:
         limit = self._release.config.stack.kubernetes.timeout_s
-        if self._follower.stack.state != "starting" or time.monotonic() - self._began < limit:
+        since = self._began_to_wait
+        if self._follower.stack.state != "starting" or time.monotonic() - since < limit:
             return
         waiting = [n for n, p in self._follower.stack.processes.items() if p.state != "up"]
-        said = "; ".join(f"{pod}: {why}" for pod, why in self._told.items())
+        said = "; ".join(self._told.values())
         raise WaitTimeout(
             f"pods of {' and '.join(NEEDED)}",
             on=f"release {self._release.name}, which stays",
-            since=self._began,
+            since=since,
             hint=said or f"not ready: {', '.join(waiting) or 'no pods yet'}",
         )
 
@@ -190,8 +240,8 @@ class ReleaseFollower:
         else:
             await asyncio.to_thread(self._release.uninstall)
             self._follower.say(
-                f"release {self._release.name} removed; checkpoints are on its volume, the "
-                f"summary in {folder.path}"
+                f"release {self._release.name} removed; checkpoints and the ledger are on its "
+                f"volumes, the summary in {folder.path}"
             )
         return 0 if error is None else 1
 
@@ -214,8 +264,6 @@ class ReleaseFollower:
         return summary
 
     async def _plot(self) -> None:
-        import sys
-
         folder = self._follower.stack.folder
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "areal.observability.plots", str(folder.path)),
@@ -227,10 +275,6 @@ class ReleaseFollower:
             await asyncio.wait_for(process.wait(), PLOT_TIMEOUT_S)
         except TimeoutError:
             process.kill()
-
-    def _where(self) -> str:
-        namespace = self._release.config.stack.kubernetes.namespace
-        return f"namespace {namespace}" if namespace else "the context's namespace"
 
     def _say_how_to_go_on(self) -> None:
         release = self._release

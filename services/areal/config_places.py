@@ -29,8 +29,11 @@ class SlurmConfig:
 class KubernetesConfig:
     """The release that `areal run --on kubernetes` installs or upgrades."""
 
+    context: str = ""
+    """Of the kubeconfig; empty: the one that is current. It is shown before anything is installed,
+    and kept to until the end."""
     namespace: str = ""
-    """Empty: the kubeconfig context's."""
+    """Empty: the context's."""
     release: str = ""
     """Empty: experiment and trial, joined."""
     chart: str = "charts/areal"
@@ -42,4 +45,5 @@ class KubernetesConfig:
     kubectl: str = "kubectl"
     """The program."""
     timeout_s: float = 600.0
-    """For buffer and weight-sync to become ready; images are pulled meanwhile."""
+    """For buffer and weight-sync to become ready; images are pulled meanwhile. The time in which
+    the model is made, fetched or copied does not count."""

@@ -16,7 +16,14 @@ GROUPS = {
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
 }
-CORE = {"secrets": "Secret", "services": "Service", "configmaps": "ConfigMap", "pods": "Pod"}
+CORE = {
+    "secrets": "Secret",
+    "services": "Service",
+    "serviceaccounts": "ServiceAccount",
+    "configmaps": "ConfigMap",
+    "persistentvolumeclaims": "PersistentVolumeClaim",
+    "pods": "Pod",
+}
 
 
 def _resources(version: str, kinds: dict[str, str]) -> dict[str, Any]:

@@ -23,9 +23,8 @@ from areal.config_places import KubernetesConfig, SlurmConfig
 from areal.config_services import EndpointsConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.launchers.commands import run_command
-from areal.launchers.followed import FollowedProcess
 from areal.launchers.places import shape_of
-from areal.launchers.supervisor import ProcessState
+from areal.launchers.pods import component_of
 from areal.security import Security, SecurityConfig
 
 HELM_TIMEOUT_S = 300.0
@@ -109,17 +108,49 @@ class Release:
         self._settings = config.stack.kubernetes
         self._folder = folder
         self.name = self._settings.release or _release_name(config)
+        self._context = self._settings.context
         self._where = ["-n", self._settings.namespace] if self._settings.namespace else []
 
     @property
     def kubectl_command(self) -> list[str]:
-        """`kubectl`, in the release's namespace."""
-        return [self._settings.kubectl, *self._where]
+        """`kubectl`, in the release's context and namespace."""
+        context = ["--context", self._context] if self._context else []
+        return [self._settings.kubectl, *context, *self._where]
 
     @property
     def helm_command(self) -> list[str]:
-        """`helm`, in the release's namespace."""
-        return [self._settings.helm, *self._where]
+        """`helm`, in the release's context and namespace."""
+        context = ["--kube-context", self._context] if self._context else []
+        return [self._settings.helm, *context, *self._where]
+
+    def pin_context(self) -> str:
+        """Keeps to the context that is current now, whatever becomes current later.
+
+        Returns:
+            Context, server and namespace in words, for people to see before anything is installed.
+
+        Raises:
+            ConfigError: The kubeconfig has no such context.
+        """
+        try:
+            view = json.loads(self.kubectl("config", "view", "--minify", "-o", "json"))
+        except NotFound:
+            raise
+        except ArealError as error:
+            if self._context:
+                raise ConfigError(
+                    f"stack.kubernetes.context {self._context!r}: {error}; "
+                    f"`{self._settings.kubectl} config get-contexts` lists them"
+                ) from None
+            view = {}
+        if not view.get("contexts"):  # in a pod of the cluster there need be no kubeconfig
+            namespace = self._settings.namespace or "the default one"
+            return f"the cluster that kubectl finds, namespace {namespace}"
+        self._context = view["contexts"][0]["name"]
+        default = view["contexts"][0]["context"].get("namespace") or "default"
+        server = view["clusters"][0]["cluster"].get("server", "")
+        namespace = self._settings.namespace or default
+        return f"context {self._context} ({server}), namespace {namespace}"
 
     def chart_arguments(self) -> list[str]:
         """Name, chart and values, as `helm install` and `helm template` take them.
@@ -176,9 +207,9 @@ class Release:
     def services(self) -> dict[str, str]:
         """Component to the name of its Service."""
         return {
-            _component(each): each["metadata"]["name"]
+            component_of(each): each["metadata"]["name"]
             for each in self.manifest
-            if each["kind"] == "Service" and _component(each) in FORWARDED
+            if each["kind"] == "Service" and component_of(each) in FORWARDED
         }
 
     def workload(self) -> tuple[str, str]:
@@ -188,7 +219,7 @@ class Release:
             NotFound: The release has no trainer.
         """
         for each in self.manifest:
-            if each["kind"] in WORKLOADS and _component(each) == "trainer":
+            if each["kind"] in WORKLOADS and component_of(each) == "trainer":
                 return each["kind"], each["metadata"]["name"]
         raise NotFound(f"release {self.name}: no trainer in it (trainer.enabled)")
 
@@ -209,7 +240,16 @@ class Release:
 
     def outcome(self) -> Outcome:
         """Whether the trainer's job has ended, and how."""
-        kind, name = self.workload()
+        return self._outcome(*self.workload())
+
+    def preparation(self) -> Outcome:
+        """Whether the Job that makes or brings the model has ended, and how."""
+        for each in self.manifest:
+            if each["kind"] == "Job" and component_of(each) == "prepare":
+                return self._outcome("Job", each["metadata"]["name"])
+        return Outcome("finished")
+
+    def _outcome(self, kind: str, name: str) -> Outcome:
         content = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         for condition in content.get("status", {}).get("conditions") or []:
             if condition.get("status") != "True":
@@ -221,11 +261,12 @@ class Release:
                 return Outcome("failed", f"{kind} {name}: {cause}")
         return Outcome()
 
-    def last_words(self) -> str:
-        """The end of the trainer's log; "" when there is none."""
-        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=trainer"
+    def last_words(self, component: str = "trainer", lines: int = 2) -> str:
+        """The end of its pods' logs; "" when there is none."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        prefix = ["--prefix"] if lines > 1 else []
         try:
-            return self.kubectl("logs", "-l", selector, "--tail=2", "--prefix").strip()
+            return self.kubectl("logs", "-l", selector, f"--tail={lines}", *prefix).strip()
         except ArealError:
             return ""
 
@@ -242,57 +283,6 @@ class Release:
         target = HTTP_PORT if component == "gateway" else GRPC_PORT
         service = self.services()[component]
         return (*self.kubectl_command, "port-forward", f"service/{service}", f"{port}:{target}")
-
-
-def processes_of(pods: list[dict[str, Any]], release: str) -> dict[str, FollowedProcess]:
-    """Pods as the live view shows processes."""
-    shown = {}
-    for pod in pods:
-        statuses = pod.get("status", {}).get("containerStatuses") or []
-        name = pod["metadata"]["name"].removeprefix(f"{release}-").removeprefix("areal-")
-        restarts = sum(status.get("restartCount", 0) for status in statuses)
-        shown[name] = FollowedProcess(_state(pod, statuses), restarts)
-    return dict(sorted(shown.items()))
-
-
-def problems_of(pods: list[dict[str, Any]]) -> dict[str, str]:
-    """Pod to why it does not run."""
-    problems = {}
-    for pod in pods:
-        status = pod.get("status", {})
-        for container in [
-            *(status.get("initContainerStatuses") or []),
-            *(status.get("containerStatuses") or []),
-        ]:
-            waiting = container.get("state", {}).get("waiting", {})
-            if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
-                said = waiting.get("message", "")
-                problems[pod["metadata"]["name"]] = f"{waiting['reason']}: {said}".rstrip(": ")
-        for condition in status.get("conditions") or []:
-            if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                problems[pod["metadata"]["name"]] = (
-                    f"{condition.get('reason')}: {condition.get('message')}"
-                )
-    return problems
-
-
-def _state(pod: dict[str, Any], statuses: list[dict[str, Any]]) -> ProcessState:
-    if "deletionTimestamp" in pod["metadata"]:
-        return ProcessState.STOPPED
-    if any(
-        s.get("state", {}).get("waiting", {}).get("reason") == "CrashLoopBackOff" for s in statuses
-    ):
-        return ProcessState.BACKOFF
-    phase = pod.get("status", {}).get("phase", "")
-    if phase == "Running" and statuses and all(status.get("ready") for status in statuses):
-        return ProcessState.UP
-    words = {"Succeeded": ProcessState.FINISHED, "Failed": ProcessState.FAILED}
-    return words.get(phase, ProcessState.STARTING)
-
-
-def _component(content: dict[str, Any]) -> str:
-    labels = content["metadata"].get("labels") or {}
-    return str(labels.get("app.kubernetes.io/component", ""))
 
 
 def _secret_keys(content: Any) -> list[tuple[str, str]]:

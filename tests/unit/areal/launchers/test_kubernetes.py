@@ -19,10 +19,7 @@ from areal.launchers.kubernetes import (
     Release,
     allocation_values,
     experiment_to_send,
-    problems_of,
-    processes_of,
 )
-from areal.launchers.supervisor import ProcessState
 
 ROOT = Path(__file__).resolve().parents[4]
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
@@ -158,6 +155,58 @@ def test_release_when_rendered_by_helm_then_names_come_from_the_chart(tmp_path: 
     assert str(tmp_path) not in json.dumps(maps), "nothing of this machine goes along"
 
 
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: mine
+users: [{name: u, user: {token: "0123456789"}}]
+clusters: [{name: k, cluster: {server: "https://k.example.com"}}]
+contexts:
+  - {name: mine, context: {cluster: k, user: u, namespace: own}}
+  - {name: theirs, context: {cluster: k, user: u}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.parametrize(
+    ("overrides", "context", "namespace"),
+    [
+        ([], "mine", "lab"),
+        (['stack.kubernetes.namespace=""'], "mine", "own"),
+        (["stack.kubernetes.context=theirs", 'stack.kubernetes.namespace=""'], "theirs", "default"),
+    ],
+)
+def test_context_when_pinned_then_it_is_said_and_kept_to(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    context: str,
+    namespace: str,
+) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text(KUBECONFIG)
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    release = Release(make(tmp_path, *overrides), tmp_path / "files")
+    said = release.pin_context()
+    assert said == f"context {context} (https://k.example.com), namespace {namespace}"
+    file.write_text(KUBECONFIG.replace("current-context: mine", "current-context: theirs"))
+    where = release._where
+    assert release.kubectl_command == ["kubectl", "--context", context, *where]
+    assert release.helm_command == [HELM, "--kube-context", context, *where]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_context_when_the_kubeconfig_has_none_of_that_name_then_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text(KUBECONFIG)
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    release = Release(make(tmp_path, "stack.kubernetes.context=other"), tmp_path / "files")
+    with pytest.raises(ConfigError, match=r"context 'other'.*get-contexts"):
+        release.pin_context()
+
+
 def test_release_when_a_token_file_is_given_then_it_does_not_go_into_a_config_map(
     tmp_path: Path,
 ) -> None:
@@ -194,42 +243,6 @@ def test_outcome_when_the_job_has_conditions_then_they_decide(
     kubectl.answer("get PyTorchJob t-1 -o json", {"status": {"conditions": conditions}})
     outcome = release.outcome()
     assert (outcome.word, outcome.cause) == (word, cause)
-
-
-def pod(name: str, phase: str, **status: Any) -> dict[str, Any]:
-    return {"metadata": {"name": name}, "status": {"phase": phase, **status}}
-
-
-def test_pods_when_shown_then_each_has_the_state_of_a_process() -> None:
-    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
-    pulling = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
-    unschedulable = {
-        "type": "PodScheduled",
-        "status": "False",
-        "reason": "Unschedulable",
-        "message": "Insufficient cpu",
-    }
-    pods = [
-        pod("r-areal-buffer-x", "Running", containerStatuses=[{"ready": True, "restartCount": 2}]),
-        pod("r-areal-reward-x", "Running", containerStatuses=[{"ready": False, "state": waiting}]),
-        pod("r-areal-trainer-x", "Succeeded", containerStatuses=[{"ready": False}]),
-        pod("r-areal-gateway-x", "Pending", conditions=[unschedulable]),
-        pod("r-areal-sglang-x", "Pending", initContainerStatuses=[{"state": pulling}]),
-    ]
-    shown = processes_of(pods, "r")
-    assert {name: process.state for name, process in shown.items()} == {
-        "buffer-x": ProcessState.UP,
-        "reward-x": ProcessState.BACKOFF,
-        "trainer-x": ProcessState.FINISHED,
-        "gateway-x": ProcessState.STARTING,
-        "sglang-x": ProcessState.STARTING,
-    }
-    assert shown["buffer-x"].restarts == 2
-    assert problems_of(pods) == {
-        "r-areal-reward-x": "CrashLoopBackOff: back-off",
-        "r-areal-gateway-x": "Unschedulable: Insufficient cpu",
-        "r-areal-sglang-x": "ImagePullBackOff: no such image",
-    }
 
 
 def healthy(kubectl: FakeKubectl, *, kubeflow: bool = True) -> None:
