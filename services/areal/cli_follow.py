@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 
+from areal import endless
 from areal.config_services import EndpointsConfig
 from areal.launchers.followed import FollowedStack
 from areal.observability.display import Display
@@ -51,7 +52,12 @@ class Follower:
         self.poller.listen_notices(lambda text: self.stack.events.report("warning", "recipe", text))
         self.poller.start()
         self.display.begin(self.stack, self.poller, NoUsage())
-        self._drawing = asyncio.create_task(self.display.run(), name="display")
+        self._drawing = endless.keep(self.display.run(), "display", self._not_drawing)
+
+    def _not_drawing(self, error: BaseException) -> None:
+        self._drawing = None
+        self.display.end("not drawn any longer")
+        self.say(f"the display ended: {type(error).__name__}: {error}")
 
     async def stop_showing(self, word: str) -> None:
         """Gives the terminal back; idempotent."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from areal import endless
 from areal.cli_dead_letters import keep_dead_letters
 from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config, cautions
 from areal.errors import ArealError, ConfigError, InvalidInput
@@ -187,7 +188,11 @@ class Session:
             Security.load(stack.config.security),
             with_trainer=self._with_trainer,
         )
-        background = [asyncio.create_task(usage.run(), name="usage")]
+
+        def ended(error: BaseException) -> None:
+            stack.events.report("error", "launcher", f"{type(error).__name__}: {error}")
+
+        background = [endless.keep(usage.run(), "usage", ended)]
         status, error = "failed", None
         try:
             poller.listen_notices(lambda text: stack.events.report("warning", "recipe", text))
@@ -195,7 +200,7 @@ class Session:
             self._display.begin(stack, poller, usage)
             for caution in cautions(stack.config) if self._with_trainer else ():
                 stack.events.report("warning", "config", caution)
-            background.append(asyncio.create_task(self._display.run(), name="display"))
+            background.append(endless.keep(self._display.run(), "display", ended))
             status, error = await self._work(stack, interrupt)
             stack.cause = str(error or "")
             if stack.supervisor.processes:

@@ -73,7 +73,8 @@ class Rollout(Service):
 
     async def start(self) -> None:
         """Reads the tokenizer, learns of the servers, begins to lease."""
-        settings, spawn = self._settings, self._context.background.spawn
+        settings = self._settings
+        spawn, keep = self._context.background.spawn, self._context.background.keep
         tokenizer = await asyncio.to_thread(
             Tokenizer.load, settings.tokenizer_dir, settings.model_dir
         )
@@ -110,10 +111,10 @@ class Rollout(Service):
         self._executor = executor
         self._context.waits.watch(executor.waits)
         self._metrics.watch(lambda: executor.running, executor.oldest_s, lambda: len(table))
-        spawn(membership.follow(), "membership")
+        keep(membership.follow(), "membership")
         spawn(self._subscribe(membership), "announcements")
-        self._context.background.keep(executor.keep_leases(), "leases")
-        self._context.background.keep(self._load_watch(executor, table).run(), "load")
+        keep(executor.keep_leases(), "leases")
+        keep(self._load_watch(executor, table).run(), "load")
         spawn(executor.run(), "episodes")
         capacity = min(settings.capacity, connections)
         self._log.info("worker", worker_id=worker_id, boot=boot, capacity=capacity)

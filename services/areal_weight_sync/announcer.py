@@ -32,7 +32,7 @@ def stream_name(namespace: str) -> str:
 
 
 class Announcer:
-    """`run` for ever; `close` at the end."""
+    """`run` until cancelled; `close` at the end."""
 
     def __init__(self, url: str, namespace: str, token: str = "") -> None:
         self._url = url
@@ -44,9 +44,6 @@ class Announcer:
 
     async def run(self, coordinator: Coordinator) -> None:
         """Says every change, the newest state once per server."""
-        if not self._url:
-            self._log.info("announcements_off", reason="endpoints.nats is empty")
-            return
         feed = coordinator.open_feed()
         pending: dict[str, None] = {}
         backoff = Backoff(0.2, 5.0)

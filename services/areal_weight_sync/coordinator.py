@@ -58,6 +58,7 @@ class Coordinator:
         store: Store,
         make_engine: Callable[[str], Engine],
         spawn: Callable[..., asyncio.Task[None]],
+        keep: Callable[..., asyncio.Task[None]],
         *,
         observer: Observer | None = None,
         weights_root: Path | None = None,
@@ -70,6 +71,7 @@ class Coordinator:
             store: Where versions are made current.
             make_engine: From a url.
             spawn: `spawn(coroutine, name)` runs a background task.
+            keep: The same for a loop, whose return is a failure, too.
             observer: Metrics.
             weights_root: Folder of published versions, cleaned as versions age; None: never.
             keep_versions: Published versions kept there.
@@ -83,6 +85,7 @@ class Coordinator:
         self._store = store
         self._make_engine = make_engine
         self._spawn = spawn
+        self._begin = keep
         self._observer = observer
         self._root = weights_root
         self._keep = keep_versions
@@ -224,7 +227,7 @@ class Coordinator:
         elif member.record.state is DRAINING:
             member.record.move(JOINING)
             self.changed(member.record)
-            self._replace_task(member, member.run)
+            self._replace_task(member, member.run, self._begin)
         else:
             member.poke(deep=True, revive=True)
         return member.record.public()
@@ -249,7 +252,7 @@ class Coordinator:
             return
         member.record.move(DRAINING)
         self.changed(member.record)
-        self._replace_task(member, lambda: self._drain(member, deadline_s))
+        self._replace_task(member, lambda: self._drain(member, deadline_s), self._spawn)
 
     async def _drain(self, member: Member, deadline_s: float) -> None:
         await member.drain(deadline_s)
@@ -284,12 +287,15 @@ class Coordinator:
     def _add(self, record: ServerRecord) -> Member:
         member = Member(record, self._make_engine(record.url), self)
         self._members[record.server_id] = member
-        self._tasks[record.server_id] = self._spawn(member.run(), f"member-{record.server_id}")
+        self._tasks[record.server_id] = self._begin(member.run(), f"member-{record.server_id}")
         self.changed(record)
         return member
 
     def _replace_task(
-        self, member: Member, work: Callable[[], Coroutine[None, None, None]]
+        self,
+        member: Member,
+        work: Callable[[], Coroutine[None, None, None]],
+        begin: Callable[..., asyncio.Task[None]],
     ) -> None:
         """Ends a member's task (it leaves no server paused), then runs another."""
         server_id = member.record.server_id
@@ -300,7 +306,7 @@ class Coordinator:
             await asyncio.wait({before})
             await work()
 
-        self._tasks[server_id] = self._spawn(after(), f"member-{server_id}")
+        self._tasks[server_id] = begin(after(), f"member-{server_id}")
 
     # ── what members say ────────────────────────────────────────────────────────────────────
 

@@ -20,9 +20,10 @@ registering a discovered one changes nothing about who removes it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from areal.errors import InvalidInput, NotFound
 from areal.observability.logging import get_logger
@@ -60,14 +61,16 @@ class Source(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         """As configured; kept in the records of the servers that it found."""
+        self.lists_once = False
+        """Whether `watch` ends, after a listing that never changes."""
 
     @abstractmethod
     def watch(self) -> AsyncGenerator[Listing, None]:
         """All its servers now, then again after each change; an outage yields nothing."""
 
-    async def accompany(self, coordinator: Coordinator) -> None:
-        """Tells the source's own world how its servers are; for ever, or nothing at all."""
-        return
+    def accompany(self, coordinator: Coordinator) -> Coroutine[Any, Any, None] | None:
+        """Tells the source's own world how its servers are, until cancelled; None: nobody asks."""
+        return None
 
     async def close(self) -> None:
         """Closes connections."""
@@ -76,6 +79,10 @@ class Source(ABC):
 
 class StaticSource(Source):
     """A url of the experiment file."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.lists_once = True
 
     async def watch(self) -> AsyncGenerator[Listing, None]:
         """Once: it never changes."""
@@ -99,7 +106,7 @@ class Discovery:
                 self._inherited.setdefault(origin, []).append(server_id)
 
     async def follow(self, source: Source) -> None:
-        """Follows one source for ever."""
+        """Follows one source for as long as it lists."""
         async with aclosing(source.watch()) as listings:
             async for listing in listings:
                 self.take(source.name, listing)

@@ -36,6 +36,7 @@ class WeightSync(Service):
         self._settings = settings
         self._context = context
         self._servicer = WeightSyncServicer()
+        self._log = get_logger("areal.weight_sync")
         self._redis = connect_redis(settings.redis, password=context.security.redis_password)
         self._store = RedisStore(
             self._redis, settings.namespace, settings.lease_ttl_s, context.waits
@@ -67,11 +68,12 @@ class WeightSync(Service):
 
     async def start(self) -> None:
         """Becomes the active coordinator, then takes over what Redis remembers."""
-        settings, spawn = self._settings, self._context.background.spawn
+        settings = self._settings
+        spawn, keep = self._context.background.spawn, self._context.background.keep
         self._session = open_session(self._context.security.headers())
         with self._context.waits.on("lease", "the active coordinator, or redis"):
             await self._store.acquire()
-        self._context.background.keep(self._store.keep_lease(), "lease")
+        keep(self._store.keep_lease(), "lease")
         if settings.store:
             host, _ = split_address(self._context.listen, "--listen")
             _, port = split_address(urlsplit(settings.store).netloc, "endpoints.weight_store")
@@ -82,6 +84,7 @@ class WeightSync(Service):
             self._store,
             self._engine,
             spawn,
+            keep,
             observer=self._metrics,
             weights_root=settings.weights_root,
             keep_versions=settings.keep_versions,
@@ -92,10 +95,15 @@ class WeightSync(Service):
             await self._publish_model(coordinator)
         discovery = Discovery(coordinator, self._sources)
         for source in self._sources:
-            spawn(discovery.follow(source), f"discovery-{source.name}")
-            spawn(source.accompany(coordinator), f"accompany-{source.name}")
-        self._context.background.keep(self._store.persist(coordinator), "persist")
-        spawn(self._announcer.run(coordinator), "announcer")
+            begin = spawn if source.lists_once else keep
+            begin(discovery.follow(source), f"discovery-{source.name}")
+            if (company := source.accompany(coordinator)) is not None:
+                keep(company, f"accompany-{source.name}")
+        keep(self._store.persist(coordinator), "persist")
+        if settings.nats:
+            keep(self._announcer.run(coordinator), "announcer")
+        else:
+            self._log.info("announcements_off", reason="endpoints.nats is empty")
         self._servicer.coordinator = coordinator
 
     def _coordinator_versions(self) -> list[PolicyVersion]:
@@ -111,7 +119,7 @@ class WeightSync(Service):
         if not path.is_dir():
             raise ConfigError(f"model.path {str(path)!r}: expected a model directory")
         await coordinator.publish(PolicyVersion(version=0, incarnation=0, path=str(path.resolve())))
-        get_logger("areal.weight_sync").info("initial_version", path=str(path.resolve()))
+        self._log.info("initial_version", path=str(path.resolve()))
 
     def _engine(self, url: str) -> Engine:
         config = self._settings.coordinator

@@ -147,7 +147,7 @@ class Stack:
         config = CoordinatorConfig(
             probe_interval_s=0.02, backoff_s=0.02, backoff_max_s=0.05, update_timeout_s=0.5
         )
-        coordinator = Coordinator(config, FakeStore(), self._engine, self._spawn)
+        coordinator = Coordinator(config, FakeStore(), self._engine, self._spawn, self._spawn)
         self.coordinator = self.world.coordinator = coordinator
         coordinator.start(Snapshot(records=list(records)))
         await coordinator.publish(PolicyVersion(0, 0, str(self.model)))
@@ -155,7 +155,8 @@ class Stack:
         self.discovery = Discovery(coordinator, self.sources)
         for source in self.sources:
             self._spawn(self.discovery.follow(source), "follow")
-            self._spawn(source.accompany(coordinator), "accompany")
+            if (company := source.accompany(coordinator)) is not None:
+                self._spawn(company, "accompany")
 
     async def stop(self) -> None:
         for task in self._tasks:

@@ -330,6 +330,7 @@ async def coordinator_of(http: Http, table: ServerTable, interrupt: str):
             FakeStore(),
             lambda url: HttpEngine(url, session),
             spawn,
+            spawn,
         )
 
         async def feed() -> None:

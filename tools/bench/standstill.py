@@ -128,6 +128,7 @@ async def measure(
             FakeStore(),
             connect,
             spawn,
+            spawn,
         )
         changes = coordinator.open_feed()
 

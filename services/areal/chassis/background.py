@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
+from areal import endless
 from areal.observability.logging import get_logger
 
 
 class Background:
-    """Owns a service's long-running tasks; the first one that raises ends the process.
+    """Owns a service's long-running tasks; the first one that fails ends the process.
 
     A loop that fails silently is a service that looks alive and does nothing; a restarted process
     is visible and starts clean.
@@ -22,26 +24,26 @@ class Background:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Starts a task; its exception (not its cancellation) sets `failed`."""
+        """Starts a task that ends; its exception (not its cancellation) sets `failed`."""
         task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
         task.add_done_callback(self._done)
-        return task
+        return self._own(task)
 
     def keep(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Starts a loop that runs until it is cancelled: its return sets `failed`, too."""
+        return self._own(endless.keep(coroutine, name, partial(self._fail, name)))
 
-        async def endless() -> None:
-            await coroutine
-            raise RuntimeError(f"{name} returned: expected it to run until cancelled")
-
-        return self.spawn(endless(), name)
+    def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        self._log.error("background_task_failed", task=task.get_name(), exc_info=error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(task.get_name(), error)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        self._log.error("background_task_failed", task=name, exc_info=error)
         if not self.failed.done():
             self.failed.set_result(error)
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from areal import endless
 from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.launchers.processes import child_environment
 from areal.launchers.supervisor import Report
@@ -28,7 +29,7 @@ class Guard:
     async def start(self) -> None:
         """Returns when the guard exists; from then on nothing can be orphaned."""
         await self._spawn()
-        self._task = asyncio.create_task(self._keep(), name="guard")
+        self._task = endless.keep(self._keep(), "guard", self._unguarded)
 
     async def stop(self) -> None:
         """Closes its stdin: it ends what is left of the stack (normally nothing) and exits."""
@@ -54,11 +55,19 @@ class Guard:
         )
         self.pid = self._process.pid
 
+    def _unguarded(self, error: BaseException) -> None:
+        text = f"there is no guard any more: {type(error).__name__}: {error}"
+        self._report("error", "guard", text)
+
     async def _keep(self) -> None:
-        while self._process is not None:
+        while True:
+            assert self._process is not None  # `start` has made it
             code = await self._process.wait()
             self._report("warning", "guard", f"guard ended with exit code {code}; started again")
-            await self._spawn()
-            self._report("state", "guard", "up")
+            try:
+                await self._spawn()
+                self._report("state", "guard", "up")
+            except OSError as error:  # no memory, or no process number, for now
+                self._report("warning", "guard", f"cannot be started: {error}; tried again")
             # A guard that cannot live must not make a busy loop.
             await asyncio.sleep(1.0)

@@ -34,6 +34,7 @@ class Display:
 
     async def run(self) -> None:
         """Shows until cancelled."""
+        await asyncio.Event().wait()
 
     def end(self, word: str) -> None:
         """The work is over; `word` says what comes now."""

@@ -20,8 +20,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from areal import endless
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient, TrainerStatus
 from areal.clients.weight_sync import WeightSyncClient
@@ -194,7 +196,8 @@ class StackPoller:
         if self._trainer is not None:
             loops.append(("trainer", self._poll_trainer))
         self._tasks = [
-            asyncio.create_task(self._loop(name, poll), name=f"poll-{name}") for name, poll in loops
+            endless.keep(self._loop(name, poll), f"poll-{name}", partial(self._ended, name))
+            for name, poll in loops
         ]
 
     async def refresh(self, timeout: float = 5.0) -> Snapshot:
@@ -221,6 +224,10 @@ class StackPoller:
             rest = self._interval_s - (time.monotonic() - since)
             if rest > 0 and (name != "trainer" or name in self.snapshot.problems):
                 await asyncio.sleep(rest)
+
+    def _ended(self, name: str, error: BaseException) -> None:
+        """A bug in here must not look like figures that stand still."""
+        self.snapshot.problems[name] = f"is no longer asked: {type(error).__name__}: {error}"
 
     async def _once(self, name: str, poll: Callable[[], Awaitable[None]], timeout: float) -> None:
         try:

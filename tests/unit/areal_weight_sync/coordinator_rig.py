@@ -13,6 +13,7 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
     publish_folder,
 )
 
+from areal import endless
 from areal.servers import ServerState
 from areal.weights import PolicyVersion
 from areal_weight_sync.config import CoordinatorConfig
@@ -45,6 +46,7 @@ class Rig:
         self.model = make_model(tmp_path / "model")
         self.engines: dict[str, FakeEngine] = {}
         self.tasks: list[asyncio.Task] = []
+        self.ended: list[BaseException] = []  # of loops that should have run on
         values = {
             "probe_interval_s": 0.02,
             "backoff_s": 0.02,
@@ -60,6 +62,7 @@ class Rig:
             self.store,
             lambda url: self.engine(url.removeprefix("http://")),
             self._spawn,
+            self._keep,
             observer=self.observer,
             weights_root=self.root,
             keep_versions=2,
@@ -67,6 +70,11 @@ class Rig:
 
     def _spawn(self, coroutine, name: str) -> asyncio.Task:
         task = asyncio.create_task(coroutine, name=name)
+        self.tasks.append(task)
+        return task
+
+    def _keep(self, coroutine, name: str) -> asyncio.Task:
+        task = endless.keep(coroutine, name, self.ended.append)
         self.tasks.append(task)
         return task
 
@@ -131,4 +139,4 @@ async def rig_of(tmp_path: Path, **config):
             task.cancel()
         if rig.tasks:
             await asyncio.wait(rig.tasks, timeout=5)
-        assert rig.failed_tasks() == []
+        assert rig.failed_tasks() == rig.ended == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -30,6 +31,19 @@ async def test_keep_when_a_loop_returns_then_the_process_is_told() -> None:
     background.keep(returns(), "sweep")
     error = await asyncio.wait_for(background.failed, 5)
     assert str(error) == "sweep returned: expected it to run until cancelled"
+
+
+async def test_keep_when_a_loop_swallows_its_cancellation_then_nothing_is_told() -> None:
+    async def swallows() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    background = Background()
+    task = background.keep(swallows(), "announcer")
+    await asyncio.sleep(0)
+    await background.cancel()
+    assert not task.cancelled()
+    assert not background.failed.done()
 
 
 async def test_keep_when_cancelled_then_nothing_is_told() -> None:

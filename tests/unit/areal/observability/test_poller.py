@@ -168,3 +168,20 @@ async def test_refresh_when_a_service_is_away_then_problem_names_it_and_values_s
     assert set(snapshot.problems) == {"buffer", "weight-sync", "trainer"}
     assert snapshot.ledger is not None
     assert snapshot.ledger.submitted == 7
+
+
+async def test_poll_when_it_fails_of_a_bug_then_the_snapshot_says_that_it_has_ended(
+    upstream: tuple[Upstream, EndpointsConfig],
+) -> None:
+    def fails(_: dict[str, Any]) -> None:
+        raise KeyError("reward_mean")
+
+    poller = StackPoller(upstream[1], interval_s=0.02)
+    poller.listen(fails)
+    poller.start()
+    try:
+        await until(lambda: "trainer" in poller.snapshot.problems, "the end of the loop")
+    finally:
+        await poller.close()
+    said = poller.snapshot.problems["trainer"]
+    assert said == "is no longer asked: KeyError: 'reward_mean'"
