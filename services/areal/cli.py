@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -317,6 +318,9 @@ def versions_show(
 
 def main() -> None:
     """Entry point of the console script."""
+    # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python leaves
+    # it so: an interrupt that is sent to this one is meant.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     app(prog_name="areal")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -124,17 +125,28 @@ def test_run_when_the_recipe_makes_its_model_then_it_is_checked_before_any_servi
     ]
 
 
-def test_check_when_interrupted_then_its_process_ends_too(folder: Path) -> None:
+# A shell's `&`, nohup and CI systems start programs with SIGINT ignored.
+@pytest.mark.parametrize("disposition", [signal.SIG_DFL, signal.SIG_IGN])
+def test_check_when_interrupted_then_its_process_ends_too(
+    folder: Path, disposition: signal.Handlers
+) -> None:
     marker = folder / "pid"
     reward = f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
     arguments = ["check", *write(folder, reward), "reward.timeout_s=600"]
-    process = subprocess.Popen(areal_argv(*arguments), cwd=folder, env=environment())
+    process = subprocess.Popen(
+        areal_argv(*arguments),
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, disposition),
+    )
     deadline = time.monotonic() + 60
     while not (marker.exists() and marker.read_text()):
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(2)
-    assert process.wait(20) == 130
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     assert not Path(f"/proc/{marker.read_text()}").exists()
 
 
