@@ -43,11 +43,11 @@ def start_buffer(
     process = subprocess.Popen([*command, *overrides], env=environment, stderr=log)
     try:
         with grpc.insecure_channel(address) as channel:
-            grpc.channel_ready_future(channel).result(30)
+            grpc.channel_ready_future(channel).result(90)
             health = health_pb2_grpc.HealthStub(channel)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 90
             while True:
-                status = health.Check(health_pb2.HealthCheckRequest(), timeout=5).status
+                status = health.Check(health_pb2.HealthCheckRequest(), timeout=60).status
                 if status == health_pb2.HealthCheckResponse.SERVING:
                     break
                 if time.monotonic() > deadline or process.poll() is not None:
@@ -57,10 +57,10 @@ def start_buffer(
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
-            process.wait(5)
+            process.wait(60)
             log.close()
 
 

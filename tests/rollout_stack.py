@@ -66,7 +66,7 @@ class Process:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -120,7 +120,7 @@ class Stack:
 
     def metric(self, process: str, name: str) -> float:
         """The value of a metric without labels."""
-        with urllib.request.urlopen(f"http://{self.metrics[process]}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{self.metrics[process]}/metrics", timeout=60) as page:
             for line in page.read().decode().splitlines():
                 if line.startswith(f"{name} "):
                     return float(line.split()[1])
@@ -133,7 +133,7 @@ class Stack:
             used = 0
             while used < tokens:
                 assert time.monotonic() < deadline, f"{url}: {used} tokens, not {tokens}"
-                with urllib.request.urlopen(url, timeout=10) as answer:
+                with urllib.request.urlopen(url, timeout=60) as answer:
                     used = sum(load["num_used_tokens"] for load in json.load(answer)["loads"])
                 time.sleep(0.01)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 async def until(
     condition: Callable[[], object],
     what: str = "a condition",
-    timeout: float = 20.0,
+    timeout: float = 60.0,
     state: Callable[[], object] = str,
 ) -> None:
     """Looks until the condition holds; when time is over, an error with `what` and the state."""

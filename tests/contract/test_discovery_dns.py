@@ -44,7 +44,7 @@ async def test_dns_when_one_answer_misses_a_record_then_the_server_stays(nameser
     assert nameserver.asked >= asked + 12
     assert not flicker.done()
     nameserver.partial, nameserver.addresses = False, ["10.0.0.1"]
-    assert len(await asyncio.wait_for(flicker, 10)) == 1
+    assert len(await asyncio.wait_for(flicker, 60)) == 1
     await listings.aclose()
 
 
@@ -54,5 +54,5 @@ async def test_dns_when_the_time_to_live_is_long_then_it_is_asked_again_soon(nam
     listings = DnsSource(entry, min_s=0.01, max_s=0.05).watch()
     await anext(listings)
     nameserver.addresses.append("10.0.0.2")
-    assert len(await asyncio.wait_for(anext(listings), 10)) == 2
+    assert len(await asyncio.wait_for(anext(listings), 60)) == 2
     await listings.aclose()

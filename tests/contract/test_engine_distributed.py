@@ -129,9 +129,9 @@ async def test_broadcast_when_the_server_has_left_the_group_then_the_trainer_is_
     await http.ok("/destroy_weights_update_group", {"group_name": trainer.name})
     since = time.monotonic()
     with pytest.raises(GroupError, match=trainer.name):
-        await asyncio.to_thread(trainer.group.broadcast, [torch.zeros(20_000_000)], 20.0)
+        await asyncio.to_thread(trainer.group.broadcast, [torch.zeros(20_000_000)], 60.0)
     if not http.engine.real:
-        assert time.monotonic() - since < 10
+        assert time.monotonic() - since < 50, "long before the deadline"
 
 
 async def test_broadcast_when_the_trainer_goes_then_the_server_says_so_and_serves_on(

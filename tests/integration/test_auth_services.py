@@ -80,7 +80,7 @@ def buffer_config(redis: str, **security: Path | str) -> str:
 async def stats_with(service: ServiceProcess, security: Security | None) -> int:
     client = BufferClient(service.listen, security)
     try:
-        return (await client.get_stats(timeout=5.0)).submitted
+        return (await client.get_stats(timeout=60.0)).submitted
     finally:
         await client.close()
 

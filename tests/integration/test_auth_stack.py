@@ -65,7 +65,7 @@ def code_of(channel: grpc.Channel, path: str, stream: bool, header: str | None) 
             next(iter(call), None)
             call.cancel()
         else:
-            channel.unary_unary(path)(b"", metadata=metadata, timeout=5)
+            channel.unary_unary(path)(b"", metadata=metadata, timeout=60)
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK

@@ -256,7 +256,7 @@ async def test_metrics_when_requests_ran_then_counters_grow(http):
     assert grown["sglang:generation_tokens_total"] == 50
     assert grown["sglang:num_requests_total"] == 1
     assert grown["sglang:e2e_request_latency_seconds_count"] == 1
-    assert 0 < grown["areal_inference_busy_seconds_total"] < 10
+    assert 0 < grown["areal_inference_busy_seconds_total"] < 60
     assert grown["areal_inference_pause_seconds_total"] > 0
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput"):
         assert f"sglang:{name}" in after

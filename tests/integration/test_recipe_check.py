@@ -57,7 +57,7 @@ def test_check_when_all_is_well_then_exit_code_0_without_torch_within_seconds(
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stdout + done.stderr
     # Of both its processes; a busy machine takes longer, but spends no more.
-    assert spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime < 5.0
+    assert spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime < 10.0
     findings = {each["stage"]: each for each in json.loads(done.stdout)}
     assert {each["verdict"] for each in findings.values()} == {"ok"}
     assert findings["reward"]["said"] == "reward_fn: 0 to 0"
@@ -81,7 +81,7 @@ def test_run_when_the_reward_fails_on_the_first_row_then_exit_code_1_and_nothing
     folder: Path, reward: str, said: str
 ) -> None:
     began = time.monotonic()
-    done = areal("run", *write(folder, reward), cwd=folder, timeout=60.0)
+    done = areal("run", *write(folder, reward), cwd=folder, timeout=110.0)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.startswith(f"areal: reward: {said}")
     assert len(done.stderr.splitlines()) == 1
@@ -89,7 +89,7 @@ def test_run_when_the_reward_fails_on_the_first_row_then_exit_code_1_and_nothing
         assert f"recipe.py:{REWARD_LINE})" in done.stderr
     assert "nothing was started" in done.stderr
     assert not (folder / "runs").exists()
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 110.0
 
 
 def test_check_when_a_stage_fails_then_exit_code_1_with_the_traceback(folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_check_when_interrupted_then_its_process_ends_too(
         stdin=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, disposition),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while not (marker.exists() and marker.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline

@@ -66,7 +66,7 @@ async def test_generate_when_a_streaming_server_freezes_then_its_tokens_are_kept
         task = asyncio.create_task(client.generate(request(600), empty()))
         await until(lambda: dying.frozen)
         client.table.update([dying.listed(ServerState.QUARANTINED, "no answer"), good.listed()])
-        check(await asyncio.wait_for(task, 2.0), 600)
+        check(await asyncio.wait_for(task, 30.0), 600)
     assert client.observer.kept == [50]
 
 
@@ -190,7 +190,7 @@ async def test_interrupt_when_a_server_never_answers_then_gives_up_at_the_deadli
         await client.interrupt(0.2)
         with pytest.raises(Interrupted):
             await task
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 20.0, "the server would have taken 30 s"
 
 
 async def test_generate_when_cancelled_then_the_server_is_told():

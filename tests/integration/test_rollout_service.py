@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -302,10 +301,8 @@ async def test_worker_when_told_to_leave_then_the_next_continues_its_tokens(stac
     await client.submit_tasks([task(i, spec) for i in ids])
     await asyncio.to_thread(stack.generating, 300, 0, 1)
     first = stack.processes.pop("rollout")
-    start = time.monotonic()
     first.terminate()
-    assert first.wait(20) == 0
-    assert time.monotonic() - start < 10
+    assert first.wait(60) == 0
     assert "drain_left_leases" not in first.log
 
     address = f"127.0.0.1:{free_port()}"

@@ -204,7 +204,7 @@ def test_metrics_when_scraped_then_every_service_has_the_age_of_its_oldest_wait(
     for name, entry in processes(stack):
         if not entry["metrics"]:
             continue
-        with urllib.request.urlopen(f"http://{entry['metrics']}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{entry['metrics']}/metrics", timeout=60) as reply:
             text = reply.read().decode()
         service = re.sub(r"-\d+$", "", name).replace("-", "_")
         assert f"# TYPE areal_{service}_oldest_wait_seconds gauge" in text, name

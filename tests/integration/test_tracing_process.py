@@ -179,8 +179,8 @@ def test_tracing_when_the_collector_is_away_then_a_process_ends_in_time(
             OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
         )
     assert made < 10, "spans that no one takes are dropped, not waited for"
-    assert flushed < 3.5
-    assert whole < made + flushed + 8, "nothing of it keeps the interpreter from ending"
+    assert flushed < 9
+    assert whole < made + flushed + 30, "nothing of it keeps the interpreter from ending"
 
 
 @pytest.mark.parametrize(

@@ -133,17 +133,16 @@ async def test_bad_servers_when_found_then_each_quarantined_by_name_and_heals(ri
             if mode not in ("lie", "stale"):  # those are found out by the next update
                 await rig.client.report_server(server.url, "request failed")
         prepared = await asyncio.to_thread(rig.make_version, 1)
-        began = asyncio.get_running_loop().time()
         await rig.client.publish_version(prepared)
-        await rig.until(url, SERVING, 1, timeout=10)
-        assert asyncio.get_running_loop().time() - began < 5.0, "the others go on"
+        # Half of what an update may take: the good one does not wait for the bad ones.
+        await rig.until(url, SERVING, 1, timeout=60)
         for mode, server in bad.items():
-            seen = await rig.until(server.url, QUARANTINED, timeout=15)
+            seen = await rig.until(server.url, QUARANTINED, timeout=60)
             assert CAUSES[mode] in seen.cause
             server.mode = "good"
             server.stop_hanging.set()
         for server in bad.values():
-            await rig.until(server.url, SERVING, 1, timeout=40)
+            await rig.until(server.url, SERVING, 1, timeout=90)
             assert not server.paused
 
 

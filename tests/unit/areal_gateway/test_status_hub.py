@@ -40,7 +40,7 @@ def steps(rows: list[dict[str, Any]]) -> list[int]:
 
 
 async def next_event(stream: Any) -> tuple[str, Any]:
-    name, body = await asyncio.wait_for(anext(stream), 5)
+    name, body = await asyncio.wait_for(anext(stream), 60)
     return name, orjson.loads(body)
 
 
@@ -92,7 +92,7 @@ async def test_subscribe_when_slow_then_it_skips_states_and_misses_no_row():
         assert not waiting.done()  # 38 older states are not queued anywhere
         hub.close()
         with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 60)
 
 
 async def test_subscribe_when_trainer_resumes_then_page_is_told_to_start_over():

@@ -98,7 +98,7 @@ class Rig:
 
     async def score(self, *words: str) -> list[pb.ScoreResult]:
         items = [pb.ScoreItem(completion=word) for word in words]
-        return await asyncio.wait_for(self.pool.score(SPEC, items, None), 10)
+        return await asyncio.wait_for(self.pool.score(SPEC, items, None), 60)
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def running(gate: asyncio.Event | None = None, **config) -> AsyncIterator[
     settings = PoolConfig(**{"timeout_s": 0.1, "load_timeout_s": 0.2, **config})
     pool = WorkerPool(settings, start, RewardMetrics(CollectorRegistry()))
     slots = [asyncio.create_task(pool.run_slot()) for _ in range(settings.workers)]
-    await asyncio.wait_for(pool.wait_ready(), 5)
+    await asyncio.wait_for(pool.wait_ready(), 60)
     try:
         yield Rig(pool, workers)
     finally:
@@ -211,7 +211,7 @@ async def test_pool_when_queue_is_full_then_refused_and_later_welcome():
 async def test_pool_when_caller_goes_then_its_job_is_dropped():
     async with running(timeout_s=30) as rig:
         call = asyncio.create_task(rig.score("hang"))
-        await asyncio.wait_for(rig.workers[0].asked.wait(), 5)
+        await asyncio.wait_for(rig.workers[0].asked.wait(), 60)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -230,7 +230,7 @@ async def test_pool_when_draining_then_accepted_finish_and_new_are_refused():
             await rig.score("2")
         assert not draining.done()
         gate.set()
-        await asyncio.wait_for(draining, 5)
+        await asyncio.wait_for(draining, 60)
         assert [r.reward for r in await accepted] == [1]
 
 

@@ -47,14 +47,14 @@ async def test_status_when_a_step_ends_then_the_waiting_call_returns_with_it() -
     waiting = asyncio.create_task(ask(status, after_step=0, wait_s=20))
     await asyncio.sleep(0)
     await asyncio.to_thread(status.finished_step, 1, {"step": 1})
-    reply = await asyncio.wait_for(waiting, timeout=5)
+    reply = await asyncio.wait_for(waiting, timeout=15)
     assert [row.step for row in reply.rows] == [1]
 
 
 async def test_status_when_the_recipe_failed_then_the_cause_is_told_without_waiting() -> None:
     status = started()
     status.ended("ValueError: no")
-    reply = await asyncio.wait_for(ask(status, after_step=0, wait_s=20), timeout=5)
+    reply = await asyncio.wait_for(ask(status, after_step=0, wait_s=20), timeout=15)
     assert reply.state == pb.TRAINER_STATE_FAILED
     assert reply.detail == "ValueError: no"
 

@@ -138,5 +138,5 @@ async def rig_of(tmp_path: Path, **config):
         for task in rig.tasks:
             task.cancel()
         if rig.tasks:
-            await asyncio.wait(rig.tasks, timeout=5)
+            await asyncio.wait(rig.tasks, timeout=60)
         assert rig.failed_tasks() == rig.ended == []

@@ -51,7 +51,7 @@ async def test_update_when_version_is_published_then_server_stays_listed_serving
         status = rig.coordinator.status()
         assert (status.confirmed_version, status.confirmed_servers, status.updates) == (1, 1, 1)
         assert status.aborted_requests == 0
-        assert 0 < status.update_seconds_mean < 0.1
+        assert 0 < status.update_seconds_mean < 10
 
 
 async def test_update_when_longer_than_the_grace_then_server_leaves_traffic(tmp_path):

@@ -27,7 +27,7 @@ async def test_version_when_superseded_while_it_is_verified_then_no_complaint(tm
         def slow(version: PolicyVersion) -> None:
             asked.append(version.version)
             if asked == [1, 1]:  # the first is for publishing, the second the member's
-                gate.wait(5.0)
+                gate.wait(60.0)
                 raise InvalidInput("config.json: No such file or directory")
             verify(version)
 

@@ -22,14 +22,14 @@ async def test_spawn_when_a_task_raises_then_the_process_is_told() -> None:
     background = Background()
     background.spawn(fails(), "one")
     with pytest.raises(OSError, match="the disk is gone"):
-        raise await asyncio.wait_for(background.failed, 5)
+        raise await asyncio.wait_for(background.failed, 60)
 
 
 async def test_keep_when_a_loop_returns_then_the_process_is_told() -> None:
     background = Background()
     background.spawn(returns(), "task")
     background.keep(returns(), "sweep")
-    error = await asyncio.wait_for(background.failed, 5)
+    error = await asyncio.wait_for(background.failed, 60)
     assert str(error) == "sweep returned: expected it to run until cancelled"
 
 

@@ -62,7 +62,7 @@ async def test_call_when_the_service_froze_then_tried_again_within_retry_for(
     service: tuple[Flaky, BufferClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flaky, client = service
-    monkeypatch.setattr("areal.clients.buffer_trainer.LONG_POLL_MARGIN_S", 0.3)
+    monkeypatch.setattr("areal.clients.buffer_trainer.LONG_POLL_MARGIN_S", 2.0)
     flaky.moods = ["frozen", "away", "well"]
     taken = await client.take_batch(1, 1, 0.0, retry_for=30.0)
     assert taken.state is TakeState.WAITING
@@ -85,7 +85,7 @@ async def test_fetch_when_the_service_froze_then_tried_again_within_retry_for(
 ) -> None:
     flaky, client = service
     flaky.moods = ["frozen", "well"]
-    groups = await client.fetch_groups(1, 1, ["a"], timeout=0.3, retry_for=30.0)
+    groups = await client.fetch_groups(1, 1, ["a"], timeout=2.0, retry_for=30.0)
     assert [group.group_id for group in groups] == ["a"]
 
 
@@ -109,5 +109,5 @@ async def test_call_when_the_client_is_patient_then_every_call_is_tried_again(
     flaky, client = service
     client.patience_s = 30.0
     flaky.moods = ["away", "frozen", "well"]
-    assert (await client.get_stats(timeout=0.3)).submitted == 7
+    assert (await client.get_stats(timeout=2.0)).submitted == 7
     assert flaky.calls == 3

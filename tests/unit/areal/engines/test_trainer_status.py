@@ -11,7 +11,7 @@ async def test_wait_for_row_when_a_step_ends_in_another_thread_then_wakes_at_onc
     waiting = asyncio.create_task(status.wait_for_row(after_step=0, max_wait_s=20))
     await asyncio.sleep(0.01)
     threading.Thread(target=status.finished_step, args=(1, {"step": 1})).start()
-    snapshot = await asyncio.wait_for(waiting, 2)
+    snapshot = await asyncio.wait_for(waiting, 15)
     assert [row["step"] for row in snapshot.rows] == [1]
     assert (snapshot.step, snapshot.incarnation) == (1, 2)
 
@@ -19,7 +19,7 @@ async def test_wait_for_row_when_a_step_ends_in_another_thread_then_wakes_at_onc
 async def test_wait_for_row_when_nothing_happens_then_returns_after_the_wait():
     status = TrainerStatus(total_steps=10, world_size=1)
     status.waiting("batch of step 1")
-    snapshot = await asyncio.wait_for(status.wait_for_row(0, 0.05), 2)
+    snapshot = await asyncio.wait_for(status.wait_for_row(0, 0.05), 15)
     assert snapshot.rows == []
     assert snapshot.state == pb.TRAINER_STATE_WAITING
     assert snapshot.detail == "batch of step 1"
@@ -28,7 +28,7 @@ async def test_wait_for_row_when_nothing_happens_then_returns_after_the_wait():
 async def test_wait_for_row_when_the_trainer_has_ended_then_does_not_wait():
     status = TrainerStatus(total_steps=1, world_size=1)
     status.ended("boom")
-    snapshot = await asyncio.wait_for(status.wait_for_row(0, 30), 1)
+    snapshot = await asyncio.wait_for(status.wait_for_row(0, 30), 20)
     assert (snapshot.state, snapshot.detail) == (pb.TRAINER_STATE_FAILED, "boom")
 
 
@@ -48,4 +48,4 @@ async def test_wait_for_row_when_held_out_rows_are_measured_then_wakes_and_tells
     await asyncio.sleep(0.01)
     again = Evaluation("heldout", 3, 0.75)
     threading.Thread(target=status.evaluated, args=(again,)).start()
-    assert (await asyncio.wait_for(waiting, 2)).evaluations == [before, again]
+    assert (await asyncio.wait_for(waiting, 15)).evaluations == [before, again]

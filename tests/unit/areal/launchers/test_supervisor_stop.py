@@ -21,7 +21,7 @@ async def test_stop_when_sigterm_is_ignored_then_killed_after_grace(
     flag = tmp_path / "ready"
     code = (
         "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"pathlib.Path({str(flag)!r}).touch(); time.sleep(60)"
+        f"pathlib.Path({str(flag)!r}).touch(); time.sleep(300)"
     )
     spec = python("service", code, tmp_path, probe=file_probe(flag), stop_grace_s=0.3)
     process = Supervised(spec, stack_id, FAST, Recorder())
@@ -29,20 +29,20 @@ async def test_stop_when_sigterm_is_ignored_then_killed_after_grace(
     await process.wait_up(60.0)
     pid, since = process.pid, time.monotonic()
     await process.stop()
-    assert 0.25 < time.monotonic() - since < 8.0
+    assert 0.25 < time.monotonic() - since < 50.0
     assert not psutil.pid_exists(pid)
 
 
 async def test_stop_when_stopped_by_sigstop_then_ended(tmp_path: Path, stack_id: str) -> None:
     process = Supervised(
-        python("service", "import time; time.sleep(60)", tmp_path), stack_id, FAST, Recorder()
+        python("service", "import time; time.sleep(300)", tmp_path), stack_id, FAST, Recorder()
     )
     process.start()
     await process.wait_up(60.0)
     os.kill(process.pid, signal.SIGSTOP)
     since = time.monotonic()
     await process.stop()
-    assert time.monotonic() - since < 5.0
+    assert time.monotonic() - since < 50.0
     assert not find_tagged(stack_id)
 
 
@@ -53,9 +53,9 @@ async def test_death_when_grandchild_has_its_own_session_then_swept(
     flag = tmp_path / "grandchild"
     code = (
         "import pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], "
         "start_new_session=True)\n"
-        f"pathlib.Path({str(flag)!r}).write_text(str(child.pid)); time.sleep(60)"
+        f"pathlib.Path({str(flag)!r}).write_text(str(child.pid)); time.sleep(300)"
     )
     process = Supervised(python("trainer", code, tmp_path, job=True), stack_id, FAST, Recorder())
     process.start()
@@ -72,7 +72,7 @@ async def test_stop_when_ordered_then_stage_by_stage(tmp_path: Path, stack_id: s
     code = (
         "import signal, sys, time\n"
         "def end(*_): open({file!r}, 'a').write({name!r} + ' '); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end); open({flag!r}, 'w'); time.sleep(60)"
+        "signal.signal(signal.SIGTERM, end); open({flag!r}, 'w'); time.sleep(300)"
     )
     supervisor = Supervisor(stack_id, FAST, Recorder())
     names = ["redis", "buffer", "rollout"]

@@ -135,7 +135,7 @@ async def test_poll_when_trainer_restarts_then_repeated_steps_replace_lost_ones(
     seen: list[dict[str, Any]] = []
     poller.listen(seen.append)
     poller.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await until(lambda: len(poller.snapshot.rows) == 3, "rows")
         service.trainer.incarnation, service.trainer.rewards = 2, [0.1]
         await until(lambda: len(poller.snapshot.rows) == 1, "rows")

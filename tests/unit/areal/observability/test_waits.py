@@ -59,7 +59,7 @@ def test_waits_when_other_threads_wait_then_looking_is_safe() -> None:
         waits.oldest()
     stop.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert waits.oldest() == []
 
 
