@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import RedisServer
 
-from areal.clients.buffer import BufferClient, TakeState
+from areal.clients.buffer import BufferClient, Lease, TakeState
 from areal.clients.stores import connect_redis, redis_prefix
 from areal.errors import ArealError, LeaseLost, Unavailable, WaitTimeout
 from areal.types import TaskState
@@ -150,6 +151,29 @@ async def test_redis_when_away_for_longer_than_a_lease_then_leases_are_kept(
                 assert await client.complete_task(task_id, token, make_group(task_id), "w1")
             records = await client.get_tasks(["a", "b"])
             assert [record.infrastructure_attempts for record in records] == [0, 0]
+        finally:
+            await client.close()
+
+
+async def test_lease_when_its_worker_stays_silent_after_an_outage_then_it_still_expires(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with start_buffer(tmp_path, redis_server.url, *OVERRIDES) as address:
+        client = BufferClient(address)
+        try:
+            await client.submit_tasks([make_task("a")])
+            (held,), _ = await client.lease_tasks("w1", 1, 1)
+            redis_server.kill()
+            with pytest.raises((Unavailable, WaitTimeout)):  # several sweeps have failed by then
+                await client.get_tasks(["a"], timeout=3)
+            redis_server.start()
+            leases: list[Lease] = []
+            async with asyncio.timeout(60):
+                while not leases:
+                    with suppress(Unavailable, WaitTimeout):
+                        leases, _ = await client.lease_tasks("w2", 1, 10)
+            assert leases[0].task.task_id == "a"
+            assert leases[0].token > held.token
         finally:
             await client.close()
 

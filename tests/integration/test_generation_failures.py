@@ -118,6 +118,26 @@ async def test_generate_when_server_is_dead_then_another_answers():
     assert [url for url, _ in client.reports] == [dead.url]
 
 
+async def test_generate_when_a_server_answers_between_two_failures_then_both_block_it_as_briefly():
+    """A server that fails now and then is not one that fails in a row."""
+    outcomes = iter(["fails", "answers", "fails", "answers"])
+    server = FakeSGLang(
+        behave=lambda _: web.Response(status=500) if next(outcomes) == "fails" else None
+    )
+    async with serving(server, setup_timeout_s=30.0) as client:
+        failures, failed = [], client.table.failed
+
+        def counted(blocked):
+            news = failed(blocked)
+            failures.append(blocked.failures)
+            return news
+
+        client.table.failed = counted
+        for _ in range(2):  # each fails, and is answered by the same one a moment later
+            check(await client.generate(request(6), empty()), 6)
+    assert failures == [1, 1]
+
+
 async def test_generate_when_every_try_fails_then_all_causes_are_kept():
     servers = [
         FakeSGLang(behave=lambda _: web.Response(status=500, text="no a")),

@@ -158,6 +158,8 @@ def test_prepare_batch_when_the_ledger_is_full_then_rows_are_held_back_and_none_
             batch = engine.prepare_batch(Rows(), RLVRWorkflow("math"))
             taken.append(int(batch["group_index"].max()) + 1)
             if step == 0:
+                # Its rows are taken, not trained: a checkpoint of now must bring them again.
+                assert engine._cursor() == [0, 0]
                 assert engine._held_back is not None, "everything was accepted: nothing is tested"
             session.finish_step()
             if engine._held_back is not None:  # a checkpoint of now must bring them again

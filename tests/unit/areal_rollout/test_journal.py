@@ -41,6 +41,13 @@ def test_journal_when_decoded_then_bit_for_bit_what_was_encoded():
     assert kept[digest, 1].interruptions == 2
 
 
+def test_journal_when_the_first_of_two_equal_calls_got_no_token_then_the_second_keeps_its_place():
+    """The rerun's first call must not be answered with what the second one got."""
+    same = request()
+    kept = decode(encode([(same, response(0)), (same, response(4))], 1 << 20), 1 << 20)
+    assert set(kept) == {(request_digest(same), 1)}
+
+
 def test_digest_when_anything_that_matters_differs_then_differs():
     requests = [
         request(),
