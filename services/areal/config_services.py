@@ -182,7 +182,7 @@ class EndpointsConfig:
     redis: str = ""
     """redis://[:password@]host:port/db"""
     nats: str = ""
-    """nats://host:port"""
+    """nats://host:port, or several of one cluster, separated by commas"""
     buffer: str = ""
     """host:port of BufferService."""
     rollout: str = ""

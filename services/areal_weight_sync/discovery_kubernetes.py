@@ -164,13 +164,17 @@ def _verdict(record: ServerRecord, version: int) -> str | None:
 def addresses(slices: Iterable[Json], port: int, log: Any) -> dict[str, Found]:
     """The servers of EndpointSlices (v1 or v1beta1): every address that is not terminating.
 
+    A pod of a Service with both families is in a slice of each, and is one server: the IPv4 one,
+    which every server listens on.
+
     Args:
         slices: As JSON.
         port: 0: the slice's port named `http`, or its only one.
         log: Told of a slice without such a port.
     """
     found: dict[str, Found] = {}
-    for item in slices:
+    seen: set[str] = set()
+    for item in sorted(slices, key=lambda each: (each.get("addressType") == "IPv6", _name(each))):
         number = port or _port_of(item)
         if not item.get("endpoints"):
             continue
@@ -182,9 +186,11 @@ def addresses(slices: Iterable[Json], port: int, log: Any) -> dict[str, Found]:
             )
             continue
         for endpoint in item.get("endpoints") or []:
-            if (endpoint.get("conditions") or {}).get("terminating"):
-                continue
             target = endpoint.get("targetRef") or {}
+            uid = str(target.get("uid", ""))
+            if (endpoint.get("conditions") or {}).get("terminating") or uid in seen:
+                continue
+            seen |= {uid} - {""}
             pod = str(target.get("name", "")) if target.get("kind") == "Pod" else ""
             for address in (endpoint.get("addresses") or [])[:1]:  # all of them are the same pod
                 host = f"[{address}]" if item.get("addressType") == "IPv6" else address

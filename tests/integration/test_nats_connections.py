@@ -57,3 +57,23 @@ async def test_nats_when_it_comes_back_then_so_do_we_after_growing_pauses(
         await client.close()
     finally:
         server.kill()
+
+
+async def test_nats_when_several_are_given_then_another_takes_over(tmp_path: Path) -> None:
+    servers = [NatsServer(tmp_path / name) for name in "ab"]
+    for server in servers:
+        server.start()
+    try:
+        client = await stores.connect_nats(", ".join(server.url for server in servers), "test")
+        first = next(each for each in servers if str(each.port) in client.connected_url.netloc)
+        first.kill()
+        await until(
+            lambda: client.is_connected and str(first.port) not in client.connected_url.netloc,
+            "the other one",
+        )
+        await client.publish("news", b"here")
+        await client.flush()
+        await client.close()
+    finally:
+        for server in servers:
+            server.kill()

@@ -62,7 +62,7 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
     """Connects, and reconnects for ever afterwards; raises Unavailable if it never answered.
 
     Args:
-        url: nats://host:port
+        url: nats://host:port, or several of a cluster, separated by commas.
         name: Of this client, for the server's monitoring.
         token: For a url without user.
     """
@@ -93,7 +93,7 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
     try:
         async with asyncio.timeout(_NATS_FIRST_S):
             await client.connect(
-                url,
+                url.replace(" ", "").split(","),
                 name=name,
                 token=token if token and "@" not in url else None,
                 connect_timeout=5,
