@@ -18,20 +18,31 @@ from areal.observability.logging import configure_logging
 from areal.recipe import find_config_class, load_recipe
 
 
-def prepare(config: Annotated[Path, typer.Option(help="The experiment file.")]) -> None:
-    """Runs the recipe's prepare_model, if it has one."""
+def make_model(config: Path) -> bool:
+    """Runs the recipe's prepare_model; False: it has none.
+
+    Raises:
+        InvalidInput: Recipe or experiment file cannot be read.
+    """
+    base = load_service_config(config)
+    recipe = Path(base.recipe)
+    module = load_recipe(recipe.read_bytes(), str(recipe))
+    if not hasattr(module, "prepare_model"):
+        return False
     import torch
 
     torch.set_num_threads(1)
+    configure_logging("prepare", base.namespace)
+    schema = find_config_class(module, GRPOConfig)
+    experiment, _ = load_expr_config(["--config", str(config)], schema)
+    module.prepare_model(experiment)
+    return True
+
+
+def prepare(config: Annotated[Path, typer.Option(help="The experiment file.")]) -> None:
+    """Runs the recipe's prepare_model, if it has one."""
     try:
-        base = load_service_config(config)
-        recipe = Path(base.recipe)
-        module = load_recipe(recipe.read_bytes(), str(recipe))
-        if hasattr(module, "prepare_model"):
-            configure_logging("prepare", base.namespace)
-            schema = find_config_class(module, GRPOConfig)
-            experiment, _ = load_expr_config(["--config", str(config)], schema)
-            module.prepare_model(experiment)
+        make_model(config)
     except ArealError as error:
         print(f"areal-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
         raise typer.Exit(2) from None

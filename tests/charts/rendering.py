@@ -19,16 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "areal"
 CI = sorted(path.name for path in (CHART / "ci").glob("*-values.yaml"))
 NAMESPACE = "tests"
+# What every installation must say, and the files of ci/ say by themselves.
+IMAGES = ("--set", "image.repository=registry.example.com/areal")
 
 Json = dict[str, Any]
 
 
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs helm, without a cluster."""
+def helm(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs helm, without a cluster; `variables` of its environment."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     found = shutil.which("helm", path=path)
     assert found, "helm is not there: `make setup` brings it on Linux x86-64, else install helm 3"
-    environment = os.environ | {"KUBECONFIG": os.devnull}
+    environment = os.environ | {"KUBECONFIG": os.devnull} | variables
     return subprocess.run(
         [found, *arguments], capture_output=True, text=True, env=environment, timeout=60
     )
@@ -36,7 +38,8 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def template(*arguments: str, release: str = "areal") -> subprocess.CompletedProcess[str]:
     """`helm template` of a release."""
-    return helm("template", release, str(CHART), "--namespace", NAMESPACE, *arguments)
+    images = () if any("/ci/" in each for each in arguments) else IMAGES
+    return helm("template", release, str(CHART), "--namespace", NAMESPACE, *images, *arguments)
 
 
 @functools.cache

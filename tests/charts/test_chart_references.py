@@ -164,6 +164,16 @@ def test_policies_when_stores_are_external_then_their_ports_are_open():
     assert expression["values"] == ["buffer", "weight-sync"]
 
 
+def test_policies_when_nats_is_several_servers_then_the_port_of_each_is_open(tmp_path):
+    file = tmp_path / "values.yaml"
+    servers = "nats://nats-0.data:4333, nats://nats-1.data, tls://nats-2.data:4333"
+    file.write_text(f"nats: {{enabled: false, externalUrl: '{servers}'}}\n")
+    objects = render("--values", str(file))
+    policy = named(objects, "NetworkPolicy", "areal-external-nats")["spec"]
+    assert [each["port"] for each in policy["egress"][0]["ports"]] == [4333, 4222]
+    assert experiment(objects)["endpoints"]["nats"] == servers
+
+
 @pytest.mark.parametrize("workload", ["PyTorchJob", "TrainJob", "Job"])
 def test_trainer_when_its_container_is_started_again_then_what_it_said_before_is_still_there(
     workload,

@@ -122,3 +122,36 @@ def test_trainer_when_the_cluster_has_no_operator_then_it_is_refused_with_the_wa
     assert render(*listed, "--set", "trainer.workload=Job")
     assert render(*listed, *chosen, "--set", "trainer.enabled=false")
     assert render(*chosen), "without a cluster nothing is known"
+
+
+def redis(size, storage_class="fast"):
+    meta = {"name": "areal-redis", "namespace": NAMESPACE}
+    storage = {"resources": {"requests": {"storage": size}}, "storageClassName": storage_class}
+    spec = {"volumeClaimTemplates": [{"metadata": {"name": "data"}, "spec": storage}]}
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": meta, "spec": spec}
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("redis.size=50Gi", "redis.size 50Gi: it is 20Gi, and a StatefulSet's claims cannot"),
+        ("redis.size=50Gi", "delete statefulset areal-redis --cascade=orphan"),
+        ("redis.storageClass=slow", "redis.storageClass slow: it is fast"),
+    ],
+)
+def test_redis_when_its_claim_would_change_then_it_is_refused_with_the_way_out(setting, sentence):
+    """The API server says only that updates of that field are forbidden."""
+    with cluster(redis("20Gi")) as address:
+        server = ("--dry-run=server", "--kube-apiserver", address, "--is-upgrade")
+        assert sentence in refusal(*server, "--set", setting)
+        assert upgrade(address)
+        assert upgrade(address, "--set", f"{setting},redis.hostPath=/folder")
+
+
+def test_generated_secret_when_rendered_then_it_says_who_cannot_use_it():
+    """Every rendering without the cluster has another token: under Argo CD, every sync."""
+    first, second = (render("--set", f"storage.size={n}Gi") for n in (1, 2))
+    secrets = [named(objects, "Secret", "areal-auth") for objects in (first, second)]
+    assert secrets[0]["data"]["token"] != secrets[1]["data"]["token"]
+    for each in secrets:
+        assert "needs auth.existingSecret" in each["metadata"]["annotations"]["areal.io/generated"]

@@ -100,7 +100,10 @@ class Run:
         found = [str(CHART), "--values", str(CHART / "ci" / "cpu-demo-values.yaml")]
         for file in settings.values:
             found += ["--values", str(file)]
-        found += ["--set", f"image.tag={settings.tag},tls.existingSecret={TLS_SECRET}"]
+        found += [
+            "--set",
+            f"image.repository=areal,image.tag={settings.tag},tls.existingSecret={TLS_SECRET}",
+        ]
         found += ["--set", "rollout.service.type=NodePort"]
         found += ["--set", f"overrides.total_train_steps={settings.steps}"]
         if settings.data:

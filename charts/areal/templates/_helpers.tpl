@@ -27,10 +27,14 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
-{{/* (list $ "control" "override") */}}
+{{/* (list $ "control" "override"); nothing is published, and docker.io/areal is somebody else's. */}}
 {{- define "areal.image" -}}
-{{- $image := (index . 0).Values.image }}
-{{- index . 2 | default (printf "%s/%s:%s" $image.repository (index . 1) ($image.tag | default (index . 0).Chart.AppVersion)) | quote }}
+{{- $image := (index . 0).Values.image }}{{ $name := index . 1 }}{{ $tag := $image.tag | default (index . 0).Chart.AppVersion }}
+{{- $own := index . 2 | default (get $image.references $name) }}
+{{- if not (or $own $image.repository (eq $tag "dev")) }}
+{{- fail (printf "image.repository is empty, and no image of areal is published: push those of `make images` and set it, e.g. to registry.example.com/areal (image.references.%s: a single one; image.tag=dev: those built on the nodes)" $name) }}
+{{- end }}
+{{- $own | default (printf "%s/%s:%s" ($image.repository | default "areal") $name $tag) | quote }}
 {{- end }}
 
 {{- define "areal.podSecurityContext" -}}

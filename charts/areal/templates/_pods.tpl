@@ -61,15 +61,17 @@ limits: {memory: 256Mi}
   command: [sh, -ec]
   args:
     - |
-      for second in $(seq 1800); do
+      for second in $(seq "$DEADLINE"); do
         if test -f "$MODEL.ready"; then exit 0; fi
+        if test $((second % 60)) = 10; then echo "waits for $MODEL: see the log of job/$PREPARE-..."; fi
         sleep 1
       done
-      echo "$MODEL is not ready after 30 minutes: see the log of job/$PREPARE" >&2
+      echo "$MODEL is not ready after $DEADLINE s: see the log of job/$PREPARE-..." >&2
       exit 1
   env:
     - {name: MODEL, value: {{ include "areal.modelPath" . | quote }}}
     - {name: PREPARE, value: {{ include "areal.fullname" . }}-prepare}
+    - {name: DEADLINE, value: {{ .Values.prepare.deadlineSeconds | int | quote }}}
   securityContext: {{- include "areal.securityContext" . | nindent 4 }}
   resources: {{- include "areal.smallResources" . | nindent 4 }}
   volumeMounts:
@@ -91,6 +93,10 @@ metadata:
     areal.io/replica-count: {{ $values.replicaCount | quote }}
 spec:
   replicas: {{ include "areal.replicas" (list $ $values .name) }}
+  {{- if .data }}
+  # The model may take as long as prepare may, then the process starts.
+  progressDeadlineSeconds: {{ add $.Values.prepare.deadlineSeconds 900 }}
+  {{- end }}
   strategy: {{ if .recreate }}{type: Recreate}{{ else }}{type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}{{ end }}
   selector:
     matchLabels: {{- include "areal.selectorLabels" $id | nindent 6 }}

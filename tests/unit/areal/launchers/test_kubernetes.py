@@ -58,6 +58,10 @@ def make(tmp_path: Path, *overrides: str) -> GRPOConfig:
             *overrides,
         ],
     )
+    if not config.stack.kubernetes.values:
+        images = tmp_path / "images.yaml"
+        images.write_text("image: {repository: registry.example.com/areal}\n")
+        config.stack.kubernetes.values = [str(images)]
     recipe = tmp_path / "recipe.py"
     recipe.write_text("def main(argv): pass\n")
     config.recipe = str(recipe)
@@ -123,7 +127,7 @@ def test_experiment_when_sent_then_only_what_was_chosen_goes(tmp_path: Path) -> 
 @needs_helm
 def test_release_when_rendered_by_helm_then_names_come_from_the_chart(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("trainer: {workload: Job}\nstorage: {hostPath: /srv/areal}\n")
+    own.write_text("image: {tag: dev}\ntrainer: {workload: Job}\nstorage: {hostPath: /srv/areal}\n")
     config = make(
         tmp_path,
         "allocation_mode=sglang:d3+fsdp:d1",
@@ -296,7 +300,7 @@ def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
     healthy(kubectl, kubeflow=False)
     kubectl.answer("get storageclass -o json", {"items": []})
     own = tmp_path / "own.yaml"
-    own.write_text("auth: {existingSecret: mine}\nimage: {pullPolicy: Never}\n")
+    own.write_text("auth: {existingSecret: mine}\nimage: {tag: dev, pullPolicy: Never}\n")
     (kubectl.folder / "auth_can-i_create_roles_--quiet").unlink()
     busy = {
         "spec": {"nodeName": "n", "containers": [{"resources": {"requests": {"cpu": "7900m"}}}]},

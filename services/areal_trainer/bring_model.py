@@ -1,0 +1,108 @@
+"""`python -m areal_trainer.bring_model`: version 0 onto the volume, once.
+
+    ready already? ── yes ──> done
+      │ no
+      ├── source hf://org/name[@revision] ──> fetched, digests compared ───┐
+      ├── source /folder, of another claim ──> copied ─────────────────────┤
+      ├── the recipe's prepare_model ──────────────────────────────────────┼──> MODEL.ready
+      └── none of them: waits until a person has copied it ────────────────┘
+
+The chart's Job `prepare`. Pods that read the model wait for `MODEL.ready`; what is interrupted
+anywhere above is continued by the next try.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal.config import load_service_config
+from areal.errors import ArealError, InvalidInput
+from areal_trainer import model_sources
+from areal_trainer.model_folder import lacks, mark_ready, ready_file, ready_from
+from areal_trainer.prepare import make_model
+
+
+def main(
+    config: Annotated[Path, typer.Option(help="The experiment file.")],
+    model: Annotated[Path, typer.Option(help="The model's folder.")],
+    source: Annotated[str, typer.Option(help="hf://org/name[@revision] or a folder.")] = "",
+    deadline: Annotated[float, typer.Option(help="Seconds.")] = 21600.0,
+) -> None:
+    """Brings the model; the exit code is 2 for what must be mended first."""
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        bring(config, model, source, time.monotonic() + deadline)
+    except ArealError as error:
+        print(f"areal-trainer: {error}", file=sys.stderr, flush=True)  # noqa: T201 - for people
+        # At once: threads of a download that was left behind would be waited for.
+        os._exit(2 if isinstance(error, InvalidInput) else 1)
+
+
+def bring(config: Path, model: Path, source: str, deadline: float) -> None:
+    """See the module's picture.
+
+    Args:
+        config: The experiment file.
+        model: The folder, whatever `model.path` says: relative paths are the caller's.
+        source: Where the model comes from; "": the recipe, or a person.
+        deadline: `time.monotonic()`.
+
+    Raises:
+        InvalidInput: Another model is there already, or the source has no whole one.
+        WaitTimeout: It did not come in time.
+    """
+    before = ready_from(model)
+    if before is not None:
+        if source and before and before != source:
+            raise InvalidInput(
+                f"prepare.source {source}: {model} is {before} already, and a trial's version 0 "
+                "does not change; set model.path to another folder"
+            )
+        _say(f"{model} is ready")
+        return
+    ready_file(model).unlink(missing_ok=True)
+    experiment = load_service_config(config)
+    tokenizer = not experiment.model.tokenizer_path
+    if source:
+        model.mkdir(parents=True, exist_ok=True)
+        if source.startswith(model_sources.HUB):
+            work = lambda: model_sources.fetch(source, model, say=_say)  # noqa: E731
+        else:
+            work = lambda: model_sources.copy(Path(source), model)  # noqa: E731
+        model_sources.until_deadline(work, model, deadline, _say)
+        if problem := lacks(model, tokenizer=tokenizer):
+            raise InvalidInput(f"prepare.source {source}: {problem}")
+    elif make_model(config):
+        if not (model / "config.json").is_file():
+            raise InvalidInput(f"model.path {model}: the recipe's prepare_model made nothing there")
+    else:
+        model_sources.wait_for_copy(
+            model, how=_how(model), tokenizer=tokenizer, deadline=deadline, say=_say
+        )
+    mark_ready(model, source)
+    _say(f"{model} is ready")
+
+
+def _how(model: Path) -> str:
+    pod = f"{os.environ.get('POD_NAMESPACE', 'NAMESPACE')}/{os.environ.get('HOSTNAME', 'POD')}"
+    return f"kubectl cp -c prepare FOLDER {pod}:{model}"
+
+
+def _say(text: str) -> None:
+    print(f"areal-trainer: {text}", flush=True)  # noqa: T201 - the Job's log is for people
+
+
+def _leave(*_: object) -> None:
+    # The first process of a container is not ended by SIGTERM otherwise, nor are threads.
+    os._exit(143)
+
+
+if __name__ == "__main__":
+    typer.run(main)

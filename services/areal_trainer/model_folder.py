@@ -1,0 +1,96 @@
+"""Whether a model's folder is whole, and when it is ready. No torch here.
+
+`MODEL.ready`, beside the folder, says that version 0 will not change any more: everything that
+reads the model waits for it. It holds where the model came from; "" for a recipe or a person.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+
+
+def ready_file(model: Path) -> Path:
+    """Beside the folder, so that what replaces the folder cannot bring it along."""
+    return model.with_name(f"{model.name}.ready")
+
+
+def ready_from(model: Path) -> str | None:
+    """Where a model that is ready came from; None: it is not ready."""
+    file = ready_file(model)
+    if not (file.is_file() and (model / "config.json").is_file()):
+        return None
+    return (file.read_text().splitlines() or [""])[0]
+
+
+def mark_ready(model: Path, source: str) -> None:
+    """From now on others read it."""
+    file = ready_file(model)
+    half = file.with_name(f"{file.name}.new")
+    half.write_text(f"{source}\n")
+    half.replace(file)
+
+
+def lacks(model: Path, *, tokenizer: bool) -> str:
+    """What a copied or fetched model still lacks; "": nothing.
+
+    Args:
+        model: Its folder.
+        tokenizer: The tokenizer lies there, too.
+
+    Returns:
+        E.g. "no config.json", or "model-00002-of-00004.safetensors: 3 of 5 GB".
+    """
+    if not (model / "config.json").is_file():
+        return "no config.json"
+    for file in sorted(model.glob("*.json")):
+        try:
+            json.loads(file.read_text())
+        except (ValueError, OSError):  # ValueError: not UTF-8, or not JSON
+            return f"{file.name} is no JSON, or only its beginning"
+    if problem := _weights_lack(model):
+        return problem
+    if tokenizer and not (model / "tokenizer.json").is_file():
+        return "no tokenizer.json (another folder's: model.tokenizer_path)"
+    return ""
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in it, half-written ones too; they may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
+def _weights_lack(model: Path) -> str:
+    if (model / INDEX).is_file():
+        shards = sorted(set(json.loads((model / INDEX).read_text())["weight_map"].values()))
+        absent = [name for name in shards if not (model / name).is_file()]
+        if absent:
+            return f"no {absent[0]} ({len(shards) - len(absent)} of {len(shards)} files)"
+    elif not [*model.glob("*.safetensors"), *model.glob("*.bin")]:
+        return "no weights: neither *.safetensors nor *.bin"
+    problems = (_shortened(file) for file in sorted(model.glob("*.safetensors")))
+    return next(filter(None, problems), "")
+
+
+def _shortened(file: Path) -> str:
+    """Why a safetensors file is not whole: its header says how long it is."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or size < 8 + length:
+            return f"{file.name}: only its beginning"
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            return f"{file.name}: no safetensors file"
+    ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    whole = 8 + length + max(ends, default=0)
+    return f"{file.name}: {size:,} of {whole:,} bytes" if size != whole else ""

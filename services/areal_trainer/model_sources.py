@@ -1,0 +1,243 @@
+"""Where a model of the user's comes from: the Hub, another folder, or a person who copies it.
+
+| source                     | the next try                      | checked by                     |
+|----------------------------|-----------------------------------|--------------------------------|
+| `hf://org/name[@revision]` | keeps files that are whole        | the Hub's digests              |
+| `/folder`                  | the same                          | the lengths in safetensors     |
+| "": copied by hand         | is a person's                     | the same, and files at rest    |
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from areal.errors import ArealError, InvalidInput, Unavailable, WaitTimeout
+from areal_trainer.model_folder import lacks, size_of
+
+Say = Callable[[str], None]
+
+HUB = "hf://"
+# Weights in other forms than safetensors, and what other programs need.
+_NOT_NEEDED = [
+    *("*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.pth", "*.tflite", "*.ot"),
+    *("original/*", "onnx/*"),
+]
+_PROGRESS_S = 10.0
+_REMIND_S = 60.0
+# A volume in a network tells nobody what has changed on it: it is looked at.
+_LOOK_S = 2.0
+# Files are not whole while they still change; between two of them a copy may pause.
+_QUIET_S = 10.0
+_GIB = 2**30
+
+
+def fetch(source: str, model: Path, *, say: Say) -> None:
+    """Fetches a repository of the Hub; whole files of an earlier try are kept.
+
+    `HF_TOKEN`, `HF_ENDPOINT` and proxies are read from the environment by huggingface_hub.
+
+    Args:
+        source: `hf://org/name[@revision]`.
+        model: The folder.
+        say: Told what is done.
+
+    Raises:
+        InvalidInput: No such repository or revision, or one that the token may not read.
+        Unavailable: The Hub does not answer, or what it sent is damaged: try again.
+    """
+    import httpx2
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    for half in (model / ".cache").rglob("*.incomplete"):
+        half.unlink(missing_ok=True)  # of a process that was killed; only whole files are kept
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    try:
+        # The commit first: without it a Hub that is away would pass for one that has nothing new.
+        info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
+        files = {each.rfilename: each.size or 0 for each in info.siblings or []}
+        unneeded = [*_NOT_NEEDED, *(["*.bin"] if _has_safetensors(files) else [])]
+        wanted = {file for file in files if not any(fnmatch(file, each) for each in unneeded)}
+        total = sum(files[each] for each in wanted)
+        say(f"{source}: commit {info.sha}, {len(wanted)} files, {total / _GIB:.2f} GiB")
+        snapshot_download(name, revision=info.sha, local_dir=model, ignore_patterns=unneeded)
+        say("comparing with the Hub's digests")
+        found = HfApi().verify_repo_checksums(name, revision=info.sha, local_dir=model)
+    except HfHubHTTPError as error:
+        raise _refused(source, error) from None
+    except HFValidationError as error:
+        raise InvalidInput(f"{source}: {error}") from None
+    except (httpx2.HTTPError, OSError) as error:  # huggingface_hub's own are OSErrors
+        raise Unavailable(f"{source}: {error or type(error).__name__}") from None
+    damaged = [each["path"] for each in found.mismatches]
+    for path in damaged:
+        (model / path).unlink()
+    absent = sorted(wanted.intersection(found.missing_paths))
+    if damaged or absent:
+        raise Unavailable(f"{source}: damaged or missing: {', '.join(damaged + absent)}")
+    shutil.rmtree(model / ".cache", ignore_errors=True)  # the notes that a resume needs
+
+
+def copy(source: Path, model: Path) -> None:
+    """Copies a folder's files; each appears under its name when it is whole.
+
+    Raises:
+        InvalidInput: There is no such folder.
+    """
+    if not source.is_dir():
+        raise InvalidInput(f"prepare.source: no folder {source.name!r} on that claim")
+    for file in sorted(source.rglob("*")):  # links, as in the Hub's cache, are followed
+        relative = file.relative_to(source)
+        if not file.is_file() or any(part.startswith(".") for part in relative.parts):
+            continue
+        target, there = model / relative, file.stat()
+        if target.is_file():
+            here = target.stat()
+            if (here.st_size, here.st_mtime_ns) == (there.st_size, there.st_mtime_ns):
+                continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        half = target.with_name(f"{target.name}.part")
+        shutil.copy2(file, half)
+        half.replace(target)
+
+
+def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, say: Say) -> None:
+    """Until a whole model lies in the folder, or in one folder in it, and has come to rest.
+
+    `kubectl cp FOLDER POD:MODEL` copies into MODEL/FOLDER when MODEL is there; it always is, so
+    that the same command can be given again.
+
+    Args:
+        model: The folder; made if missing.
+        how: What a person should do.
+        tokenizer: The tokenizer lies there, too.
+        deadline: `time.monotonic()`.
+        say: Told what is lacking, each minute.
+
+    Raises:
+        WaitTimeout: It did not come.
+    """
+    model.mkdir(parents=True, exist_ok=True)
+    began, reminded, rest = time.monotonic(), float("-inf"), _Rest()
+    while True:
+        now = time.monotonic()
+        folder = _candidate(model)
+        problem = lacks(folder, tokenizer=tokenizer)
+        if rest.since(model, now) >= _QUIET_S and not problem:
+            break
+        if now >= deadline:
+            raise WaitTimeout(f"a model in {model}", since=began, hint=f"{problem}; {how}")
+        if now - reminded >= _REMIND_S:
+            reminded = now
+            there = f"{size_of(model) / _GIB:.2f} GiB there, {problem or 'still changing'}"
+            say(f"waits for a model in {model} ({there}): {how}")
+        time.sleep(_LOOK_S)
+    if folder != model:
+        for path in sorted(folder.iterdir()):
+            path.replace(model / path.name)
+        folder.rmdir()
+    say(f"{model}: copied")
+
+
+def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: Say) -> None:
+    """Does what may fail for a while, again and again; says how far it is.
+
+    Args:
+        work: Raises Unavailable for what may be tried again.
+        model: Whose size is the progress.
+        deadline: `time.monotonic()`.
+        say: Told each 10 s.
+
+    Raises:
+        WaitTimeout: The deadline passed.
+        ArealError: What `work` raised.
+    """
+    began, pause, last = time.monotonic(), 1.0, ""
+    while True:
+        done = threading.Event()
+        failed: list[BaseException] = []
+        # Of a library's download there is no other way out than to leave it behind.
+        threading.Thread(target=_attempt, args=(work, failed, done), daemon=True).start()
+        while not done.wait(min(_PROGRESS_S, max(deadline - time.monotonic(), 0.0))):
+            size = f"{size_of(model) / _GIB:.2f} GiB in {model}"
+            if time.monotonic() >= deadline:
+                raise WaitTimeout("the model", since=began, hint=f"{size}; {last}".rstrip("; "))
+            say(size)
+        if not failed:
+            return
+        if not isinstance(failed[0], Unavailable):
+            raise failed[0]
+        last = str(failed[0])
+        say(f"{last}; tried again in {pause:.0f} s")
+        if time.monotonic() + pause >= deadline:
+            raise WaitTimeout("the model", since=began, hint=last)
+        time.sleep(pause)
+        pause = min(2 * pause, 60.0)
+
+
+def _attempt(work: Callable[[], None], failed: list[BaseException], done: threading.Event) -> None:
+    try:
+        work()
+    except BaseException as error:  # raised again by who waits
+        failed.append(error)
+    finally:
+        done.set()
+
+
+class _Rest:
+    """How long a folder's files have been the same."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, tuple[int, int]] = {}
+        self._since = float("-inf")
+
+    def since(self, folder: Path, now: float) -> float:
+        """Seconds since something changed; 0 at the first look."""
+        state = {}
+        for path in folder.rglob("*"):
+            try:
+                found = path.stat()
+            except OSError:
+                continue
+            state[str(path)] = (found.st_size, found.st_mtime_ns)
+        if state != self._state or self._since == float("-inf"):
+            self._state, self._since = state, now
+        return now - self._since
+
+
+def _candidate(model: Path) -> Path:
+    """The model's folder, or the one in it that was copied: the last one that has a config.json."""
+    inside = [each for each in model.iterdir() if (each / "config.json").is_file()]
+    return max(inside, key=lambda each: each.stat().st_mtime) if inside else model
+
+
+def _has_safetensors(files: dict[str, int]) -> bool:
+    return any(each.endswith(".safetensors") and "/" not in each for each in files)
+
+
+def _refused(source: str, error: Any) -> ArealError:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    mend = "HF_TOKEN in prepare.extraEnv, from a Secret"
+    if isinstance(error, GatedRepoError):
+        return InvalidInput(f"{source}: its terms must be accepted on the Hub first; then {mend}")
+    if isinstance(error, RepositoryNotFoundError):
+        return InvalidInput(f"{source}: no such repository, or a private one: {mend}")
+    if isinstance(error, RevisionNotFoundError):
+        return InvalidInput(f"{source}: no such revision")
+    code = error.response.status_code
+    if code in (401, 403):
+        return InvalidInput(f"{source}: refused (HTTP {code}): {mend}")
+    return Unavailable(f"{source}: HTTP {code} from the Hub")

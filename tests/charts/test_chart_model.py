@@ -1,0 +1,118 @@
+"""Where version 0 comes from, and how long everything waits for it."""
+
+import pytest
+import yaml
+from tests.charts.rendering import named, of_kind, pods, render
+from tests.charts.test_chart_notes import notes, upgraded
+
+
+def job(*arguments):
+    """The Job, and its container."""
+    (found,) = (o for o in of_kind(render(*arguments), "Job") if "prepare" in o["metadata"]["name"])
+    return found, found["spec"]["template"]["spec"]["containers"][0]
+
+
+def set_source(source):
+    return ("--set", f"prepare.source={source}")
+
+
+def hub_policies(*arguments):
+    names = [each["metadata"]["name"] for each in of_kind(render(*arguments), "NetworkPolicy")]
+    return [name for name in names if "hub" in name]
+
+
+def test_model_when_it_is_on_the_hub_then_prepare_fetches_it_and_may_go_out():
+    source = set_source("hf://Qwen/Qwen3-0.6B@v1.0")
+    found, container = job(*source)
+    assert "--source=hf://Qwen/Qwen3-0.6B@v1.0" in container["args"]
+    assert "source" not in {v["name"] for v in found["spec"]["template"]["spec"]["volumes"]}
+    policy = named(render(*source), "NetworkPolicy", "areal-prepare-to-hub")["spec"]
+    assert policy["egress"] == [{}]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "prepare"
+    assert not hub_policies(), "a recipe runs there then"
+
+
+@pytest.mark.parametrize(
+    ("source", "folder"),
+    [("pvc://models/qwen/3", "/source/qwen/3"), ("pvc://models", "/source/")],
+)
+def test_model_when_it_is_on_another_claim_then_it_is_mounted_for_reading(source, folder):
+    found, container = job(*set_source(source))
+    assert f"--source={folder}" in container["args"]
+    (volume,) = (v for v in found["spec"]["template"]["spec"]["volumes"] if v["name"] == "source")
+    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    mount = {"name": "source", "mountPath": "/source", "readOnly": True}
+    assert mount in container["volumeMounts"]
+    assert not hub_policies(*set_source(source))
+
+
+def test_prepare_when_its_pod_is_described_then_the_description_is_its_own(tmp_path):
+    token = {"valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    own = {
+        "extraEnv": [{"name": "HF_TOKEN"} | token, {"name": "HTTPS_PROXY", "value": "http://p:1"}],
+        "affinity": {"nodeAffinity": {}},
+        "nodeSelector": {"disk": "fast"},
+        "tolerations": [{"key": "download", "operator": "Exists"}],
+        "serviceAccountName": "reader",
+        "podAnnotations": {"sidecar.istio.io/inject": "false"},
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"prepare": own, "trainer": {"nodeSelector": {"gpu": "yes"}}}))
+    found, container = job("--values", str(file))
+    template = found["spec"]["template"]
+    assert all(each in container["env"] for each in own["extraEnv"])
+    for key in ("affinity", "nodeSelector", "tolerations", "serviceAccountName"):
+        assert template["spec"][key] == own[key]
+    assert template["metadata"]["annotations"] == own["podAnnotations"]
+
+
+def test_prepare_when_nothing_is_said_of_its_nodes_then_they_are_the_trainers():
+    found, _ = job("--set", "trainer.nodeSelector.gpu=yes")
+    assert found["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": "yes"}
+
+
+def test_prepare_when_it_has_failed_then_the_next_revision_has_a_job_of_its_own():
+    """Helm leaves a Job of the same name as it is, failed or not."""
+    names = set()
+    for revision in (2, 3):
+        documents = upgraded(revision).partition("\nMANIFEST:\n")[2].partition("\nNOTES:\n")[0]
+        objects = [each for each in yaml.safe_load_all(documents) if each]
+        names |= {o["metadata"]["name"] for o in objects if o["kind"] == "Job"} - {""}
+    prepare = sorted(name for name in names if "prepare" in name)
+    assert [name.rsplit("-", 1)[1] for name in prepare] == ["2", "3"]
+
+
+def test_prepare_when_it_fails_then_its_pod_and_log_stay():
+    found, _ = job()
+    assert found["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_deadline_when_it_is_set_then_everything_waits_as_long():
+    settings = ("--set", "prepare.deadlineSeconds=7200,sglang.gpus=1")
+    found, container = job(*settings)
+    assert "--deadline=7200" in container["args"]
+    assert found["spec"]["activeDeadlineSeconds"] > 7200, "it says what it lacks before it is ended"
+    objects, waiting = render(*settings), set()
+    for pod in pods(objects):
+        for each in pod.spec.get("initContainers", []):
+            if each["name"] == "wait-for-model":
+                waiting.add(pod.component)
+                assert {"name": "DEADLINE", "value": "7200"} in each["env"]
+    assert waiting >= {"trainer", "weight-sync", "sglang"}
+    for each in of_kind(objects, "Deployment"):
+        component = each["metadata"]["labels"]["app.kubernetes.io/component"]
+        if component in waiting:
+            probe = each["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+            start = probe["periodSeconds"] * probe["failureThreshold"]
+            assert each["spec"]["progressDeadlineSeconds"] > 7200 + start, component
+
+
+def test_notes_when_a_person_must_copy_the_model_then_they_say_how():
+    plain = ("--set", "recipe=def main(argv): pass", "--set", "overrides.model.path=models/tiny")
+    said = notes(*plain)
+    (command,) = [line for line in said.splitlines() if " cp " in line]
+    assert command.strip().startswith("kubectl -n tests cp -c prepare FOLDER ")
+    assert command.endswith(":/data/models/tiny")
+    assert "prepare.source=hf://org/name" in said
+    for others in ((*plain, *set_source("hf://a/b")), ()):
+        assert " cp " not in notes(*others)
