@@ -54,7 +54,10 @@ class RunsOn(StrEnum):
 
 
 def _finish(work: Callable[[], int]) -> None:
-    """Runs a command's body; an error of ours is one line and an exit code."""
+    """Runs a command's body; an error of ours is one line and an exit code.
+
+    2: what was asked for cannot be read or makes no sense. 1: everything else that went wrong.
+    """
     try:
         code = work()
     except ArealError as error:

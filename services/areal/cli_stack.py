@@ -29,7 +29,7 @@ from typing import Any
 from areal import endless
 from areal.cli_dead_letters import keep_dead_letters
 from areal.config import BaseExperimentConfig, GRPOConfig, as_yaml, build_config, cautions
-from areal.errors import ArealError, ConfigError, InvalidInput
+from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
 from areal.launchers.events import EventLog
 from areal.launchers.local import PREPARE_TIMEOUT_S, LocalStack
 from areal.launchers.places import Place
@@ -67,6 +67,7 @@ def resolve_run(
 
     Raises:
         InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
+        CannotStart: The model, or what else a run takes, is not there.
     """
     resolved, module = read_experiment(recipe, config, overrides)
     can_prepare = callable(getattr(module, "prepare_model", None))
@@ -111,7 +112,8 @@ def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -
 def _with_model(config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool) -> Resolved:
     why = "" if config.endpoints.inference else missing_model(config)
     if why and not (can_prepare and config.model.path):
-        raise ConfigError(why)
+        # No model named is bad input; one that is not there may be there tomorrow.
+        raise (CannotStart if config.model.path else ConfigError)(why)
     check_start(config, will_prepare=bool(why), with_trainer=with_trainer)
     return Resolved(config, prepare=bool(why))
 
@@ -144,11 +146,11 @@ def run_foreground(
 
 
 def _make_logs(folder: RunFolder) -> None:
-    """Raises ConfigError in one line where `preflight` could not know (a full disk, a quota)."""
+    """Raises CannotStart in one line where `preflight` could not know (a full disk, a quota)."""
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
+        raise CannotStart(
             f"run folder {str(folder.logs)!r}: {error.strerror}; choose another with run_root=DIR"
         ) from None
 
@@ -213,7 +215,7 @@ class Session:
             await poller.close()
             self._display.end("stopping")
             await stack.stop(failed=status == "failed")
-        if isinstance(error, InvalidInput):
+        if isinstance(error, (CannotStart, InvalidInput)):
             raise error
         if self._with_trainer:
             took = time.monotonic() - began

@@ -3,6 +3,7 @@
     ArealError
     ├── InvalidInput          the caller sent something wrong: names field, value, expectation
     │   └── ConfigError       the same in a configuration file or override
+    ├── CannotStart           understood, and not possible here: names what is missing or in the way
     ├── NotFound              no such task, recipe, server, version
     ├── Unauthenticated       no bearer token, or a wrong one
     ├── StaleIncarnation      a newer trainer has registered; this one must stop
@@ -36,6 +37,10 @@ class InvalidInput(ArealError):
 
 class ConfigError(InvalidInput):
     """A configuration key or value is wrong."""
+
+
+class CannotStart(ArealError):
+    """What was asked for is understood; a folder, file, program, port or earlier run is in the way."""
 
 
 class NotFound(ArealError):

@@ -1,4 +1,7 @@
-"""Bad input to `areal run` and `areal up`: one clear line, exit code 2, nothing started."""
+"""What `areal run` and `areal up` refuse: one clear line, nothing started.
+
+Exit code 2 for what cannot be read or makes no sense, 1 for what cannot start here.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,7 @@ def make_model(folder: Path) -> Path:
         (GOOD, ["gconfig.n_samples=many"], "gconfig.n_samples"),
         (GOOD, ["total_train_steps"], "override 'total_train_steps': expected key=value"),
         (GOOD, ["allocation_mode=vllm:d1"], "allocation_mode 'vllm:d1': expected e.g."),
-        (GOOD, ["model.path=nowhere"], "model.path 'nowhere': no config.json there"),
         (GOOD, ["model.path=''"], "experiment file 'recipe.yaml': not there"),
-        (GOOD, ["run_root=recipe.py"], "recipe.py is a file, expected a folder"),
         (GOOD, ["gconfig.max_new_tokens=4096"], "expected less than model.context_length 4096"),
         (GOOD, ["--config", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
         ("def main(argv)\n    pass\n", [], "recipe.py:1: expected ':'"),
@@ -50,13 +51,54 @@ def test_run_when_input_is_bad_then_one_line_and_nothing_started(
     make_model(tmp_path / "model")
     if recipe is not None:
         (tmp_path / "recipe.py").write_text(recipe)
-    done = areal("run", "recipe.py", "model.path=model", *arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
+    check_refused(tmp_path, arguments, code=2, expected=expected)
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "expected"),
+    [
+        ("", ["model.path=nowhere"], "model.path 'nowhere': no config.json there"),
+        ("", ["model.path=Qwen/Qwen2.5-0.5B"], "hf download Qwen/Qwen2.5-0.5B"),
+        ("tokenizer.json", [], "model.path 'model': no tokenizer.json there"),
+        ("model.safetensors", [], "model.path 'model': no *.safetensors there"),
+        ("", ["run_root=recipe.py"], "recipe.py is a file, expected a folder"),
+        # Nobody may write there, not even root.
+        ("", ["run_root=/proc/sys/kernel"], "this user may not write in /proc/sys/kernel"),
+        ("", ["weight_sync.path=recipe.py"], "weight_sync.path 'recipe.py': "),
+        ("", ["train_dataset.path=rows.jsonl"], "train_dataset.path 'rows.jsonl': no such file"),
+    ],
+)
+def test_run_when_it_cannot_start_here_then_one_line_and_nothing_started(
+    tmp_path: Path, missing: str, arguments: list[str], expected: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    (tmp_path / "recipe.py").write_text(GOOD)
+    if missing:
+        (model / missing).unlink()
+    check_refused(tmp_path, arguments, code=1, expected=expected)
+
+
+def test_run_when_the_dashboards_port_is_taken_then_one_line_and_nothing_started(
+    tmp_path: Path,
+) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "recipe.py").write_text(GOOD)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = f"stack.gateway_port {port}: something listens there already"
+        check_refused(tmp_path, [f"stack.gateway_port={port}"], code=1, expected=said)
+
+
+def check_refused(folder: Path, arguments: list[str], *, code: int, expected: str) -> None:
+    done = areal("run", "recipe.py", "model.path=model", *arguments, cwd=folder)
+    assert done.returncode == code, done.stdout + done.stderr
     assert expected in done.stderr
     assert done.stderr.startswith("areal: ")
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()
 
 
 def test_run_when_an_earlier_run_must_not_be_resumed_then_refused(tmp_path: Path) -> None:
@@ -66,7 +108,7 @@ def test_run_when_an_earlier_run_must_not_be_resumed_then_refused(tmp_path: Path
     done = areal(
         *("run", "recipe.py", "model.path=model", "checkpoint.recover=never"), cwd=tmp_path
     )
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "checkpoint.recover 'never'" in done.stderr
     assert "choose another trial_name" in done.stderr
 

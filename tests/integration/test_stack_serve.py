@@ -225,7 +225,7 @@ def test_up_when_the_trial_runs_already_then_one_line_with_its_pid(
         *("up", "--detach", f"model.path={tiny_model}", "experiment_name=serve", "trial_name=t0"),
         cwd=stack.run_dir.parent.parent.parent,
     )
-    assert again.returncode == 2
+    assert again.returncode == 1
     assert f"runs already (pid {stack.content['launcher']['pid']})" in again.stderr
     assert stack.state() == "ready"
 

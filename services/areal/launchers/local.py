@@ -26,7 +26,7 @@ from typing import Any
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config import BaseExperimentConfig, save_config
-from areal.errors import ConfigError, InvalidInput, NotFound, WaitTimeout
+from areal.errors import CannotStart, InvalidInput, NotFound, WaitTimeout
 from areal.launchers.control import ControlSocket, Say
 from areal.launchers.events import EventLog, StackEvent
 from areal.launchers.guarding import Guard
@@ -105,7 +105,7 @@ class LocalStack:
         """Takes the run folder, starts the guard, fills in the endpoints; starts no service.
 
         Raises:
-            ConfigError: The run is held by another launcher, or a program is missing.
+            CannotStart: The run is held by another launcher, or a program is missing.
         """
         self._check_recover()
         elsewhere = self.config.endpoints.gateway
@@ -148,7 +148,7 @@ class LocalStack:
             prepare: Let the recipe make the model first (its `prepare_model`).
 
         Raises:
-            ConfigError: There is no model.
+            CannotStart: There is no model.
             StackFailure | WaitTimeout: Names the process, its log and its last lines.
         """
         if prepare:
@@ -156,7 +156,7 @@ class LocalStack:
             if self._with_trainer:
                 await refuse_failing(self.config, model_later=False)
         if self.plan.inference and (why := missing_model(self.config)):
-            raise ConfigError(why)
+            raise CannotStart(why)
         began = time.monotonic()
         await self._start_all(began + self.config.stack.ready_timeout_s)
         self.ready_seconds = round(time.monotonic() - began, 2)
@@ -316,7 +316,7 @@ class LocalStack:
     def _check_recover(self) -> None:
         never = self._with_trainer and self.config.checkpoint.recover == "never"
         if never and (self.folder.path / "redis").exists():
-            raise ConfigError(
+            raise CannotStart(
                 f"checkpoint.recover 'never': {str(self.folder.path)!r} holds an earlier run of "
                 "this trial; choose another trial_name, or recover=auto to resume it"
             )

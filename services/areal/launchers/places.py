@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal.config import BaseExperimentConfig, parse_allocation
-from areal.errors import ConfigError
+from areal.errors import CannotStart, ConfigError
 from areal.launchers.processes import Child, Life, ProcessSpec, Slot
 
 HOST = "127.0.0.1"
@@ -98,11 +98,11 @@ def assign(config: BaseExperimentConfig, nodes: Sequence[Slot], bind: str) -> Ho
         bind: What servers listen on.
 
     Raises:
-        ConfigError: There are too few nodes.
+        CannotStart: There are too few nodes.
     """
     shape, allocation = shape_of(config), parse_allocation(config.allocation_mode)
     if len(nodes) < shape.nodes:
-        raise ConfigError(
+        raise CannotStart(
             f"allocation_mode {config.allocation_mode!r}: takes {shape.nodes} nodes with "
             f"stack.gpus_per_node {config.stack.gpus_per_node} and {shape.ranks_per_node} trainer "
             f"ranks on a node; there is {len(nodes)}"
@@ -139,7 +139,7 @@ class Place(Protocol):
         """Takes the nodes.
 
         Raises:
-            ConfigError: It has too few, or cannot be reached.
+            CannotStart: It has too few, or cannot be reached.
         """
         ...
 

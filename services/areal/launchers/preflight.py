@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal.config import BaseExperimentConfig, GRPOConfig
-from areal.errors import ConfigError
+from areal.errors import CannotStart, ConfigError
 from areal.launchers.ports import port_is_free
 from areal.types import GenerationHyperparameters
 
@@ -30,7 +30,8 @@ def check_start(
         with_trainer: False: nothing is trained, so rows and answers are the clients' business.
 
     Raises:
-        ConfigError: The first problem, in one line.
+        CannotStart: What is missing or in the way, the first of it in one line.
+        ConfigError: Two values that contradict each other.
     """
     checks: tuple[Callable[[], str], ...] = (
         lambda: run_root_problem(config),
@@ -38,10 +39,13 @@ def check_start(
         lambda: tokenizer_problem(config, will_prepare=will_prepare),
         lambda: gateway_problem(config),
     )
-    training = (lambda: dataset_problem(config), lambda: answers_problem(config))
-    for check in (*checks, *(training if with_trainer else ())):
+    if with_trainer:
+        checks += (lambda: dataset_problem(config),)
+    for check in checks:
         if why := check():
-            raise ConfigError(why)
+            raise CannotStart(why)
+    if with_trainer and (why := answers_problem(config)):
+        raise ConfigError(why)
 
 
 def run_root_problem(config: BaseExperimentConfig) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.config import BaseExperimentConfig, parse_allocation
-from areal.errors import ArealError, ConfigError, WaitTimeout
+from areal.errors import ArealError, CannotStart, WaitTimeout
 from areal.launchers.places import EVERYWHERE, HOST, Hosts, shape_of
 from areal.launchers.processes import Child, Life, ProcessSpec, Slot, child_environment
 from areal.launchers.tags import STACK_VARIABLE
@@ -75,7 +75,7 @@ class RayPlace:
             import ray
             from ray.util.placement_group import placement_group, placement_group_table
         except ImportError as error:
-            raise ConfigError(
+            raise CannotStart(
                 f"--on ray: the package ray cannot be imported ({error}); install areal[ray]"
             ) from None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

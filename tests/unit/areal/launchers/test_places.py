@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal.config import GRPOConfig, build_config
-from areal.errors import ConfigError
+from areal.errors import CannotStart, ConfigError
 from areal.launchers.places import EVERYWHERE, assign, shape_of
 from areal.launchers.plan import plan_stack
 from areal.launchers.processes import Slot
@@ -70,7 +70,7 @@ def test_assign_when_several_nodes_then_servers_have_nodes_of_their_own() -> Non
     assert {slot.gpus for slot in hosts.trainer} == {tuple(range(8))}
     placed = [(slot.node, slot.gpus) for slot in hosts.inference]
     assert placed == [("n2", (0, 1, 2, 3)), ("n2", (4, 5, 6, 7)), ("n3", (0, 1, 2, 3))]
-    with pytest.raises(ConfigError, match=r"takes 4 nodes .* there is 3"):
+    with pytest.raises(CannotStart, match=r"takes 4 nodes .* there is 3"):
         assign(config, NODES[:3], EVERYWHERE)
 
 

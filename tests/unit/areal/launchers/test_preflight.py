@@ -9,7 +9,7 @@ import pytest
 
 from areal.cli_stack import resolve_run
 from areal.config import GRPOConfig, build_config
-from areal.errors import ConfigError
+from areal.errors import ArealError, CannotStart, ConfigError
 from areal.launchers.plan import missing_model
 from areal.launchers.preflight import check_start
 
@@ -31,8 +31,10 @@ def experiment(model: Path, tmp_path: Path, *overrides: str) -> GRPOConfig:
     return build_config(GRPOConfig, None, [*paths, *overrides])
 
 
-def refusal(config: GRPOConfig, *, will_prepare: bool = False) -> str:
-    with pytest.raises(ConfigError) as caught:
+def refusal(
+    config: GRPOConfig, *, will_prepare: bool = False, error: type[ArealError] = CannotStart
+) -> str:
+    with pytest.raises(error) as caught:
         check_start(config, will_prepare=will_prepare)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -109,7 +111,7 @@ def test_check_when_answers_cannot_fit_then_both_numbers_are_named(
     model: Path, tmp_path: Path
 ) -> None:
     config = experiment(model, tmp_path, "gconfig.max_new_tokens=100000")
-    assert refusal(config) == (
+    assert refusal(config, error=ConfigError) == (
         "gconfig.max_new_tokens 100000: expected less than model.context_length 4096, which prompt "
         "and answer share"
     )

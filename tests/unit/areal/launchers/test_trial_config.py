@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal.config import GRPOConfig, build_config, save_config
-from areal.errors import ConfigError
+from areal.errors import CannotStart
 from areal.launchers.run_folder import RunFolder
 from areal.launchers.trial_config import check_unchanged
 
@@ -28,7 +28,7 @@ def trained(tmp_path: Path) -> Path:
 
 def test_check_when_what_is_learned_changed_then_the_difference_is_shown(trained: Path) -> None:
     changed = experiment(trained, "gconfig.n_samples=4", "actor.optimizer.lr=0.5")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(CannotStart) as caught:
         check_unchanged(changed, accept=False)
     text = str(caught.value)
     assert "gconfig.n_samples 1 -> 4; actor.optimizer.lr 1.7e-05 -> 0.5" in text
@@ -58,7 +58,7 @@ def test_check_when_only_where_or_how_long_changed_then_it_passes(
 
 
 def test_check_when_the_staleness_bound_changed_then_it_is_refused(trained: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_head_offpolicyness 2 -> 0"):
+    with pytest.raises(CannotStart, match=r"max_head_offpolicyness 2 -> 0"):
         check_unchanged(experiment(trained, "rollout.max_head_offpolicyness=0"), accept=False)
 
 
@@ -69,7 +69,7 @@ def test_check_when_no_step_was_trained_then_anything_may_change(tmp_path: Path)
 
 
 def test_check_when_a_section_was_added_or_removed_then_it_is_shown(trained: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward_norm"):
+    with pytest.raises(CannotStart, match=r"reward_norm"):
         check_unchanged(experiment(trained, "actor.reward_norm.eps=0.1"), accept=False)
 
 
@@ -80,5 +80,5 @@ def test_check_when_the_earlier_file_lacks_a_new_key_then_its_default_counts(
     lines = [line for line in file.read_text().splitlines() if "n_samples" not in line]
     file.write_text("\n".join(lines))
     assert check_unchanged(experiment(trained), accept=False) == []
-    with pytest.raises(ConfigError, match=r"gconfig.n_samples 1 -> 2"):
+    with pytest.raises(CannotStart, match=r"gconfig.n_samples 1 -> 2"):
         check_unchanged(experiment(trained, "gconfig.n_samples=2"), accept=False)
