@@ -40,7 +40,7 @@ class ConfigError(InvalidInput):
 
 
 class CannotStart(ArealError):
-    """What was asked for is understood; a folder, file, program, port or earlier run is in the way."""
+    """What was asked for is understood; a model, folder, program or port is missing or taken."""
 
 
 class NotFound(ArealError):
