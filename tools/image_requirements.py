@@ -1,13 +1,9 @@
-"""Splits the dependencies of pyproject.toml into one list per image layer; the Dockerfile runs it.
+"""Splits the dependencies of pyproject.toml into one list per image layer; `make lock` locks each.
 
 A layer is rebuilt when its own list changes, not whenever pyproject.toml does.
 """
 
 from __future__ import annotations
-
-import sys
-import tomllib
-from pathlib import Path
 
 # What areal_inference needs of the extra `cpu`; the rest of it is the trainer's.
 INFERENCE = ("torch", "safetensors")
@@ -29,9 +25,3 @@ def split(project: dict[str, object]) -> dict[str, list[str]]:
         "trainer.txt": [r for r in extras["cpu"] if r not in of_inference],
         "dev.txt": extras["dev"],
     }
-
-
-if __name__ == "__main__":
-    source = Path(sys.argv[1])
-    for name, requirements in split(tomllib.loads(source.read_text())["project"]).items():
-        Path(name).write_text("\n".join([*requirements, ""]))
