@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.containers import store_in_container
+from tests.containers import image_of, store_in_container
 from tests.contract.engines import EngineUnderTest, Http, running_engine
 from tests.contract.transport_rig import Rig, open_rig
 from tests.inference_server import make_model, save_tokenizer
@@ -66,16 +66,19 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def redis_container() -> Iterator[str]:
-    """The same in a container."""
+def redis_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A Redis as it is deployed: in a container where there is an engine, else `redis_process`."""
+    if not image_of("redis"):
+        yield request.getfixturevalue("redis_process")
+        return
     with store_in_container("redis") as url:
         yield url
 
 
-@pytest.fixture(params=["redis_process", "redis_container"], ids=["process", "container"])
-async def book(request: pytest.FixtureRequest) -> AsyncIterator[Book]:
+@pytest.fixture
+async def book(redis_url: str) -> AsyncIterator[Book]:
     """An empty ledger."""
-    async with open_book(request.getfixturevalue(request.param)) as opened:
+    async with open_book(redis_url) as opened:
         yield opened
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.buffer_server import start_buffer
-from tests.containers import ContainerStore
+from tests.containers import ContainerStore, image_of
 from tests.inference_server import make_model, running_server, save_tokenizer
 from tests.integration.inference_http import Served, post
 from tests.integration.weight_sync_rig import BadServer, Process, WeightSyncRig, inference
@@ -94,7 +94,8 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 def nats_server(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[NatsServer | ContainerStore]:
-    in_container = getattr(request, "param", "process") == "container"
+    """A process; with the parameter "deployed" a container, where there is an engine."""
+    in_container = getattr(request, "param", "") == "deployed" and image_of("nats")
     server = ContainerStore("nats") if in_container else NatsServer(tmp_path / "nats")
     server.start()
     yield server

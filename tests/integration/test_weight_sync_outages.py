@@ -64,7 +64,7 @@ async def test_redis_when_lost_for_a_while_then_nothing_is_lost(rig, good, redis
     await rig.until(url, SERVING, 1)
 
 
-@pytest.mark.parametrize("nats_server", ["process", "container"], indirect=True)
+@pytest.mark.parametrize("nats_server", ["deployed"], indirect=True)
 async def test_nats_when_lost_then_versions_go_on_and_announcements_resume(rig, bad, nats_server):
     await rig.client.register_server(bad.url)
     await rig.until(bad.url, SERVING, 0)
