@@ -30,7 +30,7 @@ class ServiceProcess:
         """What it has logged."""
         return self.log.read_text()
 
-    async def stop(self, signum: int = signal.SIGTERM, deadline_s: float = 20.0) -> int:
+    async def stop(self, signum: int = signal.SIGTERM, deadline_s: float = 60.0) -> int:
         """Signals and reaps; returns the exit code."""
         if self.process.returncode is None:
             self.process.send_signal(signum)
@@ -43,7 +43,7 @@ async def service_process(
     folder: Path,
     config: str,
     *overrides: str,
-    ready_s: float = 30.0,
+    ready_s: float = 120.0,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[ServiceProcess]:
     """Runs `python -m MODULE` until it serves; kills it at the end if it still runs."""
@@ -59,7 +59,12 @@ async def service_process(
             stdout=output,
             stderr=output,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "services"), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT / "services"),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "",  # as most systems start a program
+            },
         )
     service = ServiceProcess(process, listen, metrics, log)
     try:

@@ -25,9 +25,13 @@ _MAX_RECIPES = 8
 
 
 def _environment() -> dict[str, str]:
-    """Without secrets, for user code runs there; a collector's API key is one, too."""
+    """Without secrets, for user code runs there; a collector's API key is one, too.
+
+    What user code prints is written at once: the process may be ended at any time.
+    """
     known = without_secrets(os.environ)
-    return {name: value for name, value in known.items() if not name.startswith("OTEL_")}
+    kept = {name: value for name, value in known.items() if not name.startswith("OTEL_")}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
 class WorkerProcess:
