@@ -100,10 +100,10 @@ class ServerProcess:
         """SIGTERM, then the exit code."""
         self.process.terminate()
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         finally:
             self.process.kill()
-            self._reader.join(5)
+            self._reader.join(60)
             if not self._reader.is_alive() and self.process.stderr is not None:
                 self.process.stderr.close()
 

@@ -60,7 +60,7 @@ class Receiver(pb_grpc.TraceServiceServicer):
             return list(self._spans)
 
     def wait(
-        self, enough: Callable[[list[Span]], bool], what: str, timeout: float = 30.0
+        self, enough: Callable[[list[Span]], bool], what: str, timeout: float = 90.0
     ) -> list[Span]:
         """The spans, once there are enough."""
         deadline = time.monotonic() + timeout

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -61,7 +62,7 @@ class Process:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         return self._process.wait(timeout)
 
     def kill(self) -> None:
@@ -72,11 +73,11 @@ class Process:
         if self._process.poll() is None:
             self.terminate()
             try:
-                self.wait(15)
+                self.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
 
-    def wait_serving(self, address: str, timeout: float = 60.0) -> None:
+    def wait_serving(self, address: str, timeout: float = 120.0) -> None:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
@@ -126,15 +127,19 @@ class Stack:
                     return float(line.split()[1])
         raise AssertionError(f"{process} has no metric {name}")
 
-    def generating(self, tokens: int, *servers: int, timeout: float = 60.0) -> None:
+    def generating(self, tokens: int, *servers: int, timeout: float = 120.0) -> None:
         """Returns once the requests that run on each of these servers have so many tokens."""
         deadline = time.monotonic() + timeout
         for url in (f"{self.config.endpoints.inference[index]}/v1/loads" for index in servers):
             used = 0
             while used < tokens:
                 assert time.monotonic() < deadline, f"{url}: {used} tokens, not {tokens}"
-                with urllib.request.urlopen(url, timeout=60) as answer:
-                    used = sum(load["num_used_tokens"] for load in json.load(answer)["loads"])
+                # 503: it is starting.
+                with (
+                    suppress(urllib.error.HTTPError),
+                    urllib.request.urlopen(url, timeout=60) as it,
+                ):
+                    used = sum(load["num_used_tokens"] for load in json.load(it)["loads"])
                 time.sleep(0.01)
 
     def wait(self, process: str, address: str) -> None:

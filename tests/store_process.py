@@ -33,7 +33,7 @@ class StoreProcess(ABC):
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(self.command())
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 90
         while not self._answers():
             if time.monotonic() > deadline or self._process.poll() is not None:
                 log = (self.folder / self.log).read_text()[-2000:]
@@ -44,7 +44,7 @@ class StoreProcess(ABC):
         """kill -9: nothing is flushed."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     @property

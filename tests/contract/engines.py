@@ -165,11 +165,11 @@ def running_sglang(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, i
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
+            process.wait(60)
         # Its scheduler and detokenizer are processes of their own, in the same group.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
 
 
 def _wait_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -82,11 +82,11 @@ class Trainer:
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         self.offered.append(version)
         asked = self._client.offer_version(version, offer)
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(90)
 
     def announce(self, version: PolicyVersion) -> None:
         asked = self._client.publish_version(version)
-        asyncio.run_coroutine_threadsafe(asked, self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(asked, self._loop).result(90)
 
     def publish(self, kind: str, version: int, dtype: str) -> PolicyVersion:
         tensors = host_tensors(self._engine.iter_full_tensors(dtype))

@@ -51,7 +51,7 @@ def sidecar(tmp_path: Path) -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
 
 
 async def listening(url: str) -> None:

@@ -25,7 +25,7 @@ class Hashing(WeightStore):
 
     def commit(self, name: str, manifest: PolicyVersion) -> Path:
         self.begun.set()
-        assert self.done.wait(20)
+        assert self.done.wait(60)
         return self._root / name
 
 

@@ -111,7 +111,7 @@ class Rig:
     ) -> Weights:
         """What areal-inference does with it."""
         if location == "broadcast":
-            return self.received.result(30)
+            return self.received.result(90)
         config = ModelConfig.from_folder(self.model)
         return load_weights(
             location, config, torch.float32, headers=HEADERS, spare=spare, held=held

@@ -40,7 +40,7 @@ class Trainer:
         )
 
     def _call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(90)
 
     def _offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         self.offers.append(self._call(self.rig.client.offer_version(version, offer)))

@@ -115,7 +115,7 @@ class RunningStack:
     def processes(self) -> list[psutil.Process]:
         return find_tagged(self.content["stack_id"], leaders=leaders_of(self.content))
 
-    def assert_gone(self, timeout: float = 20.0) -> None:
+    def assert_gone(self, timeout: float = 60.0) -> None:
         """No process of it lives, and its guard has let the run go."""
         stack = self.content
         eventually(lambda: not self.processes(), "all processes are gone", timeout)

@@ -89,7 +89,7 @@ async def test_redis_when_killed_under_load_then_nothing_acknowledged_is_lost(
                 await asyncio.sleep(0.3)
                 redis_server.start()
             at_last_restart = len(batches)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 90
             while len(batches) < at_last_restart + 5 and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
                 for job in jobs:
@@ -138,7 +138,7 @@ async def test_redis_when_away_for_longer_than_a_lease_then_leases_are_kept(
                 redis_server.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(4)
                 redis_server.send_signal(signal.SIGCONT)
-            deadline = time.monotonic() + 15
+            deadline = time.monotonic() + 90
             lost: set[str] | None = None
             while lost is None and time.monotonic() < deadline:
                 try:

@@ -108,7 +108,7 @@ async def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def until_condition(stack: Stack, pod: str, status: str) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while (found := await stack.world.condition(pod)) != status:
         assert time.monotonic() < end, f"{CONDITION} of {pod} is {found!r}, expected {status!r}"
         await asyncio.sleep(0.1)

@@ -80,12 +80,12 @@ def test_follower_when_it_ends_then_its_port_forwards_end_too(
         running = eventually(
             lambda: len(found := forwards(kubectl)) == 2 * len(COMPONENTS) and found,
             f"port-forwards: {(tmp_path / 'log').read_text()}",
-            60.0,
+            120.0,
         )
         follower.send_signal(signum)
-        assert follower.wait(30.0) == code, (tmp_path / "log").read_text()
-        gone, alive = psutil.wait_procs(running, timeout=30.0)
+        assert follower.wait(90.0) == code, (tmp_path / "log").read_text()
+        gone, alive = psutil.wait_procs(running, timeout=90.0)
         assert (len(gone), alive) == (2 * len(COMPONENTS), [])
     finally:
         follower.kill()
-        follower.wait(10.0)
+        follower.wait(60.0)

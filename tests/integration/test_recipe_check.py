@@ -140,13 +140,17 @@ def test_check_when_interrupted_then_its_process_ends_too(
         stdin=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, disposition),
     )
-    deadline = time.monotonic() + 90
-    while not (marker.exists() and marker.read_text()):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    try:
+        deadline = time.monotonic() + 90
+        while not (marker.exists() and marker.read_text()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait(60)
     assert not Path(f"/proc/{marker.read_text()}").exists()
 
 

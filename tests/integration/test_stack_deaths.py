@@ -100,7 +100,7 @@ def test_stack_when_launcher_is_killed_then_nothing_stays_and_the_trial_can_go_o
     os.kill(guard, signal.SIGKILL)
     eventually(lambda: stack.content["guard"]["pid"] not in (0, guard), "a new guard", 20.0)
     launcher.kill()
-    launcher.wait(10.0)
+    launcher.wait(60.0)
     stack.assert_gone()
 
     stack, launcher = start()
@@ -111,7 +111,7 @@ def test_stack_when_launcher_is_killed_then_nothing_stays_and_the_trial_can_go_o
     assert accounts["delivered"] == 16, "the ledger of the killed stack is still there"
     stopped = areal("down", "--run", str(stack.run_dir), cwd=tmp_path)
     assert stopped.returncode == 0, stopped.stderr
-    assert launcher.wait(10.0) == 0
+    assert launcher.wait(60.0) == 0
     stack.assert_gone()
 
 
@@ -127,7 +127,7 @@ def test_stack_when_launcher_is_killed_while_it_starts_then_nothing_stays(start:
     stack, launcher = start()
     eventually(lambda: any(p["pid"] for p in stack.content["processes"].values()), "a child", 30.0)
     launcher.kill()
-    launcher.wait(10.0)
+    launcher.wait(60.0)
     stack.assert_gone()
 
 

@@ -72,7 +72,7 @@ class Trial:
 
     def __init__(self, config: GRPOConfig, url: str) -> None:
         self.config = config
-        self._redis = redis.Redis.from_url(url)
+        self._redis = redis.Redis.from_url(url, socket_timeout=90.0)
 
     def fill(self) -> None:
         """Something else takes all the memory that the ledger may have, and the ledger knows."""

@@ -76,7 +76,7 @@ class RejectingWorkers:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._done.result(30)
+        self._done.result(90)
         self._pool.shutdown()
 
 

@@ -70,7 +70,7 @@ class Process:
             return 0
         self._process.send_signal(signum)
         self._process.send_signal(signal.SIGCONT)
-        code = self._process.wait(30)
+        code = self._process.wait(60)
         self._process = None
         return code
 

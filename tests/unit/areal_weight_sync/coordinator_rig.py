@@ -102,7 +102,7 @@ class Rig:
         record = self.coordinator.record(name)
         return None if record is None else record.public()
 
-    async def until(self, condition, what: str, timeout: float = 20.0) -> None:
+    async def until(self, condition, what: str, timeout: float = 60.0) -> None:
         feed = self.coordinator.open_feed()
         try:
             async with asyncio.timeout(timeout):

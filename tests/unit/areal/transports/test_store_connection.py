@@ -41,7 +41,7 @@ def store_that(answer: Answer, timeout: float) -> Iterator[StoreConnection]:
             yield store
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
         server.server_close()
 
 
