@@ -104,15 +104,19 @@ class Sweeper:
         backoff = Backoff()
         while True:
             try:
-                async with client.pubsub(ignore_subscribe_messages=True) as channel:
+                async with client.pubsub() as channel:
                     await channel.subscribe(self._store.wake_channel)
-                    backoff.reset()
-                    # Something may have happened while nobody listened.
-                    self._wakes.notify_all()
                     while True:
                         message = await channel.get_message(timeout=5.0)
-                        if message is not None:
+                        if message is None:
+                            continue
+                        if message["type"] == "message":
                             self._wakes.notify(Kind(message["data"].decode()))
+                            continue
+                        # Subscribed, perhaps again: the client does so by itself when it has lost
+                        # its connection. Something may have happened while nobody listened.
+                        backoff.reset()
+                        self._wakes.notify_all()
             except (RedisError, OSError) as error:
                 self._log.warning("wake_channel_lost", error=str(error))
             await backoff.sleep()
