@@ -6,12 +6,12 @@ import asyncio
 import threading
 from pathlib import Path
 
-from tests.contract.transport_rig import HEADERS, SECURITY, Rig, open_rig
+from tests.contract.transport_rig import HEADERS, SECURITY, Rig, open_rig, run
 from tests.ports import free_port
 
 from areal.transports.base import describe
 from areal.transports.wire import StoreConnection
-from areal.weights import PolicyVersion, to_json
+from areal.weights import SPARE, PolicyVersion, to_json
 from areal_weight_sync.store_http import StoreApp
 from areal_weight_sync.weight_store import WeightStore
 
@@ -59,3 +59,20 @@ async def test_commit_when_the_next_upload_begins_before_it_has_ended_then_it_is
         finally:
             store.done.set()
             await app.close()
+
+
+async def test_upload_when_a_retired_folder_is_reused_then_nothing_else_of_it_stays(
+    tmp_path: Path,
+) -> None:
+    async with open_rig(tmp_path) as rig:
+        spare = tmp_path / "weights" / SPARE
+        spare.mkdir(parents=True)
+        stale = {"model-00001-of-00002.safetensors", "delta.bin", "notes.txt"}
+        for name in (*stale, "model.safetensors"):
+            (spare / name).write_bytes(b"of another version")
+        new = rig.noisy(1)
+        version = await run(lambda: rig.publisher("stream").publish(new, rig.announce))
+        assert not spare.exists(), "it was reused"
+        names = {file.name for file in await run(lambda: list(Path(version.path).iterdir()))}
+        assert names.isdisjoint(stale)
+        assert "model.safetensors" in names

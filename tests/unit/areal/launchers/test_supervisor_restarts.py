@@ -17,6 +17,7 @@ from tests.waiting import until
 from areal.errors import WaitTimeout
 from areal.launchers.processes import ProcessSpec
 from areal.launchers.supervisor import (
+    WINDOW_S,
     ProcessState,
     RestartPolicy,
     StackFailure,
@@ -263,3 +264,35 @@ async def test_failure_when_of_a_process_started_later_then_it_ends_the_wait(
     supervisor.start(python("late", "raise SystemExit(2)", tmp_path, **never))
     with pytest.raises(StackFailure, match="late"):
         await asyncio.wait_for(forever, 30)
+
+
+async def test_service_when_it_was_up_before_it_found_bad_input_then_started_again(
+    tmp_path: Path, stack_id: str
+) -> None:
+    """A dependency that is away for a moment may look like bad input."""
+    flag, report = tmp_path / "up", Recorder()
+    code = (
+        "import os, time\n"
+        f"flag = {str(flag)!r}\n"
+        "if os.path.exists(flag): time.sleep(600)\n"
+        "open(flag, 'w').close(); time.sleep(0.5); raise SystemExit(2)"
+    )
+    process = Supervised(python("buffer", code, tmp_path), stack_id, FAST, report)
+    process.start()
+    await until(lambda: process.restarts == 1, "the second life", 60.0)
+    await process.wait_up(60.0)
+    assert report.texts("warning")[0].startswith("buffer ended with exit code 2; restart 1 of 3")
+    assert report.texts("error") == []
+    await process.stop(0.0)
+
+
+async def test_service_when_its_earlier_deaths_are_long_past_then_they_do_not_count(
+    tmp_path: Path, stack_id: str
+) -> None:
+    process = Supervised(python("service", "pass", tmp_path), stack_id, FAST, Recorder())
+    long_ago = time.monotonic() - WINDOW_S - 1
+    process._recent.extend([long_ago] * FAST.max_restarts)
+    process.start()
+    with pytest.raises(StackFailure, match="3 restarts within 10 minutes"):
+        await asyncio.wait_for(process.ended, 60)
+    assert process.restarts == FAST.max_restarts

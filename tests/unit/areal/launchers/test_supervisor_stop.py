@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -31,6 +32,22 @@ async def test_stop_when_sigterm_is_ignored_then_killed_after_grace(
     await process.stop()
     assert 0.25 < time.monotonic() - since < 50.0
     assert not psutil.pid_exists(pid)
+
+
+async def test_stop_when_it_is_told_how_long_then_the_own_grace_of_a_process_does_not_count(
+    tmp_path: Path, stack_id: str
+) -> None:
+    flag = tmp_path / "ready"
+    code = (
+        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(flag)!r}).touch(); time.sleep(600)"
+    )
+    spec = python("service", code, tmp_path, probe=file_probe(flag), stop_grace_s=600.0)
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    await process.wait_up(60.0)
+    await asyncio.wait_for(process.stop(0.1), 60)
+    assert not find_tagged(stack_id)
 
 
 async def test_stop_when_stopped_by_sigstop_then_ended(tmp_path: Path, stack_id: str) -> None:
