@@ -177,7 +177,7 @@ class ReleaseFollower:
         if running:
             self._began_to_wait = time.monotonic()
         if running or outcome.word == "failed":
-            said = self._release.last_words("prepare", lines=1)
+            said = self._release.last_words("prepare", lines=1).rpartition("\n")[2]
             if said and said != self._prepare_said:
                 self._prepare_said = said
                 self._follower.say(f"prepare: {said}")

@@ -97,6 +97,25 @@ def test_pods_when_the_generated_secret_appears_then_the_first_upgrade_replaces_
         assert of_kind(installed, kind) == of_kind(upgraded, kind)
 
 
+def test_pods_when_the_generated_token_was_rotated_by_hand_then_an_upgrade_replaces_them():
+    with cluster() as address:
+        installed = named(upgrade(address), "Secret", "areal-auth")
+    installed["metadata"]["namespace"] = NAMESPACE
+    with cluster(installed) as address:
+        before = upgrade(address)
+    rotated = {**installed, "data": {**installed["data"], "token": "cm90YXRlZA=="}}
+    with cluster(rotated) as address:
+        after = upgrade(address)
+    assert set(checksums(before).values()) == {None}
+    assert None not in checksums(after).values()
+    assert named(after, "Secret", "areal-auth")["data"]["token"] == "cm90YXRlZA=="
+    rotated["metadata"] = {**named(after, "Secret", "areal-auth")["metadata"]}
+    rotated["metadata"]["namespace"] = NAMESPACE
+    with cluster(rotated) as address:
+        again = upgrade(address)
+    assert checksums(again) == checksums(after), "once is enough"
+
+
 def test_secret_when_the_cluster_has_it_then_its_values_stay():
     made = secret("areal-auth", token="t", **{"redis-password": "p", "nats-token": "n"})
     with cluster(made) as address:

@@ -1,11 +1,20 @@
-{{/* What replaces pods when a Secret of the user's has changed: processes read keys and certificates once. Empty without a
-     cluster to ask. The chart's own Secret is not in it: at the install it is not there yet, and later it never changes. */}}
+{{/* What replaces pods when a Secret has changed: processes read keys and certificates once. Empty without a cluster to ask. */}}
 {{- define "areal.secretsChecksum" -}}
 {{- $found := list }}
 {{- range list .Values.auth.existingSecret .Values.tls.existingSecret }}
 {{- with . }}{{ with lookup "v1" "Secret" $.Release.Namespace . }}{{ $found = append $found .data }}{{ end }}{{ end }}
 {{- end }}
+{{- with include "areal.rotated" . }}{{ $found = append $found . }}{{ end }}
 {{- with $found }}{{ toJson . | sha256sum }}{{ end }}
+{{- end }}
+
+{{/* Of the chart's own Secret, when its values are not those that were generated; they are not there yet at the install. */}}
+{{- define "areal.rotated" -}}
+{{- if not .Values.auth.existingSecret }}
+{{- $live := lookup "v1" "Secret" .Release.Namespace (include "areal.secretName" .) | default dict }}
+{{- $made := dig "metadata" "annotations" "areal.io/generated-sha256" "" $live }}
+{{- if $made }}{{ $now := toJson $live.data | sha256sum }}{{ if ne $now $made }}{{ $now }}{{ end }}{{ end }}
+{{- end }}
 {{- end }}
 
 {{/* Annotations of a pod template, or nothing: (list $ component-values). */}}
