@@ -233,13 +233,14 @@ async def test_process_when_it_lived_long_before_then_started_again_without_grow
 ) -> None:
     """The delay grows for what cannot live, not for what is killed now and then."""
     policy = RestartPolicy(
-        max_restarts=2000, ready_timeout_s=60.0, first_delay_s=0.01, max_delay_s=30.0, steady_s=0.2
+        max_restarts=2000, ready_timeout_s=60.0, first_delay_s=0.1, max_delay_s=600.0, steady_s=0.2
     )
     process = Supervised(
         python("steady", "import time; time.sleep(600)", tmp_path), stack_id, policy, Recorder()
     )
     # As if it had died more often than a power of two can be computed for.
     process._recent.extend([time.monotonic()] * 1500)
+    process._in_a_row = 1500
     process.start()
     for _ in range(3):
         await process.wait_up(30.0)
