@@ -43,6 +43,9 @@ def lacks(model: Path, *, tokenizer: bool) -> str:
     Returns:
         E.g. "no config.json", or "model-00002-of-00004.safetensors: 3 of 5 GB".
     """
+    lost = [each for each in sorted(model.glob("*")) if each.is_symlink() and not each.exists()]
+    if lost:
+        return f"{lost[0].name} is a link that leads nowhere here: copy files, not links"
     if not (model / "config.json").is_file():
         return "no config.json"
     for file in sorted(model.glob("*.json")):

@@ -30,7 +30,7 @@ _NOT_NEEDED = [
 ]
 _PROGRESS_S = 10.0
 _REMIND_S = 60.0
-# A volume in a network tells nobody what has changed on it: it is looked at.
+# A volume in a network does not tell what has changed on it: it is looked at.
 _LOOK_S = 2.0
 # Files are not whole while they still change; between two of them a copy may pause.
 _QUIET_S = 10.0
@@ -91,22 +91,29 @@ def copy(source: Path, model: Path) -> None:
 
     Raises:
         InvalidInput: There is no such folder.
+        Unavailable: The volume is full, or another failure of a disk: try again.
     """
     if not source.is_dir():
         raise InvalidInput(f"prepare.source: no folder {source.name!r} on that claim")
-    for file in sorted(source.rglob("*")):  # links, as in the Hub's cache, are followed
-        relative = file.relative_to(source)
-        if not file.is_file() or any(part.startswith(".") for part in relative.parts):
-            continue
-        target, there = model / relative, file.stat()
-        if target.is_file():
-            here = target.stat()
-            if (here.st_size, here.st_mtime_ns) == (there.st_size, there.st_mtime_ns):
-                continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        half = target.with_name(f"{target.name}.part")
-        shutil.copy2(file, half)
-        half.replace(target)
+    try:
+        for file in sorted(source.rglob("*")):  # links, as in the Hub's cache, are followed
+            relative = file.relative_to(source)
+            if file.is_file() and not any(part.startswith(".") for part in relative.parts):
+                _copy_file(file, model / relative)
+    except OSError as error:
+        raise Unavailable(f"{error.filename}: {error.strerror}") from None
+
+
+def _copy_file(file: Path, target: Path) -> None:
+    there = file.stat()
+    if target.is_file():
+        here = target.stat()
+        if (here.st_size, here.st_mtime_ns) == (there.st_size, there.st_mtime_ns):
+            return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    half = target.with_name(f"{target.name}.part")
+    shutil.copy2(file, half)
+    half.replace(target)
 
 
 def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, say: Say) -> None:
@@ -129,8 +136,7 @@ def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, sa
     began, reminded, rest = time.monotonic(), float("-inf"), _Rest()
     while True:
         now = time.monotonic()
-        folder = _candidate(model)
-        problem = lacks(folder, tokenizer=tokenizer)
+        folder, problem = _found(model, tokenizer=tokenizer)
         if rest.since(model, now) >= _QUIET_S and not problem:
             break
         if now >= deadline:
@@ -142,7 +148,10 @@ def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, sa
         time.sleep(_LOOK_S)
     if folder != model:
         for path in sorted(folder.iterdir()):
-            path.replace(model / path.name)
+            target = model / path.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            path.replace(target)
         folder.rmdir()
     say(f"{model}: copied")
 
@@ -213,10 +222,24 @@ class _Rest:
         return now - self._since
 
 
-def _candidate(model: Path) -> Path:
-    """The model's folder, or the one in it that was copied: the last one that has a config.json."""
-    inside = [each for each in model.iterdir() if (each / "config.json").is_file()]
-    return max(inside, key=lambda each: each.stat().st_mtime) if inside else model
+def _found(model: Path, *, tokenizer: bool) -> tuple[Path, str]:
+    """The model's folder or the newest one that was copied into it, and what that one lacks.
+
+    Models have folders of their own with a config.json, so theirs is asked first.
+    """
+    problem = lacks(model, tokenizer=tokenizer)
+    inside = [each for each in model.iterdir() if each.is_dir() and _has_config(each)]
+    if not problem or not inside:
+        return model, problem
+    newest = max(inside, key=lambda each: each.stat().st_mtime)
+    if deeper := lacks(newest, tokenizer=tokenizer):
+        return model, problem if _has_config(model) else f"{newest.name}: {deeper}"
+    return newest, ""
+
+
+def _has_config(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() or config.is_symlink()
 
 
 def _has_safetensors(files: dict[str, int]) -> bool:

@@ -94,7 +94,7 @@ def hub() -> Iterator[Hub]:
 def test_model_when_it_is_on_the_hub_then_it_is_fetched_once(job: Job, hub: Hub) -> None:
     code, said = job.run("hf://lab/tiny@v1", HF_ENDPOINT=hub.url)
     assert code == 0, said
-    assert job.content() == model_files(BIG), "what nobody loads is left there"
+    assert job.content() == model_files(BIG), "what is not loaded is left there"
     assert job.is_ready
     assert COMMIT in said
     hub.failures = 1000
@@ -351,6 +351,33 @@ def test_copy_by_hand_when_files_still_change_then_it_waits(
         assert not waiting.is_over(0.1)
     assert waiting.is_over(30.0), waiting.said
     assert sorted(path.name for path in model.iterdir()) == sorted([*files, "merges.txt"])
+
+
+@pytest.mark.usefixtures("quick")
+def test_copy_by_hand_when_the_model_has_folders_of_its_own_then_they_come_along(
+    tmp_path: Path,
+) -> None:
+    """A newer folder with a config.json inside of a model is not the model."""
+    model = tmp_path / "models" / "tiny"
+    (model / "onnx").mkdir(parents=True)
+    for name, content in model_files().items():
+        (model / name).write_bytes(content)
+    (model / "onnx" / "config.json").write_text("{}")
+    assert Waiting(model).is_over(30.0)
+    assert {path.name for path in model.iterdir()} == {*model_files(), "onnx"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_copy_by_hand_when_links_come_then_it_says_what_is_wrong_with_them(tmp_path: Path) -> None:
+    model = tmp_path / "models" / "tiny"
+    (model / "mine").mkdir(parents=True)
+    (model / "mine" / "config.json").symlink_to("../../blobs/0123")
+    waiting = Waiting(model)
+    eventually(lambda: "copy files, not links" in " ".join(waiting.said), "the line", 30.0)
+    (model / "mine" / "config.json").unlink()
+    for name, content in model_files().items():
+        (model / "mine" / name).write_bytes(content)
+    assert waiting.is_over(30.0), waiting.said
 
 
 @pytest.mark.usefixtures("quick")

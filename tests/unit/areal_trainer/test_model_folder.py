@@ -66,3 +66,10 @@ def test_ready_when_the_file_is_empty_then_the_model_is_ready_from_nowhere_known
 ) -> None:
     ready_file(model).touch()
     assert ready_from(model) == ""
+
+
+def test_model_when_links_were_copied_in_place_of_files_then_it_says_so(model: Path) -> None:
+    """So the Hub's cache arrives that is copied as it is."""
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to("../../blobs/0123")
+    assert "config.json is a link that leads nowhere" in lacks(model, tokenizer=True)
