@@ -1,18 +1,22 @@
-"""One child process: what to start, and one life of it."""
+"""One child process under its keeper: what to start, and one life of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import areal
 from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.launchers.keeper import keeper_argv
+from areal.launchers.log_tail import read_end
 from areal.launchers.probes import Probe
 from areal.launchers.tags import STACK_VARIABLE, end_tagged
 from areal.security import without_secrets
@@ -24,6 +28,9 @@ _CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# A keeper needs some 0.1 s to start its process, and less to end what the process has left.
+_KEEPER_S = 60.0
+_SWEEP_S = 6.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class ProcessSpec:
     """Unique in the stack, e.g. "inference-0"."""
     argv: tuple[str, ...]
     log: Path
-    """Both output streams are appended here."""
+    """Both output streams are appended here; what no longer fits is in its predecessor."""
     probe: Probe | None = None
     """None: up as soon as it is started."""
     address: str = ""
@@ -83,31 +90,65 @@ def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> 
 class Child:
     """One life of a process, in a session of its own so that the terminal's Ctrl-C spares it."""
 
-    def __init__(self, spec: ProcessSpec, stack_id: str, process: asyncio.subprocess.Process):
+    def __init__(self, spec: ProcessSpec, stack_id: str, keeper: asyncio.subprocess.Process):
         """Use `start`."""
         self._spec = spec
         self._stack_id = stack_id
-        self._process = process
-        self.pid = process.pid
+        self._keeper = keeper
+        self.pid = 0
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, stack_id: str) -> Child:
+    async def start(cls, spec: ProcessSpec, stack_id: str) -> Self:
         """Starts the process; raises OSError when its program cannot be executed."""
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=child_environment(stack_id, spec.name, spec.environment),
-                start_new_session=True,
-            )
-        return cls(spec, stack_id, process)
+        reading, writing = os.pipe()
+        try:
+            with spec.log.open("ab") as log:
+                keeper = await asyncio.create_subprocess_exec(
+                    *keeper_argv(spec.log, spec.argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=writing,
+                    stderr=log,
+                    env=child_environment(stack_id, spec.name, spec.environment),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        child = cls(spec, stack_id, keeper)
+        try:
+            child.pid = await child._hear_pid(reading)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                keeper.kill()  # and the process with it
+            await keeper.wait()
+            raise
+        return child
+
+    async def _hear_pid(self, pipe: int) -> int:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            partial(asyncio.StreamReaderProtocol, reader), os.fdopen(pipe, "rb", buffering=0)
+        )
+        try:
+            said = await asyncio.wait_for(reader.readline(), _KEEPER_S)
+        except TimeoutError:
+            why = f"its keeper had not started it after {_KEEPER_S:.0f} s"
+            raise OSError(errno.ETIMEDOUT, why) from None
+        finally:
+            transport.close()
+        word, _, number = said.decode().strip().partition(" ")
+        if word == "error":
+            raise OSError(int(number), os.strerror(int(number)), self._spec.argv[0])
+        if word != "pid":
+            raise OSError(errno.ECHILD, f"its keeper ended with {await self._keeper.wait()}")
+        return int(number)
 
     async def wait(self) -> int:
-        """The exit code; -N when signal N ended it."""
-        return await self._process.wait()
+        """The exit code, once nothing of it is left; -N when signal N ended it."""
+        return await self._keeper.wait()
 
     async def stop(self, grace_s: float | None = None) -> int:
         """SIGTERM, then SIGKILL to it and all its descendants; returns the exit code.
@@ -116,17 +157,19 @@ class Child:
             grace_s: Seconds between the two; None: the spec's.
         """
         grace_s = self._spec.stop_grace_s if grace_s is None else grace_s
-        if grace_s > 0 and self._process.returncode is None:
+        if grace_s > 0 and self._keeper.returncode is None:
             self._signal(signal.SIGCONT)
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), grace_s)
+                await asyncio.wait_for(self._keeper.wait(), grace_s)
         await self.sweep()
-        return await self._process.wait()
+        return await self._keeper.wait()
 
     async def sweep(self) -> None:
-        """Kills what is left of this process's group and of its descendants in other sessions."""
+        """Kills what is left of it; returns once its keeper has ended all the rest."""
         self._signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._keeper.wait(), _SWEEP_S)
         await asyncio.to_thread(end_tagged, self._stack_id, self._spec.name)
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -161,12 +204,6 @@ Spawn = Callable[[ProcessSpec, str], Awaitable[Life]]
 
 def last_lines(log: Path, count: int = 3, limit: int = 16384) -> list[str]:
     """The end of a log: at most `count` lines out of its last `limit` bytes."""
-    try:
-        with log.open("rb") as stream:
-            stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - limit))
-            text = stream.read().decode(errors="replace")
-    except OSError:
-        return []
+    text = read_end(log, limit).decode(errors="replace")
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return lines[-count:]

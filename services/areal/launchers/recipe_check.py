@@ -8,12 +8,10 @@ config.yaml ──> python -m areal_rollout.check (one row, a fake policy) ─�
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
-import signal
 import sys
 import tempfile
+import uuid
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,8 +21,7 @@ import orjson
 
 from areal.config import BaseExperimentConfig, save_config
 from areal.errors import ArealError
-from areal.launchers.processes import last_lines, python_environment
-from areal.security import without_secrets
+from areal.launchers.processes import Child, ProcessSpec, last_lines
 
 LIMIT_S = 120.0
 """For all of it; its parts have limits of their own."""
@@ -69,8 +66,6 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: bool) -> li
         model_later: The recipe makes its model, which is not there yet.
     """
     environment = {
-        **without_secrets(python_environment()),
-        "OMP_NUM_THREADS": "1",
         # As torchrun gives them to a lone trainer.
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -80,29 +75,27 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: bool) -> li
     with tempfile.TemporaryDirectory(prefix="areal-check-") as name:
         folder = Path(name)
         save_config(config, folder / "config.yaml")
-        with (folder / "output.txt").open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
+        spec = ProcessSpec(
+            name="check",
+            argv=(
                 *(sys.executable, "-m", "areal_rollout.check", str(folder)),
                 *(["--model-later"] if model_later else []),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-            )
+            ),
+            log=folder / "output.txt",
+            environment=environment,
+        )
+        child = await Child.start(spec, f"check:{uuid.uuid4().hex}")
         try:
             async with asyncio.timeout(LIMIT_S):
-                await process.wait()
+                await child.wait()
         except TimeoutError:
             pass
         finally:
-            with contextlib.suppress(ProcessLookupError):  # and what the user's code started
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        return _findings(folder, config.recipe, process.returncode)
+            code = await child.stop(0.0)  # with all that the user's code started
+        return _findings(folder, config.recipe, code)
 
 
-def _findings(folder: Path, recipe: str, code: int | None) -> list[Finding]:
+def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
     """What the process wrote, and what its end says."""
     file = folder / "findings.jsonl"
     lines: list[dict[str, Any]] = (

@@ -43,7 +43,7 @@ from areal.launchers.disk_space import (
     free_bytes,
     is_full,
 )
-from areal.launchers.log_tail import gist, last_error
+from areal.launchers.log_tail import LogPlace, gist, last_error
 from areal.launchers.probes import wait_ready
 from areal.launchers.processes import Child, ProcessSpec, Spawn, last_lines
 from areal.launchers.pulse import wait_silent
@@ -121,7 +121,7 @@ class Supervised:
         self._recent: deque[float] = deque()
         self._in_a_row = 0
         self._was_up = False
-        self._life_begins = 0  # in its log
+        self._life_begins = LogPlace(spec.log)
         self._stopping = asyncio.Event()
         self._grace_s: float | None = None
         self._up = asyncio.Event()
@@ -224,7 +224,7 @@ class Supervised:
         """One life; returns why it ended, None when there is nothing to recover from."""
         self._up.clear()
         self._set(ProcessState.STARTING)
-        self._life_begins = self.spec.log.stat().st_size if self.spec.log.exists() else 0
+        self._life_begins = LogPlace.end(self.spec.log)
         if self.spec.verdict is not None:
             self.spec.verdict.unlink(missing_ok=True)
         try:
@@ -312,7 +312,7 @@ class Supervised:
             return None
         said = f"signal {-code}" if code < 0 else f"exit code {code}"
         cause = f"{self.spec.name} ended with {said}"
-        if self.spec.job and (why := last_error(self.spec.log, self._life_begins)):
+        if self.spec.job and (why := last_error(self._life_begins)):
             cause += f": {why}"
         if self.spec.verdict is not None and (line := read_verdict(self.spec.verdict)):
             self._give_up(f"{self.spec.name}: {line}", words=False)

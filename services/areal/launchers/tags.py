@@ -97,8 +97,13 @@ def end_tagged(
     if grace_s > 0:
         _signal(first, signal.SIGTERM)
         _wait_gone(first, grace_s)
-    # New ones may be born while we look: look again until nobody is left, within bounds.
-    while remaining := find_tagged(stack_id, process, leaders):
+    # New ones may be born while we look: look again until nobody is left, within bounds. Those
+    # found by their descent stay known when their ancestor is gone.
+    known = set(first)
+    while remaining := [
+        each for each in known.union(find_tagged(stack_id, process, leaders)) if _lives(each)
+    ]:
+        known.update(remaining)
         _signal(remaining, signal.SIGKILL)
         _wait_gone(remaining, 1.0)
         if time.monotonic() > deadline + 10.0:

@@ -1,0 +1,98 @@
+"""Processes that detached themselves: adopted by an ancestor that asked for them, and ended by it.
+
+A process can leave its group, its session, its parent and its environment (fork twice, setsid, an
+empty environment), and no list of ours names it then. But the kernel gives a process whose parent
+has ended to its nearest ancestor that adopts ("subreaper"), and to nobody else.
+
+Imports the standard library only: the keeper of each process of a stack runs without any package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# /proc/PID/stat after the name, which may hold anything: state, parent, ...
+_PARENT_FIELD = 1
+_LOOK_S = 0.005
+
+
+def adopt_orphans() -> None:
+    """From now on this process is given what its descendants leave behind, and has to reap it.
+
+    Only Linux can. Kept over exec, not handed on to children.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """For a new child: the end of the thread that made it kills it, also after exec."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def own_children() -> set[int]:
+    """Pids of this process's children, dead ones that nobody has waited for included."""
+    me, found = str(os.getpid()), set()
+    # /proc/self/task/*/children would be shorter, and leaves some out while others end.
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if fields[_PARENT_FIELD] == me:
+            found.add(int(folder.name))
+    return found
+
+
+def end_children(spare: Collection[int] = (), limit_s: float = 5.0) -> int:
+    """Kills and reaps all children but some, and theirs; blocks until they are gone.
+
+    What a killed child leaves behind becomes a child of ours, so this looks again until there is
+    none. Needs `adopt_orphans`.
+
+    Args:
+        spare: Pids of children to keep.
+        limit_s: One that survives SIGKILL for so long (it hangs in the kernel) is left.
+
+    Returns:
+        How many were ended.
+    """
+    deadline, ended = time.monotonic() + limit_s, 0
+    while (strays := own_children().difference(spare)) and time.monotonic() < deadline:
+        for pid in strays:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                ended += os.waitpid(pid, os.WNOHANG)[0] == pid
+            except (ProcessLookupError, ChildProcessError, PermissionError):
+                continue  # reaped meanwhile
+        time.sleep(_LOOK_S)  # the kernel's work; nothing announces the end of any of several
+    return ended
+
+
+def reap_strays(spare: Collection[int]) -> None:
+    """Reaps adopted children that have ended by themselves; returns at once.
+
+    Args:
+        spare: Pids that somebody else waits for.
+    """
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # One that is waited for hides those behind it: they are reaped the next time.
+            if ended is None or ended.si_pid in spare:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return  # there is no child at all
