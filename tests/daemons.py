@@ -30,23 +30,18 @@ class Daemon:
 
     def __init__(self, note: Path) -> None:
         self._note = note
-        self._process: psutil.Process | None = None
 
     def left(self) -> bool:
-        """Whether it has been; from then on it is known."""
-        if self._process is None and self._note.exists():
-            self._process = psutil.Process(int(self._note.read_text()))
-        return self._process is not None
+        """Whether it has been there."""
+        return self._note.exists()
 
     def lives(self) -> bool:
-        assert self._process is not None
         try:
-            return self._process.status() != psutil.STATUS_ZOMBIE
+            return psutil.Process(int(self._note.read_text())).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
     def clean_up(self) -> None:
         """For a test that fails: it must not stay."""
         if self.left() and self.lives():
-            assert self._process is not None
-            self._process.kill()
+            psutil.Process(int(self._note.read_text())).kill()

@@ -21,7 +21,7 @@ class RewardMetrics:
         )
         self.workers_ended = Counter(
             "areal_reward_workers_ended",
-            "Workers replaced, by cause: timeout, crash, memory, abandoned, worn.",
+            "Workers replaced, by cause: timeout, crash, memory, abandoned, recipe.",
             ["cause"],
             registry=registry,
         )

@@ -50,8 +50,7 @@ class Worker(Protocol):
 
     progress: Progress
 
-    @property
-    def worn(self) -> bool: ...  # noqa: D102
+    def accepts(self, digest: str) -> bool: ...  # noqa: D102
     async def send(  # noqa: D102
         self, request: bytes, digest: str, recipe: tuple[str, bytes] | None
     ) -> None: ...
@@ -166,11 +165,15 @@ class WorkerPool:
                         if self._ready == self._config.workers:
                             self._all_ready.set()
                 job = await self._queue.get()
+                if not worker.accepts(job.reward.recipe_digest) and not job.done.done():
+                    self._metrics.workers_ended.labels("recipe").inc()
+                    ended, worker = worker, None
+                    await ended.end()
                 while job.pending and not job.done.done():
                     worker = worker or await self._start_worker()
                     cause = await self._attempt(worker, job)
-                    if cause or worker.worn:
-                        self._metrics.workers_ended.labels(cause or "worn").inc()
+                    if cause:
+                        self._metrics.workers_ended.labels(cause).inc()
                         ended, worker = worker, None
                         await ended.end()
                 if not job.done.done():
@@ -225,6 +228,11 @@ class WorkerPool:
         """Seconds until the worker is overdue: its item, its loading, or its silence."""
         position, since = worker.progress.get()
         now = time.monotonic()
+        longest = self._config.load_timeout_s + self._config.timeout_s + _SILENCE_MARGIN_S
+        # A function that keeps renewing the time it shares with us still has to answer.
+        return min(self._time_left_as_told(position, since, heard, now), heard + longest - now)
+
+    def _time_left_as_told(self, position: int, since: float, heard: float, now: float) -> float:
         if since > now:
             return 0.0  # the clock is shared: only a function that tampers gets there
         if position >= 0:

@@ -15,13 +15,12 @@ import areal_reward
 from areal.errors import Unavailable, WaitTimeout
 from areal.security import without_secrets
 from areal_reward import frames
+from areal_reward.children import Children
 from areal_reward.config import PoolConfig
 from areal_reward.frames import Kind
 from areal_reward.progress import Progress
 
 _END_S = 5.0
-# A worker keeps every recipe it has loaded; after so many a fresh one takes its place.
-_MAX_RECIPES = 8
 
 
 def _environment() -> dict[str, str]:
@@ -37,15 +36,22 @@ def _environment() -> dict[str, str]:
 class WorkerProcess:
     """A started worker: frames in, frames out, and an end that cannot be refused."""
 
-    def __init__(self, process: asyncio.subprocess.Process, progress: Progress) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, progress: Progress, children: Children
+    ) -> None:
         """Use `start`."""
         self._process = process
-        self._recipes: set[str] = set()
+        self._children = children
+        self._recipe = ""
         self.progress = progress
 
     @classmethod
-    async def start(cls, config: PoolConfig) -> WorkerProcess:
+    async def start(cls, config: PoolConfig, children: Children) -> WorkerProcess:
         """Starts a worker and waits until its imports are done.
+
+        Args:
+            config: Its limits.
+            children: Starts it, and ends what it leaves behind.
 
         Raises:
             Unavailable: It ended instead; its own words are in the log.
@@ -56,7 +62,7 @@ class WorkerProcess:
             descriptor = file.fileno()
             root = str(Path(areal_reward.__file__).parents[1])
             path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-            process = await asyncio.create_subprocess_exec(
+            process = await children.start(
                 sys.executable,
                 "-m",
                 "areal_reward.worker",
@@ -77,7 +83,7 @@ class WorkerProcess:
                     "MALLOC_ARENA_MAX": "1",
                 },
             )
-        worker = cls(process, progress)
+        worker = cls(process, progress, children)
         since = asyncio.get_running_loop().time()
         try:
             first = await asyncio.wait_for(worker.read(), config.load_timeout_s)
@@ -91,24 +97,27 @@ class WorkerProcess:
             raise Unavailable(f"reward worker did not start: {await worker.end()}")
         return worker
 
-    @property
-    def worn(self) -> bool:
-        """Whether it has loaded so many recipes that it should be replaced."""
-        return len(self._recipes) >= _MAX_RECIPES
+    def accepts(self, digest: str) -> bool:
+        """Whether it may run functions of that recipe ("": built-in): it never has two.
+
+        What one has changed in the process, or taken of its memory, is no other one's.
+        """
+        return not digest or self._recipe in ("", digest)
 
     async def send(self, request: bytes, digest: str, recipe: tuple[str, bytes] | None) -> None:
         """Writes a ScoreRequest, and its recipe where this worker has not had it yet.
 
         Returns when the pipe has taken it; a worker that died shows at the next `read`.
         """
+        self._children.reap()
         stdin = self._process.stdin
         assert stdin is not None
-        if recipe is not None and digest not in self._recipes:
+        if recipe is not None and digest != self._recipe:
             body = orjson.dumps(
                 {"digest": digest, "file_name": recipe[0], "source": recipe[1].decode()}
             )
             stdin.write(frames.frame(Kind.RECIPE, body))
-            self._recipes.add(digest)
+            self._recipe = digest
         stdin.write(frames.frame(Kind.SCORE, request))
         try:
             await stdin.drain()
@@ -135,7 +144,7 @@ class WorkerProcess:
             return
 
     async def end(self) -> str:
-        """Kills it, reaps it, and says how it ended: "exit code 3", "signal SIGSEGV"."""
+        """Kills it and what it left, and says how it ended: "exit code 3", "signal SIGSEGV"."""
         if self._process.returncode is None:
             # End of file arrives a moment before the exit status.
             with contextlib.suppress(TimeoutError):
@@ -145,6 +154,7 @@ class WorkerProcess:
             code = await asyncio.wait_for(self._process.wait(), _END_S)
         except TimeoutError:
             return f"pid {self._process.pid} survives SIGKILL"
+        await self._children.end_strays()
         if code >= 0:
             return f"exit code {code}"
         return f"signal {signal.Signals(-code).name}"

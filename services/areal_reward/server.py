@@ -11,6 +11,7 @@ from areal.clients.buffer import BufferClient
 from areal.config import GRPOConfig
 from areal.errors import Unavailable
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
+from areal_reward.children import Children
 from areal_reward.config import PoolConfig
 from areal_reward.metrics import RewardMetrics
 from areal_reward.pool import WorkerPool
@@ -31,6 +32,7 @@ class RewardService(Service):
             if config.endpoints.buffer
             else None
         )
+        self._children = Children()
         self._pool = WorkerPool(self._config, self._start_worker, RewardMetrics(context.registry))
         self._servicer = RewardServicer(self._pool, RecipeCache(self._get_recipe), context.waits)
 
@@ -59,12 +61,13 @@ class RewardService(Service):
         await self._pool.drain()
 
     async def close(self) -> None:
-        """Closes the connection; workers end with their slots."""
+        """Closes the connection; workers end with their slots, and what they started with them."""
+        await self._children.close()
         if self._buffer is not None:
             await self._buffer.close()
 
     async def _start_worker(self) -> WorkerProcess:
-        return await WorkerProcess.start(self._config)
+        return await WorkerProcess.start(self._config, self._children)
 
     async def _get_recipe(self, digest: str) -> tuple[str, bytes]:
         if self._buffer is None:

@@ -45,6 +45,8 @@ _CANCEL_S = 0.5
 # Asynchronous calls at once in one worker.
 _CONCURRENT = 64
 _MAX_FUNCTIONS = 64
+# Between the soft and the hard limit: what it takes to say that memory ran out.
+_ROOM_BYTES = 16 << 20
 
 
 class Worker:
@@ -59,7 +61,7 @@ class Worker:
             pipe: Where frames go.
             progress: Shared with the pool.
             timeout_s: For one asynchronous call; synchronous ones are ended by the pool.
-            memory_bytes: Address space the process may grow by once a function is loaded.
+            memory_bytes: Address space the process may grow by once its recipe is loaded.
         """
         self._pipe = pipe
         self._progress = progress
@@ -72,6 +74,8 @@ class Worker:
         self._flushed = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runaway = False
+        self._fence: int = resource.RLIM_INFINITY
+        """The hard limit on address space; none until user code is about to run."""
 
     def serve(self, requests: IO[bytes]) -> None:
         """Answers until end of file, or until this process must be replaced."""
@@ -183,27 +187,48 @@ class Worker:
         if found is None:
             self._progress.set(LOADING)
             recipe = self._recipes[reward.recipe_digest] if reward.recipe_digest else None
+            if recipe is not None:  # its import is user code already
+                self._fence_memory(2 * self._memory_bytes)
+                self._limit_memory()
             found = resolve(reward, recipe)
             if len(self._functions) >= _MAX_FUNCTIONS:
                 self._functions.clear()
             self._functions[key] = found
             gc.collect()
             gc.freeze()
+            if recipe is not None:
+                self._fence_memory(self._memory_bytes)
             self._limit_memory()
             self._progress.set(IDLE)
         return found
 
     def _limit_memory(self) -> None:
-        if sys.platform != "linux":  # elsewhere the kernel does not enforce it
-            return
+        """Limits what is added from here on; what user code must not undo is `_fence_memory`'s."""
+        self._set_limits(self._address_space() + self._memory_bytes, self._fence)
+
+    def _fence_memory(self, growth: int) -> None:
+        """Lowers the hard limit, which only root can raise again, and never further up."""
+        fence = self._address_space() + growth + _ROOM_BYTES
+        self._fence = min(self._fence, fence) if self._fence >= 0 else fence
+
+    @staticmethod
+    def _address_space() -> int:
+        if sys.platform != "linux":
+            return 0
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - pathlib is not needed here
             pages = int(file.read().split()[0])
-        limit = pages * resource.getpagesize() + self._memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        return pages * resource.getpagesize()
+
+    @staticmethod
+    def _set_limits(soft: int, hard: int) -> None:
+        if sys.platform != "linux":  # elsewhere the kernel does not enforce it
+            return
+        if hard >= 0:
+            soft = min(soft, hard - _ROOM_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
     def _out_of_memory(self, function: RewardFunction) -> pb.ScoreResult:
-        # Room to say so.
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (self._fence, self._fence))  # room to say so
         return failure(
             pb.SCORE_ERROR_CRASH,
             f"{function.name} ran out of memory: reward.memory_mb = {self._memory_bytes >> 20}",
@@ -272,6 +297,10 @@ def main(argv: list[str]) -> None:
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The event loop leaves its own ends of our pipes open here. A child of user code that has them
+    # would hide our end from the pool.
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
     # dup() results are not inherited by children of user code.
     requests = os.fdopen(os.dup(0), "rb")
     pipe = os.fdopen(os.dup(1), "wb")

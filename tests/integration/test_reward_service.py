@@ -239,24 +239,26 @@ async def test_score_when_builtin_then_no_recipe_is_needed(tmp_path):
 WRONG_SPECS = [
     ("maths", "", {}, "did you mean 'math'"),
     ("rewrd_fn", DIGEST, {}, "did you mean 'reward_fn'"),
-    ("reward_fn", BROKEN_DIGEST, {}, "recipe my_recipe.py:1"),
     ("reward_fn", "0" * 64, {}, "unknown digest"),
     ("regex", "", {"patern": "a"}, "did you mean 'pattern'"),
     ("regex", "", {"pattern": "(a"}, "not a regular expression"),
 ]
+BROKEN_SPEC = ("reward_fn", BROKEN_DIGEST, {}, "recipe my_recipe.py:1")
 
 
 async def test_score_when_spec_is_wrong_then_items_say_so_and_service_lives(tmp_path):
     async with reward_service(tmp_path) as service, reward_client(service) as client:
         [worker] = _workers(service.pid)
-        for name, digest, kwargs, message in WRONG_SPECS:
+        for name, digest, kwargs, message in (*WRONG_SPECS, BROKEN_SPEC):
+            if digest == BROKEN_DIGEST:  # another recipe has a worker of its own
+                assert _workers(service.pid) == [worker]
             results = await client.score(name, digest, kwargs, [ScoreItem("p", "c")] * 2)
             assert [r.error for r in results] == [ScoreError.INVALID] * 2, name
             assert message in results[0].message
             assert "\n" not in results[0].message
         with pytest.raises(InvalidInput, match=r"reward\.name ''"):
             await client.score("", "", {}, [ScoreItem("p", "c")])
-        assert _workers(service.pid) == [worker]
+        [worker] = _workers(service.pid)
         # A worker that dies while idle costs nothing but itself.
         os.kill(worker.pid, signal.SIGKILL)
         assert await client.score("trouble", DIGEST, {}, [ScoreItem("p", "x")]) == [1.0]

@@ -131,6 +131,7 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
     from areal.observability.waits import Waits
     from areal.rewards.types import ScoreItem
     from areal.v1 import reward_service_pb2_grpc as pb_grpc
+    from areal_reward.children import Children
     from areal_reward.config import PoolConfig
     from areal_reward.metrics import RewardMetrics
     from areal_reward.pool import WorkerPool
@@ -143,7 +144,10 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
 
     config = PoolConfig()
     registry = CollectorRegistry()
-    pool = WorkerPool(config, lambda: WorkerProcess.start(config), RewardMetrics(registry))
+    children = Children()
+    pool = WorkerPool(
+        config, lambda: WorkerProcess.start(config, children), RewardMetrics(registry)
+    )
     slot = asyncio.create_task(pool.run_slot())
     await pool.wait_ready()
     server = grpc.aio.server()

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from areal.errors import NotFound, Unavailable
 from areal.v1 import reward_service_pb2 as pb
+from areal_reward import pool as pool_module
 from areal_reward.config import PoolConfig
 from areal_reward.frames import Kind, pack_results
 from areal_reward.metrics import RewardMetrics
@@ -31,15 +32,15 @@ class ScriptedWorker:
         self.gate = gate
         self.killed = False
         self.requests = 0
-        self.wears_out = False
+        self.recipe = ""
         self.asked = asyncio.Event()
 
-    @property
-    def worn(self) -> bool:
-        return self.wears_out and self.requests > 0
+    def accepts(self, digest: str) -> bool:
+        return not digest or self.recipe in ("", digest)
 
     async def send(self, request, digest, recipe):
         self.requests += 1
+        self.recipe = digest or self.recipe
         self.asked.set()
         if self.gate is not None:
             await self.gate.wait()
@@ -55,6 +56,9 @@ class ScriptedWorker:
                 return
             if word == "future":  # what a function can write into the memory it shares
                 self.progress._cells[1] += 3600 * 10**9
+                return
+            if word == "renews":  # a thread that a function has left running
+                self.renewing = asyncio.create_task(self._renew(position))
                 return
             if word == "die":
                 self.frames.put_nowait(None)
@@ -78,6 +82,11 @@ class ScriptedWorker:
             results.append(pb.ScoreResult(reward=float(word)))
         self.progress.set(IDLE)
         self.frames.put_nowait((Kind.DONE, pack_results(positions, results)))
+
+    async def _renew(self, position):
+        while not self.killed:
+            self.progress.set(position)
+            await asyncio.sleep(0.01)
 
     async def read(self):
         return await self.frames.get()
@@ -148,11 +157,22 @@ async def test_pool_when_an_item_claims_to_begin_in_the_future_then_it_is_overdu
         assert _errors(results) == [None, pb.SCORE_ERROR_TIMEOUT, None]
 
 
-async def test_pool_when_a_worker_is_worn_then_ended_and_replaced():
+async def test_pool_when_an_item_keeps_renewing_its_time_then_it_ends_all_the_same(monkeypatch):
+    monkeypatch.setattr(pool_module, "_SILENCE_MARGIN_S", 0.2)
     async with running() as rig:
-        rig.workers[0].wears_out = True
-        assert [r.reward for r in await rig.score("1", "2")] == [1.0, 2.0]
-        assert [r.reward for r in await rig.score("3")] == [3.0]
+        results = await rig.score("1", "renews", "2")
+        assert _errors(results) == [None, pb.SCORE_ERROR_TIMEOUT, None]
+
+
+async def test_pool_when_a_worker_has_had_another_recipe_then_ended_and_replaced():
+    async with running() as rig:
+        for digest, workers in (("", 1), ("a", 1), ("", 1), ("a", 1), ("b", 2), ("", 2)):
+            spec = pb.RewardSpec(name="f", recipe_digest=digest)
+            item = pb.ScoreItem(completion="1")
+            recipe = ("recipe.py", b"") if digest else None
+            (result,) = await asyncio.wait_for(rig.pool.score(spec, [item], recipe), 10)
+            assert result.reward == 1.0
+            assert len(rig.workers) == workers, digest
         assert [worker.killed for worker in rig.workers] == [True, False]
 
 
