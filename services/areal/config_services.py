@@ -96,7 +96,7 @@ class RewardConfig:
     timeout_s: float = 10.0
     """One call of the reward function."""
     memory_mb: int = 1024
-    """Address space a worker may add to what it had when ready."""
+    """Address space a worker may add once its recipe is loaded; so may each child of it."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from areal.orphans import adopt_orphans, end_children, own_children, reap_strays
+from areal.orphans import adopt_orphans, end_children, reap_strays
 
 
 class Children:
@@ -38,9 +38,7 @@ class Children:
     async def end_strays(self) -> None:
         """Kills what is no worker; returns once it is gone."""
         async with self._starting:
-            workers = self._workers()
-            if own_children() - workers:
-                await asyncio.to_thread(end_children, workers, self._end_s)
+            await asyncio.to_thread(end_children, self._workers(), self._end_s)
 
     async def close(self) -> None:
         """Waits for workers that were killed; then nothing that they started is left."""

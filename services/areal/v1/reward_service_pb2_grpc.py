@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """Scores completions in sandboxed worker processes.
+    """Scores completions in worker processes with limits on time and memory.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """Scores completions in sandboxed worker processes.
+    """Scores completions in worker processes with limits on time and memory.
     """
 
     def Score(self, request, context):
@@ -70,7 +70,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """Scores completions in sandboxed worker processes.
+    """Scores completions in worker processes with limits on time and memory.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """Scores completions in sandboxed worker processes."""
+    """Scores completions in worker processes with limits on time and memory."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,14 +38,14 @@ class RewardServiceStub:
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """Scores completions in sandboxed worker processes."""
+    """Scores completions in worker processes with limits on time and memory."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_service_pb2.ScoreRequest, _reward_service_pb2.ScoreResponse]  # type: ignore[assignment]
     """Scores a batch; results in order. A bad item is its own result's error, never the call's."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Scores completions in sandboxed worker processes."""
+    """Scores completions in worker processes with limits on time and memory."""
 
     @_abc_1.abstractmethod
     def Score(
