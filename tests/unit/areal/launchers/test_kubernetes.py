@@ -211,6 +211,17 @@ def test_context_when_the_kubeconfig_has_none_of_that_name_then_it_is_refused(
         release.pin_context()
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_context_when_there_is_no_kubeconfig_then_kubectl_finds_its_cluster_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod of the cluster."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    release = Release(make(tmp_path), tmp_path / "files")
+    assert release.pin_context() == "the cluster that kubectl finds, namespace lab"
+    assert release.kubectl_command == ["kubectl", "-n", "lab"]
+
+
 def test_release_when_a_token_file_is_given_then_it_does_not_go_into_a_config_map(
     tmp_path: Path,
 ) -> None:
