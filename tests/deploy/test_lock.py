@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,22 @@ def test_lock_when_extras_are_declared_then_each_requirement_of_them_is_locked(
     files = wanted(pyproject).values()
     left_out = declared - {r for requirements in files for r in requirements}
     assert {Requirement(each).name for each in left_out} == {"torch"}
+
+
+@pytest.mark.parametrize("file", sorted(BELOW))
+def test_lock_when_a_package_requires_another_then_that_is_locked_too(file: str) -> None:
+    # --no-deps installs what is locked and nothing else: a gap would be found by an import.
+    locked = {name for each in (file, *BELOW[file]) for name in pins(FOLDER / each)}
+    for name, versions in pins(FOLDER / file).items():
+        try:
+            package = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # of another platform, or not of `make setup`
+            continue
+        if package.version not in versions:
+            continue
+        for requirement in map(Requirement, package.requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(requirement.name) in locked, f"{name}: {requirement}"
 
 
 def test_lock_when_installed_together_then_no_package_has_two_versions() -> None:
