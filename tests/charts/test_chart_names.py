@@ -39,6 +39,13 @@ def test_names_when_the_release_has_53_characters_then_all_that_come_from_it_fit
     assert all(name == name.strip("-") for name in derived(objects))
 
 
+@pytest.mark.parametrize("length", [25, 26, 31, 34])
+def test_names_when_the_release_is_just_short_enough_or_not_then_all_fit(length):
+    """The longest that is not cut, the shortest that is, and those between."""
+    objects = render(*EVERYTHING, "--set", "trainer.workload=TrainJob", release=LONGEST[:length])
+    assert not sorted({name for name in derived(objects) if len(name) > LIMIT})
+
+
 def test_names_when_long_releases_differ_at_their_ends_then_so_do_all_their_objects():
     def names(release):
         objects = render(*EVERYTHING, release=release)

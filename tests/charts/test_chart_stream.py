@@ -25,7 +25,9 @@ def test_servers_when_weights_stream_then_they_mount_no_shared_volume(objects):
     assert model == "--model-path=/model"
     store = experiment(objects)["endpoints"]["weight_store"]
     fetch = pod.spec["initContainers"][0]
-    assert fetch["command"][-2:] == [f"{store}/versions/v00000000-inc0", "/model"]
+    version, folder, *wait = fetch["command"][-4:]
+    assert (version, folder) == (f"{store}/versions/v00000000-inc0", "/model")
+    assert wait == ["--wait", "21600"], "as long as the model may take"
     assert "readOnly" not in mounts(pod, "fetch-model")["model"]
 
 
