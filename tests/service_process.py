@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -45,15 +45,28 @@ async def service_process(
     *overrides: str,
     ready_s: float = 120.0,
     host: str = "127.0.0.1",
+    before: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ServiceProcess]:
-    """Runs `python -m MODULE` until it serves; kills it at the end if it still runs."""
+    """Runs `python -m MODULE` until it serves; kills it at the end if it still runs.
+
+    Args:
+        module: The service's package.
+        folder: For its configuration and its log.
+        config: The experiment file's content.
+        overrides: key=value.
+        ready_s: Until it serves.
+        host: It listens on.
+        before: A command that becomes the service, e.g. with other limits.
+        environment: Added to ours.
+    """
     file = folder / f"{module}.yaml"
     file.write_text(config)
     log = folder / f"{module}.log"
     listen, metrics = f"{host}:{free_port()}", f"127.0.0.1:{free_port()}"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            *(*before, sys.executable),
             *("-m", module, "--config", str(file), "--listen", listen, "--metrics", metrics),
             *overrides,
             stdout=output,
@@ -64,6 +77,7 @@ async def service_process(
                 "PYTHONPATH": str(ROOT / "services"),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONUNBUFFERED": "",  # as most systems start a program
+                **(environment or {}),
             },
         )
     service = ServiceProcess(process, listen, metrics, log)

@@ -9,6 +9,7 @@ token ends it. No state: any replica of the gateway knows it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
@@ -26,6 +27,7 @@ LIFETIME_S = 7 * 24 * 3600
 _PAGE = Path(__file__).parent / "static" / "login.html"
 _ERROR_MARK = "<!-- error -->"
 _MAX_FORM_BYTES = 4096
+_FORM_WITHIN_S = 10.0
 
 
 class Sessions:
@@ -88,10 +90,15 @@ class DashboardAuth(BearerAuth):
 async def log_in(request: Request, sessions: Sessions) -> Response:
     """Takes the form; a right token is answered with the cookie."""
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_FORM_BYTES:
-            break
+    try:
+        async with asyncio.timeout(_FORM_WITHIN_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MAX_FORM_BYTES:
+                    break
+    except TimeoutError:
+        # Open to everyone, so nobody may keep a connection with it.
+        return Response(status_code=408, headers={"Connection": "close"})
     token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
     if not sessions.security.admits(f"Bearer {token}"):
         page = _PAGE.read_text().replace(_ERROR_MARK, '<p class="wrong">Not this token.</p>')

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
-
-import uvicorn
 
 from areal.chassis import Service, ServiceContext
 from areal.chassis.service import split_address
@@ -19,20 +15,13 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config import GRPOConfig
 from areal.errors import ConfigError
 from areal.http_auth import OwnPagesOnly
+from areal.http_server import HttpServer
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 from areal_gateway.login import Sessions
 from areal_gateway.metrics import GatewayMetrics
 from areal_gateway.sources import watch_clock, watch_trainer, watch_versions
-
-
-class _HttpServer(uvicorn.Server):
-    """Signals belong to the chassis."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class GatewayService(Service):
@@ -85,15 +74,10 @@ class GatewayService(Service):
         )
         if sessions is None:
             app.add_middleware(OwnPagesOnly, security=security)
-        self._http = _HttpServer(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=int(self._limits.drain_s),
-            )
+        self._http = HttpServer(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=int(self._limits.drain_s),
         )
         self._serving: asyncio.Task[None] | None = None
 

@@ -8,15 +8,14 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 
 from areal.errors import ConfigError
 from areal.http_auth import BearerAuth, OwnPagesOnly
+from areal.http_server import HttpServer
 from areal.http_tracing import TracedRequests
 from areal.observability import tracing
 from areal.observability.logging import get_logger
@@ -82,20 +81,13 @@ async def serve(config: InferenceConfig) -> int:
     service = Service(config, model, on_failure)
     listener = _bind(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    server = _Server(
-        uvicorn.Config(
-            build_app(service, security),
-            http="httptools",
-            loop="none",
-            lifespan="off",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            log_config=None,
-            timeout_graceful_shutdown=int(_DRAIN_S),
-            timeout_keep_alive=75,
-        )
+    server = HttpServer(
+        build_app(service, security),
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=int(_DRAIN_S),
+        timeout_keep_alive=75,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -147,11 +139,3 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` drains first, and exits with 0."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

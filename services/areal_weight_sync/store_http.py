@@ -25,6 +25,7 @@ import xxhash
 from aiohttp import web
 
 from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
+from areal.http_connections import HttpSite
 from areal.observability.logging import get_logger
 from areal.security import UNAUTHENTICATED, Security
 from areal.tensor_file import file_digest
@@ -35,6 +36,8 @@ from areal.weights import MANIFEST, PolicyVersion, from_json, read_manifest, to_
 from areal_weight_sync.weight_store import WeightStore
 
 _LISTEN_AGAIN_S = 1.0
+# A trainer gathers tensors, and a server checks files, between two requests of a connection.
+_IDLE_S = 600.0
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -89,9 +92,11 @@ class StoreApp:
                 web.get("/versions/{name}", self._companions),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=2.0, keepalive_timeout=_IDLE_S
+        )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        await HttpSite(self._runner, host, port).start()
 
     async def close(self) -> None:
         """Stops listening."""

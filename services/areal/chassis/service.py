@@ -42,6 +42,7 @@ from areal.chassis.health import BoundedHealthServicer
 from areal.chassis.interceptors import CallInterceptor
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
+from areal.http_connections import HEAD_WITHIN_S, IDLE_S, HttpSite
 from areal.observability import tracing
 from areal.observability.logging import configure_logging, get_logger
 from areal.observability.waits import Waits, WaitsCollector
@@ -150,9 +151,9 @@ async def _start_http(
     )
     logger = logging.getLogger("aiohttp.server")
     logger.addFilter(_is_our_fault)
-    runner = web.AppRunner(app, access_log=None, logger=logger)
+    runner = web.AppRunner(app, access_log=None, logger=logger, keepalive_timeout=IDLE_S)
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    await HttpSite(runner, host, port).start()
     return runner
 
 
@@ -178,6 +179,11 @@ async def _start_grpc(
             ("grpc.keepalive_permit_without_calls", 1),
             # A process that was starved finds its clients' pings in a heap: no reason to hang up.
             ("grpc.http2.max_ping_strikes", 0),
+            # Those that connect and say nothing, then those that nobody calls on; and descriptors
+            # stay for the rest of the process however many connect.
+            ("grpc.server_handshake_timeout_ms", int(1000 * HEAD_WITHIN_S)),
+            ("grpc.max_connection_idle_ms", 600_000),
+            ("grpc.max_allowed_incoming_connections", max(1, open_files() // 2)),
         ],
     )
     for _, add in registrations:

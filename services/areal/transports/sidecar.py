@@ -19,6 +19,7 @@ import typer
 from aiohttp import web
 
 from areal.errors import ArealError
+from areal.http_connections import IDLE_S
 from areal.observability.logging import configure_logging, get_logger
 from areal.security import UNAUTHENTICATED, Security, SecurityConfig
 from areal.transports.pull import pull_version
@@ -89,7 +90,12 @@ def run(
     host, _, port = listen.rpartition(":")
     security.check_bind(host, "--listen")
     web.run_app(
-        Sidecar(folder, security).app(), host=host, port=int(port), access_log=None, print=None
+        Sidecar(folder, security).app(),
+        host=host,
+        port=int(port),
+        access_log=None,
+        print=None,
+        keepalive_timeout=IDLE_S,  # of those that say nothing at all, too
     )
 
 
