@@ -266,7 +266,7 @@ class Session:
     def _handle_signals(self, interrupt: asyncio.Event, stack: LocalStack) -> None:
         def handle() -> None:
             if interrupt.is_set():  # the second one: no more patience
-                end_tagged(stack.stack_id)
+                end_tagged(stack.stack_id, leaders=stack.leaders())
             interrupt.set()
 
         loop = asyncio.get_running_loop()
@@ -351,7 +351,8 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
             process.wait(60.0)  # it cleans up by itself
         raise ArealError(answer or f"the stack did not start ({' | '.join(last_lines(output))})")
     stack = folder.read_stack()
-    print(f"ready: {stack['dashboard']}  (areal status, areal submit, areal down)")  # noqa: T201
+    print(f"ready: {stack['dashboard']}  (its form takes what `areal token` prints)")  # noqa: T201
+    print("next: areal status, areal submit, areal down")  # noqa: T201
     print(f"run folder: {folder.path}")  # noqa: T201
     return 0
 

@@ -23,7 +23,6 @@ from tests.integration.stack_tools import RunningStack, areal, areal_background,
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError
-from areal.launchers.tags import find_tagged
 from areal.servers import ServerState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,7 +263,7 @@ def train(plan: Plan, scratch: Path) -> Run:
         eventually(lambda: stack.content, "stack.json is there", 60.0)
         stack.wait_ready(plan.ready_s + 100.0)
         asyncio.run(watch())
-        left = [f"{p.pid} {p.name()}" for p in find_tagged(stack.content["stack_id"])]
+        left = [f"{p.pid} {p.name()}" for p in stack.processes()]
     finally:
         if launcher.poll() is None:
             launcher.kill()

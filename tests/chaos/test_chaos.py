@@ -22,8 +22,6 @@ from tests.chaos.harness import RECOVERY_S, Chaos
 from tests.chaos.report import as_dict, show, write_table
 from tests.integration.stack_tools import RunningStack, areal_background, eventually
 
-from areal.launchers.tags import find_tagged
-
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
@@ -87,7 +85,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
         eventually(lambda: stack.process("trainer")["state"] == "up", "the trainer is up", 60.0)
         chaos = asyncio.run(hurt(stack))
         code = launcher.wait(60.0 * MINUTES + 300.0)
-        left = [f"{p.pid} {p.name()}" for p in find_tagged(stack.content["stack_id"])]
+        left = [f"{p.pid} {p.name()}" for p in stack.processes()]
     finally:
         if launcher.poll() is None:
             launcher.kill()

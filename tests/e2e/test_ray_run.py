@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.e2e.cluster_runs import arguments, check_books, rows_of
-from tests.integration.stack_tools import RunningStack, areal_background, eventually
+from tests.integration.stack_tools import RunningStack, areal_background, end_all, eventually
 
-from areal.launchers.tags import end_tagged, find_tagged
+from areal.launchers.tags import find_tagged
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -54,7 +54,7 @@ def test_ray_when_a_server_is_killed_then_the_run_finishes_and_nothing_is_left(
         assert launcher.wait(400.0) == 0, log.read_text() + stack.log("launcher")
     finally:
         launcher.kill()
-        left = end_tagged(stack.content["stack_id"]) if stack.content else 0
+        left = end_all(stack) if stack.content else 0
     assert left == 0
     eventually(
         lambda: not any(process.is_running() for process in ray_processes), "Ray has ended", 60.0
@@ -80,7 +80,7 @@ def test_ray_when_the_driver_is_killed_then_its_processes_end(
         ray_processes = descendants(launcher.pid)
         launcher.send_signal(signal.SIGKILL)
         launcher.wait(10.0)
-        gone = lambda: not find_tagged(stack.content["stack_id"])  # noqa: E731
+        gone = lambda: not stack.processes()  # noqa: E731
         eventually(gone, "all processes of the stack are gone", 90.0)
         eventually(
             lambda: not any(process.is_running() for process in ray_processes), "so is Ray", 90.0
@@ -88,4 +88,4 @@ def test_ray_when_the_driver_is_killed_then_its_processes_end(
     finally:
         launcher.kill()
         if stack.content:
-            end_tagged(stack.content["stack_id"])
+            end_all(stack)

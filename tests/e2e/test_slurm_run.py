@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster_runs import arguments, check_books, rows_of
-from tests.integration.stack_tools import RunningStack, areal_background, eventually
+from tests.integration.stack_tools import RunningStack, areal_background, end_all, eventually
 from tests.slurm_cluster import jobs, missing_programs, slurm_cluster
 
-from areal.launchers.tags import end_tagged, find_tagged
+from areal.launchers.tags import find_tagged
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -63,7 +63,7 @@ def test_slurm_when_two_nodes_train_and_a_server_is_killed_then_it_finishes_and_
         assert launcher.wait(600.0) == 0, log.read_text() + stack.log("launcher")
     finally:
         launcher.kill()
-        left = end_tagged(stack.content["stack_id"]) if stack.content else 0
+        left = end_all(stack) if stack.content else 0
     assert left == 0
     assert jobs(cluster) == []
     assert not (stack.run_dir / "secrets").exists()
@@ -94,7 +94,7 @@ def test_slurm_when_interrupted_then_the_job_ends_and_the_next_one_resumes(
         launcher.kill()
     assert jobs(cluster) == []
     assert json.loads((stack.run_dir / "summary.json").read_text())["status"] == "interrupted"
-    assert not find_tagged(stack.content["stack_id"])
+    assert not stack.processes()
 
     again = areal_background(*command, cwd=tmp_path, log=tmp_path / "second.log")
     try:

@@ -131,6 +131,11 @@ class RunningStack:
             end_tagged(stack["stack_id"], leaders=leaders_of(stack))
 
 
+def end_all(stack: RunningStack) -> int:
+    """Kills every process of a stack on this machine; how many there were."""
+    return end_tagged(stack.content["stack_id"], leaders=leaders_of(stack.content))
+
+
 @contextmanager
 def running_stack(folder: Path, experiment: str, *overrides: str) -> Iterator[RunningStack]:
     """From `areal up` to `areal down`, after which nothing of it is left."""

@@ -40,6 +40,7 @@ from areal.chassis.authentication import Doorkeeper, TokenInterceptor, http_midd
 from areal.chassis.background import Background
 from areal.chassis.health import BoundedHealthServicer
 from areal.chassis.interceptors import CallInterceptor
+from areal.chassis.privacy import hide_memory
 from areal.config import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
 from areal.http_connections import HEAD_WITHIN_S, IDLE_S, HttpSite
@@ -311,6 +312,7 @@ def run_service(
         grace: Annotated[float, typer.Option(help="Seconds to drain in.")] = 20.0,
         log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
     ) -> None:
+        hide_memory()
         open_files()
         try:
             loaded = load_service_config(config, overrides)

@@ -224,6 +224,10 @@ class LocalStack:
         """Process name to pid, of those that run now."""
         return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
 
+    def leaders(self) -> dict[int, float]:
+        """Their pids and when each was started, as `tags.end_tagged` takes them."""
+        return {p.pid: p.spawned for p in self.supervisor.processes.values() if p.pid}
+
     async def _start_all(self, deadline: float) -> None:
         supervisor, plan = self.supervisor, self.plan
         # Importing torch takes longest: those go first, and overlap with everything else.
