@@ -196,6 +196,17 @@ def status(run: RunOption = None, json: JsonOption = False) -> None:
 
 
 @app.command()
+def token(run: RunOption = None) -> None:
+    """Print the token of a running stack: for the dashboard's form, curl, grpcurl.
+
+    The other commands find it by themselves.
+    """
+    from areal.cli_inspect import show_token
+
+    _finish(lambda: show_token(run))
+
+
+@app.command()
 def scale(
     targets: Annotated[list[str], typer.Argument(help="inference=N", metavar="WHAT=N")],
     run: RunOption = None,

@@ -1,4 +1,4 @@
-"""`areal status`, `areal down`, `areal logs`: look at a stack, and end it, from outside."""
+"""`areal status`, `token`, `down`, `logs`: look at a stack, and end it, from outside."""
 
 from __future__ import annotations
 
@@ -64,6 +64,18 @@ def show_status(run: Path | None, *, as_json: bool) -> int:
         print(json.dumps({**stack, **_as_json(snapshot)}, indent=2))  # noqa: T201
     else:
         _print_status(folder, stack, snapshot)
+    return 0
+
+
+def show_token(run: Path | None) -> int:
+    """Prints what a running stack asks for."""
+    folder = find_run(run)
+    if not folder.held():
+        raise NotFound(f"{folder.path}: not running, and each start makes its own token")
+    token = Security.load(load_service_config(folder.config_file).security).token
+    if not token:
+        raise NotFound(f"{folder.path}: this stack asks for no token")
+    print(token)  # noqa: T201 - what was asked for
     return 0
 
 

@@ -44,7 +44,7 @@ def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     folder = RunFolder(config.run_dir.resolve())
     os.close(folder.lock(wait_s=0.0))  # refuses what the job would refuse
     config.run_root = str(Path(config.run_root).resolve())
-    place_secrets(config, folder)
+    place_secrets(config, folder, make_token=False)  # the job does, and takes it away again
     experiment = folder.path / "job.yaml"
     experiment.touch(mode=0o600)
     save_config(config, experiment)

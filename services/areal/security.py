@@ -26,7 +26,7 @@ SECRET_VARIABLES = (TOKEN_VARIABLE, REDIS_VARIABLE, NATS_VARIABLE)
 MIN_TOKEN_LENGTH = 16
 UNAUTHENTICATED = (
     "this endpoint asks for a bearer token, and the request carried none or another one "
-    "(security.token_file or AREAL_TOKEN)"
+    "(security.token_file or AREAL_TOKEN; `areal token` prints that of a local stack)"
 )
 
 # Fits a header, a URL, redis.conf and nats.conf without surprises.
@@ -42,7 +42,8 @@ class SecurityConfig:
 
     token_file: str = ""
     """File with the bearer token that every gRPC and HTTP endpoint asks for (16 characters or
-    more); empty: the variable AREAL_TOKEN; neither: no token."""
+    more); empty: the variable AREAL_TOKEN; neither: `areal run` and `areal up` make one for each
+    start, and a service that is started by itself asks for none."""
     redis_password_file: str = ""
     """Password of Redis, for an endpoints.redis that has none; empty: AREAL_REDIS_PASSWORD."""
     nats_token_file: str = ""

@@ -36,11 +36,28 @@ def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
+class Bearer(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Sends the token that `areal token` prints."""
+
+    def __init__(self, token: str) -> None:
+        self.metadata = (("authorization", f"Bearer {token}"),)
+
+    def intercept_unary_unary(self, proceed: Any, details: Any, request: Any) -> Any:
+        return proceed(details._replace(metadata=self.metadata), request)
+
+    intercept_unary_stream = intercept_unary_unary
+    intercept_stream_stream = intercept_unary_unary
+
+
 class ReflectionClient:
     """Knows a server only by what it says of itself."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
+    def __init__(self, address: str, token: str) -> None:
+        self.channel = grpc.intercept_channel(grpc.insecure_channel(address), Bearer(token))
         self.pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(self.channel))
         self.service = self.pool.FindServiceByName("areal.v1.RolloutService")
 
@@ -62,8 +79,9 @@ class ReflectionClient:
 
 
 @pytest.fixture
-def client(stack: RunningStack) -> Iterator[ReflectionClient]:
-    client = ReflectionClient(stack.address("rollout-0"))
+def client(stack: RunningStack, tmp_path: Path) -> Iterator[ReflectionClient]:
+    token = areal("token", "--run", str(stack.run_dir), cwd=tmp_path).stdout.strip()
+    client = ReflectionClient(stack.address("rollout-0"), token)
     yield client
     client.channel.close()
 
@@ -204,7 +222,9 @@ def test_metrics_when_scraped_then_every_service_has_the_age_of_its_oldest_wait(
     for name, entry in processes(stack):
         if not entry["metrics"]:
             continue
-        with urllib.request.urlopen(f"http://{entry['metrics']}/metrics", timeout=60) as reply:
+        url, headers = f"http://{entry['metrics']}/metrics", stack.security.headers()
+        asked = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(asked, timeout=60) as reply:
             text = reply.read().decode()
         service = re.sub(r"-\d+$", "", name).replace("-", "_")
         assert f"# TYPE areal_{service}_oldest_wait_seconds gauge" in text, name

@@ -37,11 +37,6 @@ class Hosts:
     trainer: tuple[Slot, ...] = (Slot(),)
     """One per node of the trainer, which its ranks share evenly."""
 
-    @property
-    def exposed(self) -> bool:
-        """Whether other machines reach it."""
-        return self.bind != HOST
-
 
 LOCAL = Hosts()
 

@@ -104,7 +104,7 @@ def plan_stack(
     """
     config = copy.deepcopy(config)
     plan = StackPlan(config)
-    security = place_secrets(config, folder, exposed=hosts.exposed)
+    security = place_secrets(config, folder)
     plan.ports = picker = PortPicker(preferred_ports)
     endpoints = config.endpoints
     if not endpoints.redis:
@@ -193,7 +193,7 @@ def _inference(
     if config.security.token_file and not command:
         arguments["token-file"] = config.security.token_file
     elif config.security.token_file:
-        arguments["config"] = sglang_config(config, folder)
+        command, arguments["config"] = sglang_config(config, folder, command)
     if command and (width := parse_allocation(config.allocation_mode).inference_gpus) > 1:
         arguments["tensor-parallel-size"] = str(width)
     return ProcessSpec(

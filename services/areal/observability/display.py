@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from areal.errors import ArealError
-from areal.observability.live_view import LiveView, dashboard_listens, plain_line
+from areal.observability.live_view import LiveView, dashboard_listens, login_hint, plain_line
 from areal.observability.summary import read_rows, summary_lines
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class PlainDisplay(Display):
             await asyncio.sleep(self.interval_s if ready else 1.0)
             if not told and dashboard_listens(self._stack):
                 told = True
-                self._line(f"dashboard {self._stack.config.endpoints.gateway}")
+                self._line(
+                    f"dashboard {self._stack.config.endpoints.gateway}{login_hint(self._stack)}"
+                )
             if not ready and self._stack.state == "starting":
                 continue
             ready = True

@@ -124,7 +124,7 @@ class LiveView:
         if not dashboard_listens(self._stack):
             return "dashboard is starting   "
         address = self._stack.config.endpoints.gateway
-        return f"dashboard [link={address}]{address}[/link]   "
+        return f"dashboard [link={address}]{address}[/link]{login_hint(self._stack)}   "
 
     def _progress(self) -> RenderableType:
         trainer = self.snapshot.trainer
@@ -286,6 +286,11 @@ def dashboard_listens(stack: ShownStack) -> bool:
     """Whether the address answers: the stack's own gateway is up, or all that it starts is."""
     gateway = stack.processes.get("gateway")
     return stack.state != "starting" if gateway is None else gateway.state.value == "up"
+
+
+def login_hint(stack: ShownStack) -> str:
+    """How to get past the dashboard's form, where a command knows the token."""
+    return " (log in: areal token)" if stack.config.security.token_file else ""
 
 
 def plain_line(stack: ShownStack, snapshot: Snapshot) -> str:

@@ -127,6 +127,36 @@ def test_plan_when_a_token_meets_another_command_then_it_is_in_a_file_only(tmp_p
     assert yaml.safe_load(file.read_text()) == {"api-key": secret, "log-level": "warning"}
 
 
+@pytest.mark.parametrize("option", ["--config {}", "--config={}"])
+def test_plan_when_the_command_has_a_file_of_its_own_then_what_it_says_is_kept(
+    tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "own.yaml").write_text("tp-size: 2\napi_key: another\nlog-level: info\n")
+    config, folder = make(tmp_path)
+    own = option.format(tmp_path / "own.yaml")
+    config.stack.inference_command = f"python -m sglang.launch_server {own} --trust-remote-code"
+    [spec, *_] = plan_stack(config, folder, with_trainer=False).inference
+    assert spec.argv[:4] == ("python", "-m", "sglang.launch_server", "--trust-remote-code")
+    assert spec.argv.count("--config") == 1
+    content = yaml.safe_load(Path(spec.argv[spec.argv.index("--config") + 1]).read_text())
+    token = (folder.secrets / "token").read_text().strip()
+    assert content == {"tp-size": 2, "api-key": token, "log-level": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [(None, "No such file"), ("- 1", "expected a mapping"), ("a: [", "while")]
+)
+def test_plan_when_the_commands_own_file_cannot_be_read_then_it_is_named(
+    tmp_path: Path, text: str | None, why: str
+) -> None:
+    if text is not None:
+        (tmp_path / "own.yaml").write_text(text)
+    config, folder = make(tmp_path)
+    config.stack.inference_command = f"serve --config {tmp_path / 'own.yaml'}"
+    with pytest.raises(ConfigError, match=rf"stack\.inference_command: --config .*{why}"):
+        plan_stack(config, folder, with_trainer=False)
+
+
 def test_plan_when_servers_are_added_then_the_lowest_free_name_is_taken(tmp_path: Path) -> None:
     config, folder = make(tmp_path, "allocation_mode=sglang:d3+fsdp:d1")
     plan = plan_stack(config, folder, with_trainer=False)

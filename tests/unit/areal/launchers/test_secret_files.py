@@ -22,12 +22,25 @@ def make(tmp_path: Path, *overrides: str) -> tuple[GRPOConfig, RunFolder]:
     return config, RunFolder(config.run_dir)
 
 
-def test_secrets_when_there_are_none_then_no_file_and_stores_as_before(tmp_path: Path) -> None:
+def test_secrets_when_none_is_given_then_the_stack_has_its_own_and_each_start_others(
+    tmp_path: Path,
+) -> None:
     config, folder = make(tmp_path)
     plan = plan_stack(config, folder, with_trainer=True)
+    security = Security.load(plan.config.security)
+    secrets = {security.token, security.redis_password, security.nats_token}
+    assert {len(secret) for secret in secrets} == {43}
+    assert len(secrets) == 3
+    assert plan.config.security.token_file in plan.inference[0].argv
+    assert config.security.token_file == "", "the caller's config is left as it was"
+    again = Security.load(plan_stack(config, folder, with_trainer=True).config.security)
+    assert again.token not in secrets
+
+
+def test_secrets_when_a_job_will_make_them_then_none_is_left_in_the_folder(tmp_path: Path) -> None:
+    config, folder = make(tmp_path)
+    assert place_secrets(config, folder, make_token=False) == Security()
     assert not folder.secrets.exists()
-    assert plan.config.security == config.security
-    assert "--token-file" not in plan.inference[0].argv
 
 
 def test_secrets_when_in_the_environment_then_in_private_files_that_the_config_names(

@@ -153,7 +153,7 @@ async def test_place_when_opened_then_this_node_goes_first(
     config = build_config(GRPOConfig, None, ["allocation_mode=sglang:d2+fsdp:d1"])
     hosts = await place.open(config)
     assert hosts.control == "10.0.0.2"
-    assert hosts.exposed
+    assert hosts.bind == "0.0.0.0"
     assert [slot.node for slot in hosts.inference] == ["n2", "n1"]
     assert place.describe() == {"slurm_job": "7"}
 
