@@ -57,20 +57,3 @@ async def test_get_tasks_when_they_fill_several_messages_then_each_is_told_once(
         messages += 1
     assert told == known
     assert messages >= 5
-
-
-@pytest.mark.parametrize("server", ["http://a:1\nhttp://b:2", "x" * 301])
-async def test_return_when_the_failed_server_is_none_then_that_one_is_refused(
-    book: Book, server: str
-) -> None:
-    """Servers that failed are kept one a line."""
-    await book.submit("a", "b")
-    leases = await book.lease(2)
-    request = pb.ReturnTasksRequest()
-    for task_id, failed in (("a", server), ("b", "http://b:2")):
-        given = request.returns.add(cause=pb.RETURN_CAUSE_INFRASTRUCTURE, failed_server=failed)
-        given.lease.task_id, given.lease.token = task_id, leases[task_id]
-    results = (await servicer_of(book).ReturnTasks(request, None)).results
-    assert [result.error for result in results] == ["InvalidInput", ""]
-    assert results[0].message.startswith("failed_server ")
-    assert await book.counts() == {"running": 1, "queued": 1}

@@ -218,6 +218,18 @@ async def test_lease_when_a_wake_up_comes_during_anothers_empty_look_then_it_is_
     assert all(len(leases) == 1 for leases, _ in results)
 
 
+async def test_lease_when_one_has_found_nothing_and_the_wake_up_is_lost_then_it_holds_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(areal_buffer.ledger, "_FALLBACK_S", 0.05)
+    ledger, store, _, _ = make_ledger()
+    waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 30)) for i in range(3)]
+    await until(lambda: store.looks > 3, "a look for all of them")
+    store.ready = True
+    results = await within(400, asyncio.gather(*waiting))
+    assert all(len(leases) == 1 for leases, _ in results)
+
+
 async def test_lease_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> None:
     ledger, store, _, _ = make_ledger()
     waiting = [asyncio.create_task(ledger.lease_tasks(f"w{i}", 1, 30)) for i in range(3)]
