@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.ledger_support import Book, ledger_config
+from tests.ledger_support import Book, finished, ledger_config
 
+import areal_buffer.redis_store
 import areal_buffer.servicer
 from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.memory import MemoryGauge
@@ -57,3 +58,17 @@ async def test_get_tasks_when_they_fill_several_messages_then_each_is_told_once(
         messages += 1
     assert told == known
     assert messages >= 5
+
+
+async def test_fetch_when_groups_are_large_then_they_come_a_few_at_a_time_and_none_is_left_out(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"t{number}" for number in range(7)]
+    await book.register(size=len(names))
+    await book.run(*names)
+    assert await book.take(1) == ("taken", names)
+    whole = [finished(name).payload for name in names]
+    monkeypatch.setattr(areal_buffer.redis_store, "_FETCH_BYTES", 2 * max(map(len, whole)))
+    fetched = [each async for each in book.store.fetch(book.incarnation, 1, names)]
+    assert [payload for some in fetched for payload in some] == whole
+    assert 1 < len(fetched) <= len(names)
