@@ -24,6 +24,8 @@ async def test_collection_when_a_server_still_loads_a_version_then_that_folder_s
         folders = {version: version_dir(rig.root, version, 1) for version in (1, 2, 3, 4)}
         await until(lambda: not folders[2].exists(), "the end of version 2")
         assert [v for v, folder in folders.items() if folder.exists()] == [1, 3, 4]
+        known = rig.coordinator.digests._digests
+        await until(lambda: all(file.parent != folders[2] for file in known), "its digests' end")
         slow.load_gate.set()
         await rig.at("b", SERVING, 4)
         await rig.publish(5)

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 
 from areal.errors import InvalidInput
+from areal.servers import ServerState
+from areal.v1 import weight_sync_service_pb2 as pb
 from areal_weight_sync.engine import EngineError, Fault
 from areal_weight_sync.http_engine import HttpEngine, normalize_url, open_session
+from areal_weight_sync.servicer import WeightSyncServicer
 
 
 @pytest.mark.parametrize(
@@ -25,3 +32,20 @@ async def test_engine_when_a_host_cannot_be_looked_up_then_unreachable_and_no_ot
         with pytest.raises(EngineError) as caught:
             await HttpEngine("http://a..b:80", session).weight_version()
     assert caught.value.fault is Fault.UNREACHABLE
+
+
+@pytest.mark.parametrize("named", ["10.0.0.7:30000", "http://10.0.0.7:30000/"])
+async def test_drain_when_a_server_is_named_by_its_id_or_its_url_then_it_leaves(
+    tmp_path: Path, named: str
+) -> None:
+    async with rig_of(tmp_path) as rig:
+        servicer: Any = WeightSyncServicer()
+        servicer.coordinator = rig.coordinator
+        url = pb.RegisterServerRequest(url="http://10.0.0.7:30000")
+        answer = await servicer.RegisterServer(url, None)
+        assert answer.server.server_id == "10.0.0.7:30000"
+        rig.engine("10.0.0.7:30000").requests = 1
+        request = pb.DrainServerRequest(server_id=named)
+        request.deadline.FromSeconds(600)
+        await servicer.DrainServer(request, None)
+        assert rig.server("10.0.0.7:30000").state is ServerState.DRAINING
