@@ -56,7 +56,7 @@ elastic: $(STAMP) ## Train while inference servers go 2, 4, 1, 3 and one dies (E
 elastic-sglang: $(STAMP) sglang ## The same on real SGLang: two servers, one joins, one dies (ELASTIC_STEPS=160)
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q -s tests/chaos/test_elastic_sglang.py $(ARGS)
 
-e2e-kubernetes: $(STAMP) ## A release on the cluster of KUBECONFIG trains, is scaled, hurt, upgraded, removed (ARGS=--build)
+e2e-kubernetes: $(STAMP) ## A release on the cluster of KUBECONFIG trains, is scaled, upgraded, loses pods (ARGS='--build --scarce')
 	PYTHONPATH=services:. $(BIN)/python -m tests.kubernetes $(ARGS)
 
 fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, fifty times as much as in make test (AREAL_FUZZ=50)

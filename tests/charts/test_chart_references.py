@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from tests.charts.policies import edges
 from tests.charts.rendering import CI, experiment, named, of_kind, pods, render, render_ci
 
 from areal.security import SECRET_VARIABLES
@@ -115,20 +116,6 @@ def test_endpoints_when_rendered_then_each_is_a_service_of_the_release(values):
         if name.endswith(".svc"):
             continue  # a store that somebody else runs
         assert port in services[name], address
-
-
-def edges(objects):
-    """(caller, called, port) that the policies allow inside the release."""
-    for policy in of_kind(objects, "NetworkPolicy"):
-        spec = policy["spec"]
-        for rule in spec.get("ingress", []):
-            for peer in rule.get("from", []):
-                caller = peer.get("podSelector", {}).get("matchLabels", {})
-                called = spec["podSelector"]["matchLabels"]
-                key = "app.kubernetes.io/component"
-                if key in caller and key in called:
-                    for port in rule.get("ports", [{"port": None}]):
-                        yield caller[key], called[key], port["port"]
 
 
 def test_policies_when_rendered_then_they_are_the_picture():

@@ -1,7 +1,9 @@
-"""`make e2e-kubernetes`: a release on a real cluster trains, is scaled, hurt, upgraded, removed.
+"""`make e2e-kubernetes`: a release on a real cluster trains, is scaled, upgraded, loses pods, ends.
 
 The cluster is the one that KUBECONFIG names; its nodes must have the images areal/*:TAG, and an
-operator for PyTorchJobs. Ends with a table, which is also written to docs/e2e-kubernetes.md.
+operator for PyTorchJobs. Meanwhile a census of the pods' connections is taken (`census.py`), which
+needs a node that is this machine. Ends with a table, which is also written to
+docs/e2e-kubernetes.md; with --scarce (`scarce.py`) to docs/e2e-kubernetes-scarce.md.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from pathlib import Path
 
 from tests.certificates import Authority
 from tests.kubernetes.cluster import ROOT, Cluster, Failed
+from tests.kubernetes.scarce import Scarce
+from tests.kubernetes.sockets import Watcher
 from tests.kubernetes.stages import TLS_SECRET, Run, Settings, node_address
 
-REPORT = ROOT / "docs" / "e2e-kubernetes.md"
+DOCS = ROOT / "docs"
 COMPONENTS = ("gateway", "reward", "rollout", "buffer", "weight-sync", "sglang", "nats", "redis")
 
 
@@ -44,7 +48,9 @@ def parse() -> argparse.Namespace:
         help="must outlive the stages; below 200 no look at the reward",
     )
     add("--keep", action="store_true", help="leave the release when a stage fails")
-    add("--report", type=Path, default=REPORT)
+    add("--scarce", action="store_true", help="one GPU (faked), memory for one trainer, an HPA")
+    add("--no-census", action="store_true", help="the node is another machine: no connections")
+    add("--report", type=Path, help="default: docs/e2e-kubernetes.md, …-scarce.md with --scarce")
     return parser.parse_args()
 
 
@@ -63,7 +69,16 @@ def prepare(cluster: Cluster, scratch: Path) -> Authority:
 
 
 def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
-    """In order; training goes on from the second to the last but two."""
+    """In order; it trains from the second to the last but two."""
+    if isinstance(run, Scarce):
+        return [
+            ("one GPU, memory for one trainer", run.make_scarce),
+            ("the trainer's pod comes first", run.trainer_first),
+            ("helm install --wait", run.install),
+            ("training begins", run.trains),
+            ("autoscaling, by helm upgrade", run.autoscale),
+            ("the HPA reads the recommendation", run.follow),
+        ]
     deletions = [(f"delete a pod of {c}", lambda c=c: run.delete(c)) for c in COMPONENTS]
     return [
         ("helm install --wait", run.install),
@@ -76,7 +91,6 @@ def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
         ("delete the PyTorchJob's master", lambda: run.delete("trainer")),
         ("the run ends", run.finish),
         ("accounting", run.books),
-        ("helm uninstall", run.uninstall),
     ]
 
 
@@ -88,13 +102,45 @@ def report(run: Run, began: float) -> str:
     rows = "\n".join(f"| {name} | {s:.0f} s | {text} |" for name, s, text in run.lines)
     notes = "\n".join(f"- {note}" for note in run.notes)
     where = f"Kubernetes {versions['serverVersion']['gitVersion']}, {os.cpu_count()} cores"
-    how = f"{run.settings.steps} steps with 1 master and 1 worker"
+    what, how = "", f"{run.settings.steps} steps with 1 master and 1 worker"
+    if isinstance(run, Scarce):
+        what = " ARGS=--scarce"
+        how = "1 master that asks for the one GPU, a number in the node's status; it trains on CPUs"
     return (
-        "# A run of `make e2e-kubernetes`\n\n"
+        f"# A run of `make e2e-kubernetes{what}`\n\n"
         f"Written by the command itself on {when}: {where}, load {load:.0f} at its end; {how}; "
         f"{time.monotonic() - began:.0f} s in all.\n\n"
         f"| stage | time | |\n|---|---|---|\n{rows}\n\n{notes}\n"
     )
+
+
+def go_through(run: Run, watch: bool) -> None:
+    """Every stage, with a census of connections until the release is removed.
+
+    Raises:
+        Failed: By a stage, or by the census after it.
+    """
+    watcher = Watcher(run.cluster) if watch else None
+
+    def take(name: str, stage: Callable[[], str]) -> None:
+        print(f"{name} …", end=" ", flush=True)
+        started = time.monotonic()
+        text = stage()
+        run.lines.append((name, time.monotonic() - started, text))
+        print(f"{run.lines[-1][1]:.0f} s: {text}", flush=True)
+
+    try:
+        for name, stage in stages(run):
+            if watcher:
+                watcher.stage = name
+            take(name, stage)
+            if watcher:
+                watcher.check()
+    finally:
+        if watcher:
+            watcher.close()
+    run.notes += watcher.census.report() if watcher else ["No census of connections was taken."]
+    take("helm uninstall", run.uninstall)
 
 
 def main() -> int:
@@ -106,24 +152,23 @@ def main() -> int:
     cluster, began, code = Cluster(arguments.namespace), time.monotonic(), 0
     folder = f"{arguments.data}/{scratch.name}" if arguments.data else ""
     settings = Settings(arguments.tag, folder, arguments.values, arguments.steps, scratch)
+    kind = Scarce if arguments.scarce else Run
     try:
-        run = Run(cluster, settings, prepare(cluster, scratch))
+        run = kind(cluster, settings, prepare(cluster, scratch))
     except subprocess.CalledProcessError as error:
         sys.exit(f"before the first stage: {error.stderr}")
     try:
-        for name, stage in stages(run):
-            print(f"{name} …", end=" ", flush=True)
-            started = time.monotonic()
-            text = stage()
-            run.lines.append((name, time.monotonic() - started, text))
-            print(f"{run.lines[-1][1]:.0f} s: {text}", flush=True)
+        go_through(run, not arguments.no_census)
     except (Failed, subprocess.SubprocessError) as error:
         print(f"FAILED: {getattr(error, 'stderr', '') or error}", flush=True)
         code = 1
     if code == 0:
-        arguments.report.write_text(report(run, began))
-        print(arguments.report.read_text())
+        name = "e2e-kubernetes-scarce.md" if arguments.scarce else "e2e-kubernetes.md"
+        file = arguments.report or DOCS / name
+        file.write_text(report(run, began))
+        print(file.read_text())
     if code == 0 or not arguments.keep:
+        run.restore()
         with suppress(subprocess.SubprocessError):  # there may be none
             cluster.helm("uninstall", "areal", timeout=300.0)
         cluster.kubectl("delete", "namespace", cluster.namespace, timeout=300)

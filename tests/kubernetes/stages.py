@@ -94,8 +94,8 @@ class Run:
 
         wait(f"{number} ready inference servers", there, timeout)
 
-    def arguments(self) -> list[str]:
-        """Of `helm install` and `helm upgrade`."""
+    def values(self) -> list[str]:
+        """The chart and its values, as helm's arguments."""
         settings = self.settings
         found = [str(CHART), "--values", str(CHART / "ci" / "cpu-demo-values.yaml")]
         for file in settings.values:
@@ -109,7 +109,14 @@ class Run:
         if settings.data:
             found += ["--set", f"storage.hostPath={settings.data}/data"]
             found += ["--set", f"redis.hostPath={settings.data}/redis"]
-        return [*found, "--wait", "--timeout", "15m"]
+        return found
+
+    def arguments(self) -> list[str]:
+        """Of `helm install` and `helm upgrade`."""
+        return [*self.values(), "--wait", "--timeout", "15m"]
+
+    def restore(self) -> None:
+        """What stages have changed outside the namespace: nothing."""
 
     # -- stages ---------------------------------------------------------------------------------
 
