@@ -188,7 +188,7 @@ class Scarce(Run):
         def served() -> bool:
             return bool(condition(self.cluster.get("apiservice", API)[0], "Available"))
 
-        wait("the external metrics API", served, 120.0)
+        wait("the external metrics API", served, 300.0)
 
     def restore(self) -> None:
         """The cluster as it was."""
