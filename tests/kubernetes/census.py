@@ -203,7 +203,7 @@ class Census:
         inside = sorted(str(kind) for kind in self.kinds if kind.inside)
         through = sorted(str(kind) for kind in self.kinds if not kind.inside)
         met = {(kind.caller, kind.called) for kind in self.kinds}
-        unmet = sorted(f"{a} -> {b}" for a, b, _ in self.allowed.inside if (a, b) not in met)
+        unmet = sorted({f"{a} -> {b}" for a, b, _ in self.allowed.inside if (a, b) not in met})
         return [
             f"Connections of pods: {self.looks} looks at {len(self.pods)} pods; "
             f"{sum(self.kinds.values())} connections of {len(self.kinds)} kinds, "
