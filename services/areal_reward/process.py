@@ -113,9 +113,7 @@ class WorkerProcess:
         stdin = self._process.stdin
         assert stdin is not None
         if recipe is not None and digest != self._recipe:
-            body = orjson.dumps(
-                {"digest": digest, "file_name": recipe[0], "source": recipe[1].decode()}
-            )
+            body = orjson.dumps({"file_name": recipe[0], "source": recipe[1].decode()})
             stdin.write(frames.frame(Kind.RECIPE, body))
             self._recipe = digest
         stdin.write(frames.frame(Kind.SCORE, request))

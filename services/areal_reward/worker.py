@@ -27,6 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator
+from types import ModuleType
 from typing import IO, Any
 
 import orjson
@@ -50,7 +51,7 @@ _ROOM_BYTES = 16 << 20
 
 
 class Worker:
-    """State of the process: recipes and functions it has, and what it has not sent yet."""
+    """State of the process: its recipe and functions, and what it has not sent yet."""
 
     def __init__(
         self, pipe: IO[bytes], progress: Progress, timeout_s: float, memory_bytes: int
@@ -67,7 +68,9 @@ class Worker:
         self._progress = progress
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
-        self._recipes: dict[str, tuple[str, bytes]] = {}
+        # A worker has one recipe at most.
+        self._file_name, self._source = "", b""
+        self._module: ModuleType | None = None
         self._functions: dict[bytes, RewardFunction] = {}
         self._positions: list[int] = []
         self._results: list[pb.ScoreResult] = []
@@ -89,8 +92,7 @@ class Worker:
             body = requests.read(length)
             if kind == Kind.RECIPE:
                 recipe = orjson.loads(body)
-                source = (recipe["file_name"], recipe["source"].encode())
-                self._recipes[recipe["digest"]] = source
+                self._file_name, self._source = recipe["file_name"], recipe["source"].encode()
                 continue
             whole = self._score(pb.ScoreRequest.FromString(body))
             self._flush(Kind.DONE if whole else Kind.STOPPED)
@@ -186,21 +188,26 @@ class Worker:
         found = self._functions.get(key)
         if found is None:
             self._progress.set(LOADING)
-            recipe = self._recipes[reward.recipe_digest] if reward.recipe_digest else None
-            if recipe is not None:  # its import is user code already
-                self._fence_memory(2 * self._memory_bytes)
-                self._limit_memory()
-            found = resolve(reward, recipe)
+            found = resolve(reward, self._loaded() if reward.recipe_digest else None)
             if len(self._functions) >= _MAX_FUNCTIONS:
                 self._functions.clear()
             self._functions[key] = found
             gc.collect()
             gc.freeze()
-            if recipe is not None:
-                self._fence_memory(self._memory_bytes)
             self._limit_memory()
             self._progress.set(IDLE)
         return found
+
+    def _loaded(self) -> ModuleType:
+        """The recipe, imported once; from then on memory has a limit that it cannot lift."""
+        if self._module is None:
+            from areal.recipe import load_recipe
+
+            self._fence_memory(2 * self._memory_bytes)  # the import is user code already
+            self._limit_memory()
+            self._module = load_recipe(self._source, self._file_name)
+            self._fence_memory(self._memory_bytes)
+        return self._module
 
     def _limit_memory(self) -> None:
         """Limits what is added from here on; what user code must not undo is `_fence_memory`'s."""

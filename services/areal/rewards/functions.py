@@ -8,6 +8,7 @@ import math
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from areal.errors import InvalidInput
@@ -83,22 +84,22 @@ class RewardFunction:
         return self._function(*args, **kwargs)
 
 
-def resolve(reward: pb.RewardSpec, recipe: tuple[str, bytes] | None) -> RewardFunction:
-    """Loads the function that a spec names.
+def resolve(reward: pb.RewardSpec, recipe: ModuleType | None) -> RewardFunction:
+    """Finds the function that a spec names.
 
     Args:
         reward: Name, digest and fixed arguments.
-        recipe: (file name, source) of the recipe; None for a built-in.
+        recipe: The loaded recipe; None for a built-in.
 
     Raises:
-        InvalidInput: Unknown name, a recipe that does not load, or arguments that do not fit.
+        InvalidInput: Unknown name, or arguments that are no JSON object.
     """
     if recipe is None:
         function = builtin_reward(reward.name)
     else:
-        from areal.recipe import find_function, load_recipe
+        from areal.recipe import find_function
 
-        function = find_function(load_recipe(recipe[1], recipe[0]), reward.name)
+        function = find_function(recipe, reward.name)
     return RewardFunction(
         reward.name, function, parse_json_object(reward.kwargs_json, "reward.kwargs_json")
     )

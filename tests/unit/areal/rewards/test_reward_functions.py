@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from areal.errors import InvalidInput
+from areal.recipe import load_recipe
 from areal.rewards.functions import RewardFunction, outcome, raised, resolve
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward.frames import pack_results, unpack_results
@@ -106,7 +107,7 @@ def test_raised_when_the_errors_own_text_raises_then_it_is_still_told():
 
 
 def test_resolve_when_recipe_has_the_function_then_it_is_called_by_name():
-    recipe = ("recipe.py", b"class A:\n    @staticmethod\n    def f(completion): return 2\n")
+    recipe = load_recipe(b"class A:\n    @staticmethod\n    def f(completion): return 2\n")
     function = resolve(pb.RewardSpec(name="A.f", recipe_digest="d"), recipe)
     assert function.call([], {"completion": ""}) == 2
     assert not function.is_async
@@ -122,13 +123,12 @@ def test_resolve_when_recipe_has_the_function_then_it_is_called_by_name():
 )
 def test_resolve_when_recipe_does_not_load_then_one_line_says_where(source, message):
     with pytest.raises(InvalidInput, match=message) as caught:
-        resolve(pb.RewardSpec(name="rewrd", recipe_digest="d"), ("recipe.py", source))
+        resolve(pb.RewardSpec(name="rewrd", recipe_digest="d"), load_recipe(source))
     assert "\n" not in str(caught.value)
 
 
 def test_resolve_when_function_is_a_coroutine_function_then_it_is_known():
-    recipe = (
-        "recipe.py",
+    recipe = load_recipe(
         b"async def f(completion): return 1\nclass J:\n"
         b"    async def __call__(self, completion): return 1\nj = J()\n",
     )
