@@ -128,6 +128,9 @@ def test_fetch_when_it_is_killed_then_the_next_one_keeps_whole_files(job: Job, h
     hub.resume.set()
     assert not job.is_ready
     hub.fetched.clear()
+    assert list(job.model.rglob("*.incomplete"))
+    assert job.run("hf://lab/tiny@v9", HF_ENDPOINT=hub.url)[0] == 2, "whatever becomes of it"
+    assert not list(job.model.rglob("*.incomplete")), "space that would be used twice"
     code, said = job.run("hf://lab/tiny", HF_ENDPOINT=hub.url)
     assert code == 0, said
     assert hub.fetched == ["model.safetensors"]
