@@ -16,6 +16,7 @@ from areal.observability.waits import Waits
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.wire import pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
+from areal_buffer.memory import RECORD_BYTES
 from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
 from areal_buffer.redis_store import RedisStore
 
@@ -81,9 +82,15 @@ def finished(task_id: str, version: int = 0) -> FinishedGroup:
     )
 
 
-async def complete(store: RedisStore, token: int, group: FinishedGroup, *, full: bool) -> bool:
+EMPTY, FULL = 2**50, -(2**50)
+"""Limits of memory that any ledger is far below of, and above of."""
+
+
+async def complete(
+    store: RedisStore, token: int, group: FinishedGroup, *, limit: int = EMPTY
+) -> bool:
     """Records one group; raises what it was refused for."""
-    (result,) = await store.complete([replace(group, token=token)], full=[full])
+    (result,) = await store.complete([replace(group, token=token)], limit=limit)
     if isinstance(result, ArealError):
         raise result
     return result
@@ -95,9 +102,9 @@ def returned(
     return ReturnedLease(task_id, token, cause, "why", "where", partial, failed_server)
 
 
-async def give_back(store: RedisStore, lease: ReturnedLease) -> TaskState:
+async def give_back(store: RedisStore, lease: ReturnedLease, *, limit: int = EMPTY) -> TaskState:
     """Gives one lease back; raises what it was refused for."""
-    (result,) = await store.give_back([lease])
+    (result,) = await store.give_back([lease], limit=limit)
     if isinstance(result, ArealError):
         raise result
     return result
@@ -136,7 +143,7 @@ class Book:
     async def submit(
         self, *ids: str, purpose: Purpose = Purpose.TRAIN, **more: object
     ) -> list[bool]:
-        options = {"incarnation": 0, "seal": False, "full": False}
+        options = {"incarnation": 0, "seal": False, "limit": EMPTY}
         options.update({key: more.pop(key) for key in list(more) if key in options})  # type: ignore[arg-type]
         tasks = [new_task(task_id, purpose, **more) for task_id in ids]
         return await self.store.submit(tasks, **options)  # type: ignore[arg-type]
@@ -147,9 +154,9 @@ class Book:
         return {lease.task_id: lease.token for lease in leases}
 
     async def complete(
-        self, task_id: str, token: int, version: int = 0, full: bool = False
+        self, task_id: str, token: int, version: int = 0, limit: int = EMPTY
     ) -> bool:
-        return await complete(self.store, token, finished(task_id, version), full=full)
+        return await complete(self.store, token, finished(task_id, version), limit=limit)
 
     async def give_back(self, task_id: str, token: int, cause: str = "", **more: object) -> str:
         return await give_back(self.store, returned(task_id, token, cause, **more))  # type: ignore[arg-type]
@@ -170,9 +177,9 @@ class Book:
         ).incarnation
         return self.incarnation
 
-    async def take(self, step: int, *ids: str, near_limit: bool = False) -> tuple[str, list[str]]:
+    async def take(self, step: int, *ids: str, limit: int = EMPTY) -> tuple[str, list[str]]:
         """(state, ids of the batch)."""
-        taken = await self.store.take(self.incarnation, step, ids, near_limit=near_limit)
+        taken = await self.store.take(self.incarnation, step, ids, limit=limit)
         return taken.state, [group.task_id for group in taken.groups]
 
     async def train(self, steps: int) -> list[list[str]]:
@@ -199,6 +206,27 @@ class Book:
 
     async def pass_straggler_deadline(self) -> None:
         await self.redis.hset(f"{self.prefix}meta", "take_since", 1)
+
+    async def pass_time(self, *indexes: str) -> None:
+        """As if all that is in `results` or `read` had been there for long."""
+        for index in indexes:
+            for task_id in await self.redis.zrange(f"{self.prefix}{index}", 0, -1):
+                await self.redis.zadd(f"{self.prefix}{index}", {task_id: 1})
+
+    async def held(self) -> tuple[int, int]:
+        """Bytes of train and serve tasks, as the ledger counts them."""
+        train, serve = await self.redis.hmget(f"{self.prefix}meta", "bytes:train", "bytes:serve")
+        return int(train or 0), int(serve or 0)
+
+    async def recount(self) -> tuple[int, int]:
+        """The same, from what is there."""
+        held = {b"train": 0, b"serve": 0}
+        for key in await self.redis.keys(f"{self.prefix}task:*"):
+            task = await self.redis.hgetall(key)
+            group = await self.redis.strlen(key.replace(b"}:task:", b"}:group:"))
+            parts = (task.get(name, b"") for name in (b"body", b"partial", b"traceback"))
+            held[task[b"purpose"]] += RECORD_BYTES + sum(map(len, parts)) + group
+        return held[b"train"], held[b"serve"]
 
     async def counts(self) -> dict[str, int]:
         """States that have tasks; checks that all add up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal.config import GRPOConfig
+from areal_buffer.memory import RECORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -67,4 +68,5 @@ class LedgerConfig:
             "max_regenerations",
             "serve_result_ttl_ms",
         )
-        return "{" + ",".join(f"{name}={getattr(self, name)}" for name in names) + "}"
+        numbers = {name: getattr(self, name) for name in names} | {"record_bytes": RECORD_BYTES}
+        return "{" + ",".join(f"{name}={number}" for name, number in numbers.items()) + "}"

@@ -67,7 +67,7 @@ class Store(Protocol):
         step: int,
         task_ids: Sequence[str],
         *,
-        near_limit: bool,
+        limit: int,
         with_groups: bool,
         refill_below: int,
     ) -> Take:
@@ -77,7 +77,7 @@ class Store(Protocol):
         """Those that have ended or are completed."""
 
     async def complete(
-        self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
+        self, groups: Sequence[FinishedGroup], *, limit: int
     ) -> list[bool | ArealError]:
         """Records groups; False: it had been recorded before; or why it was refused."""
 
@@ -148,7 +148,7 @@ class Ledger:
                 incarnation,
                 step,
                 task_ids,
-                near_limit=self._memory.near_limit,
+                limit=self._memory.limit_bytes,
                 with_groups=with_groups,
                 refill_below=refill_below,
             ),
@@ -171,15 +171,7 @@ class Ledger:
 
     async def complete_tasks(self, groups: Sequence[FinishedGroup]) -> list[bool | ArealError]:
         """Records groups; False: it had been recorded before; or why it was refused."""
-        full, stored = [], 0
-        for group in groups:
-            full.append(self._memory.used_bytes + stored >= self._memory.limit_bytes)
-            stored += len(group.payload)
-        results = await self._store.complete(groups, full=full)
-        for group, result in zip(groups, results, strict=True):
-            if not isinstance(result, ArealError):
-                self._memory.add(len(group.payload))
-        return results
+        return await self._store.complete(groups, limit=self._memory.limit_bytes)
 
     async def _until(
         self,

@@ -1,39 +1,31 @@
-"""How full Redis is, between two samples of its own figure."""
+"""How much the ledger may hold: its own limit, or what Redis has left for it."""
 
 from __future__ import annotations
 
-# Above this part of the limit TakeBatch asks for a checkpoint, so that payloads can be let go.
-_NEAR = 0.9
+RECORD_BYTES = 512
+"""A task's record without its body, as the scripts count it; measured: about 530."""
+
 # Of Redis's own limit: above it Redis refuses every write, and then no commit could let go of
-# anything. What is left takes the next batch, which passes our limit, and the records of tasks.
+# anything. What is left takes the next batch, which passes our limit, and what is not counted.
 _OF_REDIS = 0.8
 
 
 class MemoryGauge:
-    """Sampled use plus what was stored since; an overestimate, corrected by the next sample."""
+    """The limit that the scripts compare the ledger's own bytes with; sampled once a second."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+        """What the ledger may hold now."""
+        self.ledger_bytes = 0
+        """What it held at the sample: bodies, groups, journals, stack traces and records."""
+        self.redis_bytes = 0
+        """What Redis used then, everybody's data together."""
         self._asked_bytes = limit_bytes
 
-    def sample(self, used_bytes: int, redis_limit_bytes: int = 0) -> None:
-        """Redis's own figures; its limit counts where it is the lower one (0: none)."""
-        self.used_bytes = used_bytes
+    def sample(self, ledger_bytes: int, redis_bytes: int, redis_limit_bytes: int = 0) -> None:
+        """Takes in what the ledger holds, what Redis uses, and Redis's own limit (0: none)."""
+        self.ledger_bytes, self.redis_bytes = ledger_bytes, redis_bytes
         self.limit_bytes = self._asked_bytes
         if redis_limit_bytes:
-            self.limit_bytes = min(self._asked_bytes, int(_OF_REDIS * redis_limit_bytes))
-
-    def add(self, size_bytes: int) -> None:
-        """Something of that size was stored since the sample."""
-        self.used_bytes += size_bytes
-
-    @property
-    def near_limit(self) -> bool:
-        """Time to let go of payloads."""
-        return self.used_bytes >= _NEAR * self.limit_bytes
-
-    @property
-    def full(self) -> bool:
-        """Only what the next batch needs may still be stored."""
-        return self.used_bytes >= self.limit_bytes
+            left = int(_OF_REDIS * redis_limit_bytes) - redis_bytes
+            self.limit_bytes = max(0, min(self._asked_bytes, ledger_bytes + left))

@@ -7,6 +7,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.wire import PURPOSE_TO_PB, STATE_TO_PB
+from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import Stats, StoredTask, Take
 
 
@@ -60,8 +61,8 @@ def take_message(take: Take) -> pb.TakeBatchResponse:
     )
 
 
-def stats_message(stats: Stats, memory_bytes: int) -> pb.GetStatsResponse:
-    """Counters and gauges, and the bytes that Redis uses."""
+def stats_message(stats: Stats, memory: MemoryGauge) -> pb.GetStatsResponse:
+    """Counters and gauges, and how much memory is used of how much."""
     response = pb.GetStatsResponse(
         submitted=stats.submitted,
         counts=[
@@ -83,7 +84,9 @@ def stats_message(stats: Stats, memory_bytes: int) -> pb.GetStatsResponse:
         staleness_mean=stats.staleness_mean,
         staleness_max=stats.staleness_max,
         regenerated=stats.regenerated,
-        redis_memory_bytes=memory_bytes,
+        redis_memory_bytes=memory.redis_bytes,
+        held_bytes=stats.held_bytes,
+        limit_bytes=memory.limit_bytes,
         trajectories=stats.trajectories,
         generated_tokens=stats.generated_tokens,
         stopped=stats.stopped,

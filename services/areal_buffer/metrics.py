@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from areal.staleness import staleness
+from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, Stats, Swept, Take
 
 
@@ -25,7 +26,9 @@ class BufferMetrics:
         self._committed = gauge("last_committed_step", "Newest step in a checkpoint.")
         self._headroom = gauge("admission_headroom_groups", "Groups that may still start.")
         self._regenerated = gauge("regenerated_groups", "Groups generated again: too stale.")
-        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses.")
+        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses, for everybody.")
+        self._held = gauge("held_bytes", "Bytes of tasks that the ledger holds.")
+        self._limit = gauge("limit_bytes", "Bytes that it may hold now.")
         self._answered = gauge("redis_answered_timestamp_seconds", "When Redis last answered.")
         self._queue_age = gauge("oldest_queued_seconds", "Age of the oldest queued task.")
         self._groups = counter("completed_groups", "Groups completed through this process.")
@@ -63,7 +66,7 @@ class BufferMetrics:
         self._expired.inc(swept.requeued)
         self._extended.inc(swept.extended)
 
-    def sampled(self, stats: Stats, memory_bytes: int, queue_age_s: float) -> None:
+    def sampled(self, stats: Stats, memory: MemoryGauge, queue_age_s: float) -> None:
         """The ledger's gauges, once a second."""
         for state, tasks in stats.counts.items():
             self._tasks.labels(state.value).set(tasks)
@@ -73,6 +76,8 @@ class BufferMetrics:
         self._committed.set(stats.last_committed_step)
         self._headroom.set(stats.admission_headroom)
         self._regenerated.set(stats.regenerated)
-        self._memory.set(memory_bytes)
+        self._memory.set(memory.redis_bytes)
+        self._held.set(stats.held_bytes)
+        self._limit.set(memory.limit_bytes)
         self._answered.set_to_current_time()
         self._queue_age.set(queue_age_s)

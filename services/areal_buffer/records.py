@@ -168,6 +168,8 @@ class Swept:
     """Leases that had expired."""
     expired: int
     """Tasks past their time to live."""
+    released: int
+    """Results that were read, or serve tasks that ended long ago: at most so many of each."""
     gap_ms: int
     """Since the sweep before."""
 
@@ -200,6 +202,8 @@ class Stats:
     """Why the run was stopped; empty: it was not."""
     retried: int
     """Dead letters that the trainer's registration queued again."""
+    held_bytes: int
+    """What the ledger holds: see `areal_buffer.memory`."""
 
 
 def text(value: Any) -> str:

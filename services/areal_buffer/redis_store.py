@@ -74,9 +74,13 @@ class RedisStore:
     # -- tasks --------------------------------------------------------------------------------
 
     async def submit(
-        self, tasks: Sequence[NewTask], *, incarnation: int, seal: bool, full: bool
+        self, tasks: Sequence[NewTask], *, incarnation: int, seal: bool, limit: int
     ) -> list[bool]:
-        """Queues tasks; one flag each, False: known before."""
+        """Queues tasks; one flag each, False: known before.
+
+        Raises:
+            CapacityExceeded: There is no room for one of them, and those before it are queued.
+        """
         accepted: list[bool] = []
         for chunk in _chunks(tasks, lambda task: len(task.body)):
             args: list[str | int | bytes] = []
@@ -85,9 +89,7 @@ class RedisStore:
                 ttl = "" if task.time_to_live_ms is None else task.time_to_live_ms
                 args += [task.task_id, task.purpose.value, task.body, epoch, index, ttl]
             last = len(accepted) + len(chunk) == len(tasks)
-            flags = await self._scripts.run(
-                "submit", incarnation, int(seal and last), int(full), *args
-            )
+            flags = await self._scripts.run("submit", incarnation, int(seal and last), limit, *args)
             accepted += [flag == 1 for flag in flags]
         return accepted
 
@@ -125,6 +127,11 @@ class RedisStore:
                 values = dict(zip(RECORD_FIELDS, row, strict=True))
                 if values["state"] is not None:
                     yield stored_task(task_id, values, payload)
+
+    async def mark_read(self, task_ids: Sequence[str]) -> None:
+        """Results of these have been read: they are released some minutes later, or for room."""
+        for start in range(0, len(task_ids), _CHUNK_TASKS):
+            await self._scripts.run("read", *task_ids[start : start + _CHUNK_TASKS])
 
     async def ended(self, task_ids: Sequence[str], incarnation: int = 0) -> list[str]:
         """Those that have ended or are completed; an empty answer flags the wait.
@@ -167,22 +174,21 @@ class RedisStore:
         return lost
 
     async def complete(
-        self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
+        self, groups: Sequence[FinishedGroup], *, limit: int
     ) -> list[bool | errors.ArealError]:
         """Records groups, each by itself; one script for many.
 
         Args:
             groups: Validated ones.
-            full: For each, whether it passes the memory limit.
+            limit: Bytes that the ledger may hold.
 
         Returns:
             For each: True; False: it had been recorded before; or why it was refused.
         """
-        passing = iter(full)
         results: list[bool | errors.ArealError] = []
         for chunk in _chunks(groups, lambda group: len(group.payload)):
-            args: list[str | int | bytes] = []
-            for group, passes in zip(chunk, passing, strict=False):
+            args: list[str | int | bytes] = [limit]
+            for group in chunk:
                 args += [
                     group.task_id,
                     group.token,
@@ -190,7 +196,7 @@ class RedisStore:
                     ",".join(map(str, group.lengths)),
                     len(group.lengths),
                     group.generated_tokens,
-                    int(passes),
+                    len(group.payload),
                 ]
             payloads = [group.payload for group in chunk]
             for reply in await self._scripts.run_with("complete", payloads, *args):
@@ -205,14 +211,17 @@ class RedisStore:
         await self._scripts.run("reject", task_id, token, reason)
 
     async def give_back(
-        self, leases: Sequence[ReturnedLease]
+        self, leases: Sequence[ReturnedLease], *, limit: int
     ) -> list[TaskState | errors.ArealError]:
-        """Gives leases back, each by itself; for each its task's state, or why it was refused."""
+        """Gives leases back, each by itself; for each its task's state, or why it was refused.
+
+        Journals that pass the `limit`, in bytes, are dropped.
+        """
         results: list[TaskState | errors.ArealError] = []
         if not leases:
             return results
         for chunk in _chunks(leases, lambda lease: len(lease.partial) + len(lease.traceback)):
-            args: list[str | int | bytes] = []
+            args: list[str | int | bytes] = [limit]
             for each in chunk:
                 args += [each.task_id, each.token, each.cause, each.detail, each.traceback]
                 args += [each.partial, each.failed_server, each.site]
@@ -248,17 +257,18 @@ class RedisStore:
         step: int,
         task_ids: Sequence[str],
         *,
-        near_limit: bool,
+        limit: int,
         with_groups: bool = False,
         refill_below: int = 0,
     ) -> Take:
         """One attempt at the batch of a step; `waiting` flags the wait.
 
+        `limit`: bytes that the ledger may hold; near it, a commit is asked for where that helps.
         `with_groups` brings along the payloads of the first groups, as many as are small.
         """
         along = _ALONG_BYTES if with_groups else 0
         reply = await self._scripts.run(
-            "take", incarnation, step, int(near_limit), along, refill_below, *task_ids
+            "take", incarnation, step, limit, along, refill_below, *task_ids
         )
         state, why, replay, queued, running, completed, wanted, payloads, entries = reply
         return Take(
@@ -366,6 +376,7 @@ class RedisStore:
             failures=failures_of(first, attempts),
             stopped=stopped,
             retried=numbers.get("retried", 0),
+            held_bytes=numbers.get("bytes:train", 0) + numbers.get("bytes:serve", 0),
         )
 
     async def memory(self) -> tuple[int, int]:

@@ -39,12 +39,15 @@ _AWAY = (
     ClusterDownError,  # and of a replica: its primary is down
     TryAgainError,
 )
-_PARTS = {"take": ("take_named.lua", "take.lua")}
+_PARTS = {"take": ("take_named.lua", "take.lua")} | {
+    name: ("memory.lua", f"{name}.lua") for name in ("submit", "complete", "return", "sweep")
+}
 NAMES = (
     "submit",
     "lease",
     "renew",
     "complete",
+    "read",
     "reject",
     "return",
     "cancel",

@@ -12,6 +12,7 @@ import grpc
 
 from areal.compression import GroupCodec
 from areal.errors import ArealError, InvalidInput, NotFound
+from areal.types import TaskState
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
@@ -60,7 +61,10 @@ class BufferServicer(BufferServiceServicer):
         check.check_number(request.incarnation, "incarnation", 0)
         tasks = [check.check_task(task) for task in request.tasks]
         accepted = await self._store.submit(
-            tasks, incarnation=request.incarnation, seal=request.seal, full=self._memory.full
+            tasks,
+            incarnation=request.incarnation,
+            seal=request.seal,
+            limit=self._memory.limit_bytes,
         )
         return pb.BufferServiceSubmitTasksResponse(
             results=[
@@ -145,11 +149,10 @@ class BufferServicer(BufferServiceServicer):
         """Validates and gives back leases, each by itself."""
         if (got := len(request.returns)) > check.MAX_TASKS_PER_CALL:
             raise InvalidInput(f"returns: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
-        # Near the memory limit the next attempts start afresh.
-        keep, limit = not self._memory.full, self._config.max_group_bytes
-        checked = [check.check_return(each, limit, keep=keep) for each in request.returns]
+        most = self._config.max_group_bytes
+        checked = [check.check_return(each, most) for each in request.returns]
         leases = [each for each in checked if isinstance(each, ReturnedLease)]
-        states = iter(await self._store.give_back(leases))
+        states = iter(await self._store.give_back(leases, limit=self._memory.limit_bytes))
         response = pb.ReturnTasksResponse()
         for each in checked:
             result = next(states) if isinstance(each, ReturnedLease) else each
@@ -183,9 +186,10 @@ class BufferServicer(BufferServiceServicer):
     async def GetTasks(
         self, request: pb.BufferServiceGetTasksRequest, context: Context
     ) -> pb.BufferServiceGetTasksResponse:
-        """Reads records, as many as a message holds."""
+        """Reads records, as many as a message holds; a result that was read is released later."""
         ids = check.check_task_ids(request.task_ids)
         response = pb.BufferServiceGetTasksResponse(looked_up=len(ids))
+        delivered: list[str] = []
         size = at = 0
         async for task in self._store.read(ids, groups=request.include_groups):
             size += len(task.body) + len(task.payload or b"")
@@ -194,6 +198,9 @@ class BufferServicer(BufferServiceServicer):
                 break
             response.records.append(record_message(task))
             at = ids.index(task.task_id, at) + 1
+            if task.payload is not None and task.state is TaskState.DELIVERED:
+                delivered.append(task.task_id)
+        await self._store.mark_read(delivered)
         return response
 
     async def WaitTasks(
@@ -268,7 +275,7 @@ class BufferServicer(BufferServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Counters and gauges, now."""
-        return stats_message(await self._store.stats(), self._memory.used_bytes)
+        return stats_message(await self._store.stats(), self._memory)
 
     async def PutRecipe(
         self, request: pb.PutRecipeRequest, context: Context

@@ -7,6 +7,7 @@ submitted -> queued -> running -> completed -> batched -> trained
 |  |       +-----------+-> delivered (serve), rejected, cancelled,
 |  |                       expired, dead_lettered
 |  +-- retried by a person --- dead_lettered
+|  +-- submitted again, its result read and released --- delivered
 +-> completed / delivered / rejected: the lease had expired, the work came late
 """
 
@@ -46,7 +47,7 @@ TRANSITIONS: dict[S, frozenset[S]] = {
     ),
     S.BATCHED: frozenset({S.TRAINED}),
     S.TRAINED: frozenset(),
-    S.DELIVERED: frozenset(),
+    S.DELIVERED: frozenset({S.QUEUED}),  # submitted again after its result was released
     S.REJECTED: frozenset(),
     S.CANCELLED: frozenset(),
     S.EXPIRED: frozenset(),

@@ -2,7 +2,7 @@
 
 | loop   | consumes                     | waits for            | when Redis is away            |
 |--------|------------------------------|----------------------|-------------------------------|
-| sweep  | expired leases and deadlines | the sweep interval   | goes on; the first sweep after|
+| sweep  | leases, deadlines, results   | the sweep interval   | goes on; the first sweep after|
 |        |                              |                      | an outage extends all leases  |
 | sample | INFO memory, the counters    | one second           | keeps the last figures        |
 | listen | published wake-ups           | the next message     | subscribes again, wakes all   |
@@ -69,7 +69,7 @@ class Sweeper:
                 )
             if swept.requeued or swept.expired:
                 self._log.info("swept", leases=swept.requeued, tasks=swept.expired)
-            if max(swept.requeued, swept.expired) < _SWEEP_LIMIT:
+            if max(swept.requeued, swept.expired, swept.released) < _SWEEP_LIMIT:
                 return
 
     async def sample_forever(self) -> None:
@@ -83,15 +83,15 @@ class Sweeper:
 
     async def sample(self) -> None:
         """Reads memory and counters once; raises Unavailable."""
-        self._memory.sample(*await self._store.memory())
         stats = await self._store.stats()
+        self._memory.sample(stats.held_bytes, *await self._store.memory())
         age_s = 0.0
         self._oldest_queued = None
         if stats.oldest_queued_ms:
             age_s = max(0.0, time.time() - stats.oldest_queued_ms / 1000)
             room = "a rollout worker" if stats.admission_headroom > 0 else "admission: the trainer"
             self._oldest_queued = (time.monotonic() - age_s, room)
-        self._metrics.sampled(stats, self._memory.used_bytes, age_s)
+        self._metrics.sampled(stats, self._memory, age_s)
 
     def waits(self) -> Iterator[Wait]:
         """The oldest queued task, for the watchdog."""

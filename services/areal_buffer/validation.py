@@ -189,15 +189,12 @@ def check_completion(
         return error
 
 
-def check_return(
-    message: pb.Return, max_partial_bytes: int, *, keep: bool
-) -> ReturnedLease | InvalidInput:
+def check_return(message: pb.Return, max_partial_bytes: int) -> ReturnedLease | InvalidInput:
     """A lease that is given back, or why not: one of several is refused by itself.
 
     Args:
         message: As it came.
         max_partial_bytes: A longer journal is refused.
-        keep: Whether there is room for journals; else it is dropped.
     """
     try:
         task_id = check_task_id(message.lease.task_id, "lease.task_id")
@@ -222,7 +219,7 @@ def check_return(
         cause=_CAUSES[message.cause],
         detail=line(message.detail),
         traceback=traceback_text(message.traceback),
-        partial=message.partial if keep else b"",
+        partial=message.partial,
         failed_server=server,
         site=_site(message) if message.cause == pb.RETURN_CAUSE_WORKFLOW_ERROR else "",
     )

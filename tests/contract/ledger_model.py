@@ -36,12 +36,18 @@ class T:
     dropped: bool = False
     want: str = ""
     worker: str = ""
+    old: bool = False
+    """It ended so long ago that it may be released for room."""
+    read: int = 0
+    """1: its result has been read; 2: so long ago that it may be released; 3: it was."""
 
 
 class Model:
     def __init__(self, size: int, eta: int, concurrent: int) -> None:
         self.size, self.eta, self.concurrent = size, eta, concurrent
         self.tasks: dict[str, T] = {}
+        self.gone: Counter[str] = Counter()
+        self.seq = 0
         self.seen: set[tuple[int, int]] = set()
         self.v = self.last = self.committed = self.let_go = self.incarnation = self.token = 0
         self.sealed = self.late = False
@@ -57,7 +63,8 @@ class Model:
         return sorted(found, key=lambda t: (t.head, t.seq) if state == "completed" else t.seq)
 
     def counts(self, *purposes: str) -> Counter[str]:
-        return Counter(t.state for t in self.tasks.values() if t.purpose in purposes)
+        found = Counter(t.state for t in self.tasks.values() if t.purpose in purposes)
+        return found + self.gone if "serve" in purposes else found
 
     def fence(self, incarnation: int) -> None:
         if incarnation != self.incarnation:
@@ -79,18 +86,49 @@ class Model:
             self.fence(incarnation)
         flags, train = [], False
         for task_id, purpose, position in items:
-            known = task_id in self.tasks or (purpose == "train" and position in self.seen)
+            known = task_id in self.tasks and self.tasks[task_id].read != 3
+            known |= purpose == "train" and position in self.seen
             if not known:
+                if full:
+                    self.make_room()
                 enough = len(self.having("queued")) >= (self.eta + 1) * self.size
                 if full and (purpose == "serve" or enough):
                     raise CapacityExceeded
-                self.tasks[task_id] = T(task_id, purpose, len(self.tasks) + 1)
+                self.seq += 1
+                again = self.tasks.get(task_id)
+                # The ledger's own record of it stays: it is one task that is run twice.
+                self.tasks[task_id] = T(
+                    task_id,
+                    purpose,
+                    self.seq,
+                    token=again.token if again else 0,
+                    done=again.done if again else 0,
+                )
                 train |= purpose == "train"
                 if purpose == "train" and position:
                     self.seen.add(position)
             flags.append(not known)
         self.sealed = seal or (self.sealed and not train)
         return flags
+
+    def make_room(self) -> None:
+        """Results go that were read, then all that ended long ago."""
+        for task in list(self.tasks.values()):
+            if task.purpose == "serve" and task.read == 2:
+                task.read = 3
+            if task.old and task.purpose == "serve":
+                self.gone[task.state] += 1
+                del self.tasks[task.id]
+
+    def mark_read(self, ids: list[str]) -> None:
+        for task_id in ids:
+            task = self.tasks.get(task_id)
+            if task and task.state == "delivered" and not task.read:
+                task.read = 1
+
+    def serve_room(self) -> int:
+        kept = min(self.concurrent // 2, (self.eta + 1) * self.size) if self.incarnation else 0
+        return self.concurrent - kept - len(self.having("running", "serve"))
 
     def begin_life(self, worker: str, boot: int) -> None:
         known = self.boots.get(worker, 0)
@@ -111,18 +149,19 @@ class Model:
         given: list[tuple[str, int, int, bytes]] = []
         running = self.having("running") + self.having("running", "serve")
         slots, headroom = self.concurrent - len(running), self.headroom()
-        turn = self.serve_turn
+        turn, serve_room = self.serve_turn, self.serve_room()
         while len(given) < most and slots > 0:
             queued = self.having("queued")
             wanted = [t for t in queued if self.want and t.want == self.want]
             others = [t for t in queued if t not in wanted] if headroom > 0 else []
             train = next(iter(wanted + others), None)
-            serve = next(iter(self.having("queued", "serve")), None)
+            serve = next(iter(self.having("queued", "serve")), None) if serve_room > 0 else None
             pick = serve if serve and (turn or not train) else train
             if not pick:
                 break
             turn, slots = pick.purpose == "train", slots - 1
             headroom -= pick.purpose == "train"
+            serve_room -= pick.purpose == "serve"
             if pick.purpose == "train" and max(self.v, self.last) - pick.floor > self.eta:
                 pick.partial = b""
             if not pick.partial:
@@ -151,8 +190,10 @@ class Model:
         self.check(task, token)
         if task.purpose == "train" and head < task.floor:
             raise InvalidInput
-        if full and (task.purpose == "serve" or len(self.having("completed")) >= self.size):
-            raise CapacityExceeded
+        if full:
+            self.make_room()
+            if task.purpose == "serve" or len(self.having("completed")) >= self.size:
+                raise CapacityExceeded
         task.head, task.done, task.partial = head, token, b""
         task.state = "completed" if task.purpose == "train" else "delivered"
         return True
@@ -177,11 +218,12 @@ class Model:
         if dead:
             task.partial = b""
 
-    def give_back(self, task_id: str, token: int, cause: str, partial: bytes) -> str:
+    def give_back(self, task_id: str, token: int, cause: str, partial: bytes, full: bool) -> str:
         task = self.find(task_id)
         if task.state == "dead_lettered" and token == task.token:
             return task.state
         self.check(task, token)
+        partial = b"" if full else partial
         if task.state == "queued":
             task.partial = partial or task.partial
             return task.state
@@ -193,19 +235,22 @@ class Model:
     def renew(self, leases: list[tuple[str, int]]) -> list[str]:
         lost = []
         for task_id, token in leases:
-            task = self.tasks[task_id]
+            task = self.tasks.get(task_id)
+            if not task:
+                lost.append(task_id)
+                continue
             kept = task.token == token and task.state == "running"
             if task.token == token and task.state == "queued" and not task.revoked:
                 running = self.having("running") + self.having("running", "serve")
-                room = task.purpose == "serve" or self.headroom() > 0
-                if len(running) < self.concurrent and room:
+                room = self.serve_room() if task.purpose == "serve" else self.headroom()
+                if len(running) < self.concurrent and room > 0:
                     task.state, kept = "running", True
             if not kept:
                 lost.append(task_id)
         return lost
 
     def take(
-        self, incarnation: int, step: int, ids: list[str], near: bool
+        self, incarnation: int, step: int, ids: list[str], near: bool, helps: bool
     ) -> tuple[str, list[str], bool]:
         self.fence(incarnation)
         if step <= self.last:
@@ -217,7 +262,7 @@ class Model:
         if self.take_step != step:
             self.take_step, self.late = step, False
         self.v = max(self.v, step - 1)
-        if near and self.last > self.committed:
+        if near and self.last > self.committed and helps:
             return "checkpoint_first", [], False
         oldest = step - 1 - self.eta
         if ids:
@@ -319,7 +364,7 @@ class Model:
 
     def expire_leases(self, ids: list[str]) -> None:
         for task_id in ids:
-            if self.tasks[task_id].state == "running":
+            if task_id in self.tasks and self.tasks[task_id].state == "running":
                 self.end_attempt(self.tasks[task_id], "suspected_poison")
 
     def dead(self, ids: list[str]) -> list[T]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import Book, give_back, new_task, open_book, returned
+from tests.ledger_support import EMPTY, Book, give_back, new_task, open_book, returned
 
 from areal.errors import WorkflowError
 from areal.types import Purpose
@@ -135,7 +135,7 @@ async def stop(book: Book) -> None:
     await registered(book, BROKEN)
     ids = [f"e0-{number}" for number in range(17)]
     tasks = [replace(new_task(task_id), body=task_of(BROKEN, task_id)) for task_id in ids]
-    await book.store.submit(tasks, incarnation=book.incarnation, seal=False, full=False)
+    await book.store.submit(tasks, incarnation=book.incarnation, seal=False, limit=EMPTY)
     await book.submit("theirs", purpose=Purpose.SERVE)
     for task_id, token in (await book.lease(18)).items():
         if task_id != "e0-16":
@@ -182,7 +182,7 @@ async def test_task_of_a_client_when_the_trainers_recipe_changes_then_it_keeps_i
 ) -> None:
     await registered(strict, BROKEN)
     theirs = replace(new_task("x", Purpose.SERVE), body=task_of(BROKEN, "x"))
-    await strict.store.submit([theirs], incarnation=0, seal=False, full=False)
+    await strict.store.submit([theirs], incarnation=0, seal=False, limit=EMPTY)
     await registered(strict, MENDED)
     ((lease,), _) = await strict.store.lease("w", 100)
     assert trajectory_pb2.Task.FromString(lease.body).workflow.recipe_digest == BROKEN

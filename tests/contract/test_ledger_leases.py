@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import Book, finished
+from tests.ledger_support import EMPTY, Book, finished
 
 from areal.errors import InvalidInput, LeaseLost, NotFound
 from areal.types import Purpose
@@ -197,7 +197,7 @@ async def test_complete_when_some_of_several_are_refused_then_the_others_are_rec
         replace(finished(task_id), token=token)
         for task_id, token in [*leases.items(), ("nobody", 1)]
     ]
-    again, refused, recorded, unknown = await book.store.complete(groups, full=[False] * 4)
+    again, refused, recorded, unknown = await book.store.complete(groups, limit=EMPTY)
     assert (again, recorded) == (False, True)
     assert isinstance(refused, LeaseLost)
     assert str(refused).startswith("task b: lease ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import Book, complete, finished, make_group
+from tests.ledger_support import EMPTY, FULL, Book, complete, finished, make_group
 
 from areal.compression import expand
 from areal.errors import CapacityExceeded, Unavailable
@@ -19,11 +19,11 @@ async def test_memory_when_near_limit_then_checkpoint_first_only_if_that_helps(
     await book.register()
     await book.train(1)
     await book.run("a", "b", version=0)
-    take = await book.store.take(1, 2, (), near_limit=True)
+    take = await book.store.take(1, 2, (), limit=FULL)
     assert take.state == "checkpoint_first"
     assert "commit step 1" in take.waiting_for
     await book.store.commit(1, 1, 1)
-    assert await book.take(2, near_limit=True) == ("taken", ["a", "b"])
+    assert await book.take(2, limit=FULL) == ("taken", ["a", "b"])
 
 
 async def test_memory_when_full_then_only_what_the_next_batch_needs_is_completed(
@@ -32,25 +32,25 @@ async def test_memory_when_full_then_only_what_the_next_batch_needs_is_completed
     await book.register(size=2, eta=1)
     await book.submit("a", "b", "c", "d")
     leases = await book.lease(4)
-    assert await book.complete("a", leases["a"], full=True)
-    assert await book.complete("b", leases["b"], full=True)
+    assert await book.complete("a", leases["a"], limit=FULL)
+    assert await book.complete("b", leases["b"], limit=FULL)
     with pytest.raises(CapacityExceeded, match="task c: the ledger is near its memory limit"):
-        await book.complete("c", leases["c"], full=True)
+        await book.complete("c", leases["c"], limit=FULL)
     assert await book.state("c") == "running"
-    assert await book.take(1, near_limit=True) == ("taken", ["a", "b"])
-    assert await book.complete("c", leases["c"], full=True)
+    assert await book.take(1, limit=FULL) == ("taken", ["a", "b"])
+    assert await book.complete("c", leases["c"], limit=FULL)
 
 
 async def test_memory_when_full_then_submission_is_refused_only_with_enough_queued(
     book: Book,
 ) -> None:
     await book.register(size=1, eta=1)
-    assert await book.submit("a", "b", full=True) == [True, True]
+    assert await book.submit("a", "b", limit=FULL) == [True, True]
     with pytest.raises(CapacityExceeded, match="has 2 tasks queued"):
-        await book.submit("c", full=True)
-    assert await book.submit("a", full=True) == [False]
+        await book.submit("c", limit=FULL)
+    assert await book.submit("a", limit=FULL) == [False]
     with pytest.raises(CapacityExceeded):
-        await book.submit("s", purpose=Purpose.SERVE, full=True)
+        await book.submit("s", purpose=Purpose.SERVE, limit=FULL)
 
 
 async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(book: Book) -> None:
@@ -61,9 +61,9 @@ async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(boo
     large = make_group("large", length=2000)
     whole = group_to_pb(large).SerializeToString()
     group = replace(finished("large"), payload=pack_group(large))
-    assert await complete(book.store, leases["large"], group, full=False)
+    assert await complete(book.store, leases["large"], group, limit=EMPTY)
     served = replace(group, task_id="served")
-    assert await complete(book.store, leases["served"], served, full=False)
+    assert await complete(book.store, leases["served"], served, limit=EMPTY)
     assert await book.complete("plain", leases["plain"])
     # As a worker that does not compress hands it in.
     plain = expand(finished("plain").payload)

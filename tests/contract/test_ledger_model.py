@@ -19,6 +19,8 @@ from hypothesis.stateful import (
 )
 from tests.contract.ledger_model import Model
 from tests.ledger_support import (
+    EMPTY,
+    FULL,
     Book,
     complete,
     finished,
@@ -125,10 +127,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(newer=st.integers(0, 1), at=st.integers(0, 20))
     def answer_late(self, newer: int, at: int) -> None:
         task_id, token = self.late[at % len(self.late)]
-        head = self.model.tasks[task_id].floor + newer
+        known = self.model.tasks.get(task_id)
+        head = (known.floor if known else 0) + newer
         self.same(
             lambda: self.model.complete(task_id, token, head, False),
-            complete(self.store, token, finished(task_id, head), full=False),
+            complete(self.store, token, finished(task_id, head)),
         )
 
     def register(self, resume: int, size: int, eta: int, concurrent: int) -> None:
@@ -147,7 +150,7 @@ class LedgerMachine(RuleBasedStateMachine):
         tasks = [new_task(i, purpose_of(i), position=positions[i]) for i in ids]
         self.same(
             lambda: self.model.submit(items, 0, seal, full),
-            self.store.submit(tasks, incarnation=0, seal=seal, full=full),
+            self.store.submit(tasks, incarnation=0, seal=seal, limit=FULL if full else EMPTY),
         )
 
     @rule(most=st.integers(1, 6), worker=st.sampled_from(["w", "named"]), boot=st.integers(1, 6))
@@ -181,18 +184,19 @@ class LedgerMachine(RuleBasedStateMachine):
         head = max(0, self.model.v - 1 + newer)
         self.same(
             lambda: self.model.complete(task_id, token, head, full),
-            complete(self.store, token, finished(task_id, head), full=full),
+            complete(self.store, token, finished(task_id, head), limit=FULL if full else EMPTY),
         )
 
     @precondition(lambda self: self.issued)
     @rule()
     def complete_all(self) -> None:
         for task_id, token in self.issued[-6:]:
-            if self.model.tasks[task_id].state == "running" and (task_id, token) not in self.late:
-                head = max(self.model.v, self.model.tasks[task_id].floor)
+            task = self.model.tasks.get(task_id)
+            if task and task.state == "running" and (task_id, token) not in self.late:
+                head = max(self.model.v, task.floor)
                 self.same(
                     lambda i=task_id, t=token, h=head: self.model.complete(i, t, h, False),
-                    complete(self.store, token, finished(task_id, head), full=False),
+                    complete(self.store, token, finished(task_id, head)),
                 )
 
     @precondition(lambda self: self.issued)
@@ -207,13 +211,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(
         at=st.integers(0, 4),
         cause=st.sampled_from(["", "workflow_error", "suspected_poison"]),
-        partial=st.sampled_from([b"", b"journal"]),
+        partial=st.sampled_from([b"", b"journal", b"a longer journal"]),
+        full=seldom,
     )
-    def give_back(self, at: int, cause: str, partial: bytes) -> None:
+    def give_back(self, at: int, cause: str, partial: bytes, full: bool) -> None:
         task_id, token = self.lease_at(at)
+        lease = returned(task_id, token, cause, partial)
         self.same(
-            lambda: self.model.give_back(task_id, token, cause, partial),
-            give_back(self.store, returned(task_id, token, cause, partial)),
+            lambda: self.model.give_back(task_id, token, cause, partial, full),
+            give_back(self.store, lease, limit=FULL if full else EMPTY),
         )
 
     @precondition(lambda self: self.issued)
@@ -250,7 +256,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
         async def call() -> tuple[str, list[str], bool]:
             take = await self.store.take(
-                incarnation, step, ids, near_limit=near, refill_below=refill
+                incarnation, step, ids, limit=FULL if near else EMPTY, refill_below=refill
             )
             if take.state == "taken":
                 assert [group.task_id async for group in self.groups(take, step)]
@@ -258,7 +264,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert take.rows_wanted == (take.state == "waiting" and few)
             return take.state, [group.task_id for group in take.groups], take.replay
 
-        return self.same(lambda: self.model.take(incarnation, step, ids, near), call())
+        train, serve = self.run(self.book.held())
+        helps = train >= serve  # what a commit would let go is most of it
+        return self.same(lambda: self.model.take(incarnation, step, ids, near, helps), call())
 
     async def groups(self, take: Any, step: int) -> Any:
         """The groups of a batch, each with its payload still there and as it was completed."""
@@ -330,6 +338,22 @@ class LedgerMachine(RuleBasedStateMachine):
     def drop(self, ids: list[str]) -> None:
         self.same(lambda: self.model.drop(ids), self.store.drop_dead_letters(ids))
 
+    @rule(ids=st.lists(st.sampled_from(IDS[-6:]), min_size=1, max_size=6, unique=True))
+    def read_results(self, ids: list[str]) -> None:
+        self.model.mark_read(ids)
+        self.run(self.store.mark_read(ids))
+
+    @rule(ended=flags, full=flags)
+    def time_passes(self, ended: bool, full: bool) -> None:
+        """Results were read long enough ago to be released for room, or tasks ended so."""
+        for task in self.model.tasks.values():
+            task.read = 2 if task.read == 1 else task.read
+            task.old |= ended and task.state in ("delivered", "rejected", "cancelled")
+            task.old |= ended and task.dropped
+        self.run(self.book.pass_time("read", *["results"] * ended))
+        if full:
+            self.submit(["s0"], False, False, True)
+
     # -- what always holds ----------------------------------------------------------------------
 
     @invariant()
@@ -348,11 +372,15 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.committed,
         )
 
+    @invariant()
+    def bytes_agree(self) -> None:
+        assert self.run(self.book.held()) == self.run(self.book.recount())
+
     def drain(self) -> None:
         """Nothing starves: sealed, with workers that answer, every task ends and batches stop."""
         self.same(
             lambda: self.model.submit([], 0, True, False),
-            self.store.submit([], incarnation=0, seal=True, full=False),
+            self.store.submit([], incarnation=0, seal=True, limit=EMPTY),
         )
         self.late = []
         for _ in range(300):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.ledger_support import Book, finished
+from tests.ledger_support import EMPTY, FULL, Book, finished
 
 from areal.errors import NotFound, StaleIncarnation, WrongStep
 from areal.types import Purpose
@@ -42,7 +42,7 @@ async def test_resume_when_from_any_retained_step_then_the_same_batches(
     # The first call after a resume repeats the commit of the checkpoint.
     assert await book.store.commit(book.incarnation, resume, min(resume, 1)) >= resume
     for step in range(resume + 1, 5):
-        take = await book.store.take(book.incarnation, step, (), near_limit=True)
+        take = await book.store.take(book.incarnation, step, (), limit=FULL)
         assert [group.task_id for group in take.groups] == batches[step - 1]
         assert take.replay
         some = book.store.fetch(book.incarnation, step, batches[step - 1])
@@ -100,10 +100,10 @@ async def test_two_trainers_when_the_older_calls_then_fenced_everywhere(book: Bo
     assert new == old + 1
     store = book.store
     for call in (
-        store.take(old, 1, (), near_limit=False),
-        store.take(old, 2, (), near_limit=False),
+        store.take(old, 1, (), limit=EMPTY),
+        store.take(old, 2, (), limit=EMPTY),
         store.commit(old, 1, 0),
-        store.submit([], incarnation=old, seal=True, full=False),
+        store.submit([], incarnation=old, seal=True, limit=EMPTY),
         store.cancel([], Purpose.TRAIN, reason="", incarnation=old),
         anext(store.fetch(old, 1, ["s1a"])),
     ):
@@ -121,7 +121,7 @@ async def test_calls_when_the_incarnation_is_not_the_current_one_then_refused(
     await book.run("a", "b")
     wrong = book.incarnation + off
     with pytest.raises(StaleIncarnation, match=f"incarnation {wrong}: the current one is 2"):
-        await book.store.take(wrong, 1, (), near_limit=False)
+        await book.store.take(wrong, 1, (), limit=EMPTY)
     assert await book.take(1) == ("taken", ["a", "b"])
     with pytest.raises(StaleIncarnation):
         await book.store.commit(wrong, 1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import Book, complete, finished, open_book
+from tests.ledger_support import EMPTY, Book, complete, finished, open_book
 
 from areal.errors import NotFound, WorkflowError, WrongStep
 
@@ -13,7 +13,7 @@ from areal.errors import NotFound, WorkflowError, WrongStep
 async def test_take_when_too_few_then_waits_and_says_for_what(book: Book) -> None:
     await book.register()
     await book.run("a")
-    take = await book.store.take(1, 1, (), near_limit=False)
+    take = await book.store.take(1, 1, (), limit=EMPTY)
     assert take.state == "waiting"
     assert take.waiting_for.startswith(
         "1 of 2 groups are completed; 0 queued; admission: 0 running"
@@ -24,8 +24,8 @@ async def test_take_when_too_few_then_waits_and_says_for_what(book: Book) -> Non
 async def test_take_when_repeated_then_the_same_groups(book: Book) -> None:
     await book.register()
     await book.run("a", "b", "c")
-    first = await book.store.take(1, 1, (), near_limit=False)
-    again = await book.store.take(1, 1, (), near_limit=False)
+    first = await book.store.take(1, 1, (), limit=EMPTY)
+    again = await book.store.take(1, 1, (), limit=EMPTY)
     assert first.groups == again.groups
     assert not again.replay
     assert [g.task_id for g in first.groups] == ["a", "b"]
@@ -40,13 +40,13 @@ async def test_take_when_asked_with_groups_then_brings_the_small_ones_that_come_
     payloads = {"a": b"a", "b": b"b" * 256 * 1024, "c": b"c"}
     for task_id, token in (await book.lease(3)).items():
         group = replace(finished(task_id), payload=payloads[task_id])
-        assert await complete(book.store, token, group, full=False)
-    take = await book.store.take(1, 1, (), near_limit=False, with_groups=True)
+        assert await complete(book.store, token, group, limit=EMPTY)
+    take = await book.store.take(1, 1, (), limit=EMPTY, with_groups=True)
     assert [group.task_id for group in take.groups] == ["a", "b", "c"]
     assert take.payloads == [b"a"]
     fetched = [each async for some in book.store.fetch(1, 1, ["a", "b", "c"]) for each in some]
     assert fetched == list(payloads.values())
-    assert not (await book.store.take(1, 1, (), near_limit=False)).payloads
+    assert not (await book.store.take(1, 1, (), limit=EMPTY)).payloads
 
 
 async def test_take_when_step_is_skipped_then_wrong_step(book: Book) -> None:
@@ -67,7 +67,7 @@ async def test_take_when_straggler_is_running_then_waits_for_it_until_the_deadli
     await book.take(2)
     token = (await book.lease())["b"]
     await book.complete("b", token, version=1)
-    take = await book.store.take(1, 2, (), near_limit=False)
+    take = await book.store.take(1, 2, (), limit=EMPTY)
     assert take.state == "waiting"
     assert take.waiting_for.startswith("1 running groups leased at version 0 or before")
     await book.pass_straggler_deadline()
@@ -230,7 +230,7 @@ async def test_take_when_fewer_are_queued_than_the_watermark_then_rows_are_wante
     await book.submit("a", "b", "c")
 
     async def wanted(refill_below: int, *ids: str) -> bool:
-        take = await book.store.take(1, 1, ids, near_limit=False, refill_below=refill_below)
+        take = await book.store.take(1, 1, ids, limit=EMPTY, refill_below=refill_below)
         assert take.state == "waiting"
         return take.rows_wanted
 
@@ -261,14 +261,14 @@ async def test_lease_when_it_empties_the_queue_below_the_watermark_then_the_take
             return found
 
         await wakes()
-        await book.store.take(1, 1, (), near_limit=False, refill_below=3)
+        await book.store.take(1, 1, (), limit=EMPTY, refill_below=3)
         await book.lease()
         assert await wakes() == []
         await book.lease()
         assert await wakes() == [b"take"]
         await book.lease()  # nobody waits now
         assert await wakes() == []
-        await book.store.take(1, 1, (), near_limit=False)
+        await book.store.take(1, 1, (), limit=EMPTY)
         await book.lease()  # that one waits for groups only
         assert await wakes() == []
 

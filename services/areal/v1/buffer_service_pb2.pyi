@@ -1037,6 +1037,8 @@ class GetStatsResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
     RETRIED_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     submitted: _builtins.int
     """Every task ever submitted in this trial."""
     policy_version: _builtins.int
@@ -1054,12 +1056,16 @@ class GetStatsResponse(_message.Message):
     regenerated: _builtins.int
     """Groups regenerated because they had become too stale."""
     redis_memory_bytes: _builtins.int
+    """What Redis uses, everybody's data together."""
     trajectories: _builtins.int
     generated_tokens: _builtins.int
     stopped: _builtins.str
     """Why the run has been stopped: too many tasks ended by such an error. Empty: it has not."""
     retried: _builtins.int
     """Dead letters that the registration of the trainer queued again."""
+    held_bytes: _builtins.int
+    """Bytes of the tasks that this ledger holds, and how many it may hold now."""
+    limit_bytes: _builtins.int
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
         """One per state."""
@@ -1100,10 +1106,12 @@ class GetStatsResponse(_message.Message):
         failures: _abc.Iterable[Global___WorkflowFailure] | None = ...,
         stopped: _builtins.str = ...,
         retried: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time", "oldest_queued_time", b"oldest_queued_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time", "admission_headroom", b"admission_headroom", "batch_size", b"batch_size", "counts", b"counts", "failures", b"failures", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "last_committed_step", b"last_committed_step", "last_taken_step", b"last_taken_step", "max_concurrent_rollouts", b"max_concurrent_rollouts", "max_head_offpolicyness", b"max_head_offpolicyness", "oldest_queued_time", b"oldest_queued_time", "policy_version", b"policy_version", "redis_memory_bytes", b"redis_memory_bytes", "regenerated", b"regenerated", "retried", b"retried", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "stopped", b"stopped", "submitted", b"submitted", "train_counts", b"train_counts", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time", "admission_headroom", b"admission_headroom", "batch_size", b"batch_size", "counts", b"counts", "failures", b"failures", "generated_tokens", b"generated_tokens", "held_bytes", b"held_bytes", "incarnation", b"incarnation", "last_committed_step", b"last_committed_step", "last_taken_step", b"last_taken_step", "limit_bytes", b"limit_bytes", "max_concurrent_rollouts", b"max_concurrent_rollouts", "max_head_offpolicyness", b"max_head_offpolicyness", "oldest_queued_time", b"oldest_queued_time", "policy_version", b"policy_version", "redis_memory_bytes", b"redis_memory_bytes", "regenerated", b"regenerated", "retried", b"retried", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "stopped", b"stopped", "submitted", b"submitted", "train_counts", b"train_counts", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_queued_time: _TypeAlias = _typing.Literal["oldest_queued_time"]  # noqa: Y015
     _WhichOneofArgType__oldest_queued_time: _TypeAlias = _typing.Literal["_oldest_queued_time", b"_oldest_queued_time"]  # noqa: Y015

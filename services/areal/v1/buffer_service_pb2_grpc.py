@@ -28,7 +28,8 @@ if _version_not_supported:
 class BufferServiceStub:
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit; UNAVAILABLE Redis is away, retry the call.
+    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
+    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
     """
 
     def __init__(self, channel):
@@ -137,7 +138,8 @@ class BufferServiceStub:
 class BufferServiceServicer:
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit; UNAVAILABLE Redis is away, retry the call.
+    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
+    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
     """
 
     def SubmitTasks(self, request, context):
@@ -384,7 +386,8 @@ def add_BufferServiceServicer_to_server(servicer, server):
 class BufferService:
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit; UNAVAILABLE Redis is away, retry the call.
+    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
+    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
     """
 
     @staticmethod

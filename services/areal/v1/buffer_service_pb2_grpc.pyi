@@ -29,7 +29,8 @@ GRPC_VERSION: str
 class BufferServiceStub:
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit; UNAVAILABLE Redis is away, retry the call.
+    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
+    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
     """
 
     @_typing.overload
@@ -83,7 +84,8 @@ class BufferServiceStub:
 class BufferServiceAsyncStub(BufferServiceStub):
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit; UNAVAILABLE Redis is away, retry the call.
+    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
+    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -133,7 +135,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
 class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit; UNAVAILABLE Redis is away, retry the call.
+    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
+    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
     """
 
     @_abc_1.abstractmethod

@@ -7,21 +7,18 @@ if step > meta.last_taken then
   fail('WrongStep', 'CommitStep ' .. int(step) .. ': the last step taken is ' ..
     int(meta.last_taken))
 end
-local function ids(of_step)
-  local found = {}
-  for i, entry in ipairs(call('LRANGE', P .. 'batch:' .. int(of_step), 0, -1)) do
-    found[i] = string.match(entry, '^[^\n]+')
-  end
-  return found
-end
+local function entries(of_step) return call('LRANGE', P .. 'batch:' .. int(of_step), 0, -1) end
 for each = meta.last_committed + 1, step do
-  for _, id in ipairs(ids(each)) do move(read_task(id), 'trained') end
+  for _, entry in ipairs(entries(each)) do move(read_task(string.match(entry, '^[^\n]+')), 'trained') end
 end
 for each = meta.let_go + 1, retained do
-  for _, id in ipairs(ids(each)) do
+  for _, entry in ipairs(entries(each)) do
+    local id = string.match(entry, '^[^\n]+')
     delete(P .. 'group:' .. id)
-    call('HDEL', P .. 'task:' .. id, 'body', 'partial', 'failed_servers', 'lengths', 'head',
-      'worker', 'floor', 'want', 'deadline', 'reason', 'done_token')
+    call('HDEL', P .. 'task:' .. id, 'body', 'partial', 'failed_servers', 'lengths', 'head', 'size',
+      'payload', 'worker', 'floor', 'want', 'deadline', 'reason', 'done_token')
+    -- What they were counted with is its last part, where it has five.
+    hold('train', -tonumber(string.match(entry, '^[^\n]+\n[^\n]*\n[^\n]*\n[^\n]*\n(%d+)$') or 0))
   end
   delete(P .. 'batch:' .. int(each))
   call('HDEL', P .. 'batch_incarnations', int(each))

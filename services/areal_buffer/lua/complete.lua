@@ -1,8 +1,10 @@
 -- KEYS, after the prefix: where the payload of each group was put by the same transaction.
--- ARGV, of each group: id, token, head version (-1: no token was sampled), lengths, trajectories,
---       generated tokens, passes the memory limit (1)
+-- ARGV: memory limit in bytes, then of each group: id, token, head version (-1: no token was sampled),
+--       lengths, trajectories, generated tokens, bytes
 -- Returns for each 1: recorded, 0: had been recorded before, or the error it was refused with.
 -- Every check of a group comes before the first write, so a refused one changes nothing.
+local LIMIT = tonumber(ARGV[1])
+
 local function complete(at, payload)
   local token, head = ARGV[at + 1], tonumber(ARGV[at + 2])
   local task = task_or_fail(ARGV[at])
@@ -18,31 +20,35 @@ local function complete(at, payload)
     end
   end
   -- Above the limit only what the next batch needs is let in: the trainer can always go on, and
-  -- at most B groups pass the limit.
-  if ARGV[at + 6] == '1' and
-    (task.purpose == 'serve' or count('train:completed') >= read_meta().batch_size) then
-    fail('CapacityExceeded', 'task ' .. task.id ..
-      ': the ledger is near its memory limit; keep the lease and complete again later')
+  -- at most B groups pass the limit. So do B of its own evaluations, for which it waits.
+  local serve, bytes = task.purpose == 'serve', tonumber(ARGV[at + 6])
+  if not make_room(LIMIT - 1) then
+    local size = read_meta().batch_size
+    if serve and not (task.trainer == '1' and held() < LIMIT + size * bytes) then
+      fail('CapacityExceeded', 'task ' .. task.id .. ': the ledger is near its memory limit; keep the lease' ..
+        again())
+    elseif not serve and count('train:completed') >= size then
+      fail('CapacityExceeded', 'task ' .. task.id ..
+        ': the ledger is near its memory limit; keep the lease; try again in 1 s')
+    end
   end
 
   task.head = math.max(head, 0)
-  local serve = task.purpose == 'serve'
-  move(task, serve and 'delivered' or 'completed',
-    {'done_token', token, 'head', int(task.head), 'lengths', ARGV[at + 3]})
+  move(task, serve and 'delivered' or 'completed', {'done_token', token, 'head', int(task.head),
+    'lengths', ARGV[at + 3], 'payload', int(bytes)})
   note_end(task)
-  call('HDEL', task.key, 'partial')
+  drop_journal(task)
+  hold(task.purpose, bytes)
   add(META, 'trajectories', ARGV[at + 4])
   add(META, 'generated_tokens', ARGV[at + 5])
-  local key = P .. 'group:' .. task.id
-  call('RENAME', payload, key)
-  if serve then call('PEXPIRE', key, CONFIG.serve_result_ttl_ms) end
+  call('RENAME', payload, P .. 'group:' .. task.id)
   return 1
 end
 
 local results = {}
 for number = 1, #KEYS - 1 do
   local payload = KEYS[number + 1]
-  local result = result_or_refusal(complete, 7 * number - 6, payload)
+  local result = result_or_refusal(complete, 7 * number - 5, payload)
   if result ~= 1 then delete(payload) end
   results[number] = result
 end

@@ -5,11 +5,10 @@ local ids = #ARGV > 0 and ARGV or look('ZRANGE', P .. 'dead', 0, 499)
 local dropped = 0
 for _, id in ipairs(ids) do
   if call('ZREM', P .. 'dead', id) == 1 then
-    local key = P .. 'task:' .. id
-    call('HDEL', key, 'body', 'traceback', 'failed_servers', 'lengths', 'head')
-    if call('HGET', key, 'purpose') == 'serve' then
-      call('PEXPIRE', key, CONFIG.serve_result_ttl_ms)
-    end
+    local task = read_task(id)
+    drop_body(task)
+    call('HDEL', task.key, 'lengths', 'head')
+    if task.purpose == 'serve' then put('results', id, int(NOW)) end
     dropped = dropped + 1
   end
 end

@@ -13,7 +13,8 @@ local function queue(which, room)
   room = math.min(room, most, slots)
   return room > 0 and look('ZRANGE', P .. 'queue:' .. which, 0, room - 1) or {}
 end
-local queues = {wanted = queue('wanted', meta.stopped == '' and most or 0), serve = queue('serve', most),
+local serve_slots = serve_room(meta)
+local queues = {wanted = queue('wanted', meta.stopped == '' and most or 0), serve = queue('serve', serve_slots),
   train = queue('train', math.max(headroom, 1))}
 local at = {wanted = 1, serve = 1, train = 1}
 local function first(which) return queues[which][at[which]] end
@@ -40,7 +41,7 @@ local function lease(id)
   if partial ~= '' and task.purpose == 'train' and
     math.max(meta.policy_version, meta.last_taken) - task.floor > meta.max_head_offpolicyness then
     partial = ''
-    call('HDEL', task.key, 'partial')
+    drop_journal(task)
   end
   if partial == '' then task.floor = meta.policy_version end
   bytes = bytes + #(stored[1] or '') + #partial
@@ -75,6 +76,9 @@ if #leases == 0 then
   wait_for('lease')
   if slots <= 0 then
     why = 'admission: max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ' are running'
+  elseif serve_slots <= 0 and not blocked and count('serve:queued') > 0 then
+    why = 'admission: of max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ', ' ..
+      int(count('serve:running')) .. ' run serve tasks; the rest is for training'
   elseif not blocked then
     why = 'queue empty'
   end

@@ -10,6 +10,8 @@
 --   running:<purpose>  zset    running tasks by lease expiry (ms)
 --   floors             zset    running train tasks by the oldest version their tokens may have
 --   completed          zset    train groups by (head version, sequence number)
+--   results            zset    serve tasks that have ended (but dead letters), by when (ms)
+--   read               zset    those whose result has been read, by when (ms), until it goes
 --   deadlines          zset    queued and running tasks with a time to live, by its end (ms)
 --   dead               zset    dead letters by time (ms)
 --   batch:<step>       list    "id \n head version \n lengths" of each group
@@ -66,6 +68,15 @@ local function put(index, id, score) collect(MEMBERS, P .. index, id, score) end
 local function remove(index, id) collect(MEMBERS, P .. index, id, false) end
 
 local function delete(key) GONE[#GONE + 1] = key end
+
+-- What the ledger holds, counted where it changes: `size` of a record is that of body and stack trace,
+-- and a sum for the record itself; `journal` that of partial work; `payload` that of the group.
+local RECORD = CONFIG.record_bytes
+local HELD = 0   -- by this script
+local function hold(purpose, bytes)
+  HELD = HELD + bytes
+  add(META, 'bytes:' .. purpose, bytes)
+end
 
 -- A command with any number of arguments: as many at a time as Lua can pass.
 local function call_all(command, key, arguments)
@@ -150,9 +161,9 @@ end
 local function wait_for(kind) set(META, 'waiting:' .. kind, '1') end
 
 local FIELDS = {'state', 'purpose', 'seq', 'token', 'done_token', 'floor', 'want', 'deadline',
-  'head', 'lengths', 'reason', 'cause', 'trainer', 'since'}
+  'head', 'lengths', 'reason', 'cause', 'trainer', 'since', 'size', 'journal', 'payload'}
 local NUMBERS = {seq = true, token = true, done_token = true, floor = true, deadline = true,
-  head = true, since = true}
+  head = true, since = true, size = true, journal = true, payload = true}
 
 -- The record's small fields, or nil. Absent numbers are 0, absent strings ''.
 local function read_task(id)
@@ -178,17 +189,31 @@ local function enter_queue(task)
   if task.deadline > 0 then put('deadlines', task.id, int(task.deadline)) end
 end
 
+local function drop_journal(task)
+  if task.journal == 0 then return end
+  call('HDEL', task.key, 'partial', 'journal')
+  hold(task.purpose, -task.journal)
+  task.journal = 0
+end
+
+-- Leaves the small record.
+local function drop_body(task)
+  call('HDEL', task.key, 'body', 'partial', 'journal', 'failed_servers', 'traceback')
+  call('HSET', task.key, 'size', RECORD)
+  hold(task.purpose, RECORD - task.size - task.journal)
+  task.size, task.journal = RECORD, 0
+end
+
 -- Drops what only living tasks need. Ended train tasks keep a small record, so that their id
 -- stays taken; serve tasks go altogether when their time has come.
 local function enter_end(task, to)
   if task.deadline > 0 then remove('deadlines', task.id) end
   if to == 'dead_lettered' then
     put('dead', task.id, int(NOW))
-    call('HDEL', task.key, 'partial')
-  elseif task.purpose == 'serve' then
-    call('PEXPIRE', task.key, CONFIG.serve_result_ttl_ms)
-  elseif to ~= 'trained' then
-    call('HDEL', task.key, 'body', 'partial', 'failed_servers')
+    drop_journal(task)
+  else
+    if task.purpose == 'serve' then put('results', task.id, int(NOW)) end
+    if to ~= 'trained' and to ~= 'delivered' then drop_body(task) end
   end
   if to ~= 'trained' and to ~= 'delivered' then delete(P .. 'group:' .. task.id) end
 end
@@ -209,7 +234,15 @@ local function move(task, to, changes, score)
   if to == 'queued' or to == 'completed' then
     record[#record + 1], record[#record + 2] = 'since', int(NOW)
   end
+  -- Its group goes.
+  if from == 'completed' and to ~= 'batched' then
+    record[#record + 1], record[#record + 2] = 'payload', 0
+  end
   call('HSET', task.key, unpack(record))
+  if from == 'completed' and to ~= 'batched' then
+    hold(task.purpose, -task.payload)
+    task.payload = 0
+  end
   task.state = to
 
   if from == 'new' then
@@ -230,8 +263,8 @@ local function move(task, to, changes, score)
   elseif from == 'completed' then
     remove('completed', task.id)
     if to == 'queued' then delete(P .. 'group:' .. task.id) end
-  elseif from == 'dead_lettered' then
-    remove('dead', task.id)
+  elseif from == 'dead_lettered' or from == 'delivered' then
+    remove(from == 'delivered' and 'results' or 'dead', task.id)
     call('HDEL', task.key, 'ended')
   end
 
@@ -317,8 +350,11 @@ local function end_attempt(task, cause, detail, traceback, site)
     local attempts = call('HINCRBY', task.key, limit.field, 1)
     if cause == 'too_stale' then add(META, 'regenerated', 1) end
     if attempts >= limit.limit then
-      move(task, 'dead_lettered', {'cause', cause, 'traceback', traceback or '',
+      traceback = traceback or ''
+      task.size = task.size + #traceback
+      move(task, 'dead_lettered', {'cause', cause, 'traceback', traceback, 'size', int(task.size),
         'reason', cause .. ' after ' .. int(attempts) .. ': ' .. detail})
+      hold(task.purpose, #traceback)
       if cause == 'workflow_error' then note_end(task, site, detail) end
       return
     end
@@ -346,10 +382,22 @@ end
 
 -- Puts a dead letter back, with fresh attempts.
 local function revive(task)
+  local trace = call('HSTRLEN', task.key, 'traceback')
   call('HDEL', task.key, 'attempts', 'infra', 'regen', 'failed_servers', 'cause', 'traceback',
     'reason', 'deadline', 'revoked')
-  task.deadline = 0
-  move(task, 'queued')
+  task.deadline, task.size = 0, task.size - trace
+  move(task, 'queued', {'size', int(task.size)})
+  hold(task.purpose, -trace)
+end
+
+-- Serve tasks that may still start. Once there has been a trainer they leave it half of the slots, or as
+-- many as its groups ahead can fill: however long they hold theirs, training does not wait for them.
+local function serve_room(meta)
+  local most = meta.max_concurrent_rollouts
+  if meta.incarnation > 0 then
+    most = most - math.min(math.floor(most / 2), (meta.max_head_offpolicyness + 1) * meta.batch_size)
+  end
+  return most - count('serve:running')
 end
 
 -- Groups that may still start: areal.staleness.admission_headroom.

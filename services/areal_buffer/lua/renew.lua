@@ -2,7 +2,7 @@
 -- Returns the ids that are lost.
 local lost = {}
 local expiry = NOW + CONFIG.lease_ttl_ms
-local headroom, slots
+local headroom, slots, serve_slots
 for i = 2, #ARGV, 2 do
   local id, token = ARGV[i], ARGV[i + 1]
   local values = call('HMGET', P .. 'task:' .. id, 'state', 'token', 'purpose', 'revoked')
@@ -14,10 +14,11 @@ for i = 2, #ARGV, 2 do
     if not slots then
       local meta = read_meta()
       headroom, slots = admission(meta), meta.max_concurrent_rollouts - count('all:running')
+      serve_slots = serve_room(meta)
     end
-    if slots > 0 and (values[3] == 'serve' or headroom > 0) then
+    if slots > 0 and (values[3] == 'serve' and serve_slots or headroom) > 0 then
       slots = slots - 1
-      if values[3] == 'train' then headroom = headroom - 1 end
+      if values[3] == 'train' then headroom = headroom - 1 else serve_slots = serve_slots - 1 end
       move(read_task(id), 'running', {}, expiry)
       kept = true
     end

@@ -1,16 +1,24 @@
--- ARGV, of each lease: id, token, cause ('': counts against nothing), detail, traceback, partial,
+-- ARGV: memory limit in bytes, then of each lease: id, token, cause ('': counts against nothing), detail, traceback, partial,
 --       failed server, site of a workflow error
 -- Returns for each the state, or the error it was refused with.
 -- Every check of a lease comes before the first write, so a refused one changes nothing.
+local LIMIT = tonumber(ARGV[1])
+
 local function give_back(at)
   local token, partial, server = ARGV[at + 1], ARGV[at + 5], ARGV[at + 6]
   local task = task_or_fail(ARGV[at])
   if task.state == 'dead_lettered' and tonumber(token) == task.token then return task.state end
   check_lease(task, token)
-  if partial ~= '' then call('HSET', task.key, 'partial', partial) end
+  -- At the limit the next attempts start afresh.
+  if partial ~= '' and held() + #partial - task.journal > LIMIT then partial = '' end
+  if partial ~= '' then
+    call('HSET', task.key, 'partial', partial, 'journal', #partial)
+    hold(task.purpose, #partial - task.journal)
+    task.journal = #partial
+  end
   -- Given back before, or expired: that attempt has been counted.
   if task.state == 'queued' then return task.state end
-  if partial == '' then call('HDEL', task.key, 'partial') end
+  if partial == '' then drop_journal(task) end
   if server ~= '' then
     local failed = call('HGET', task.key, 'failed_servers') or ''
     if not string.find('\n' .. failed .. '\n', '\n' .. server .. '\n', 1, true) and #failed < 4096 then
@@ -24,5 +32,5 @@ local function give_back(at)
 end
 
 local results = {}
-for number = 1, #ARGV / 8 do results[number] = result_or_refusal(give_back, 8 * number - 7) end
+for number = 1, (#ARGV - 1) / 8 do results[number] = result_or_refusal(give_back, 8 * number - 6) end
 return results

@@ -2,7 +2,8 @@
 -- After an outage (of Redis, or of every buffer process) it gives all leases a new lifetime instead:
 -- their holders could not renew. So it does when the clock was set back (a replica on another host
 -- may have taken over): else the lease of a silent worker would last until its time comes again.
--- Returns {leases extended, leases expired, tasks expired, gap in ms}.
+-- Releases results that were read, and serve tasks that ended long ago, as many.
+-- Returns {leases extended, leases expired, tasks expired, released, gap in ms}.
 local last = tonumber(call('HGET', META, 'last_sweep') or 0)
 set(META, 'last_sweep', int(NOW))
 local gap = last > 0 and NOW - last or 0
@@ -28,4 +29,7 @@ for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'deadlines', '-inf', int(NOW), 'L
   move(task, 'expired', {'reason', 'time to live passed while ' .. task.state})
   expired = expired + 1
 end
-return {extended, requeued, expired, gap}
+-- One who reads a result again, for the answer was lost or the trainer has been resumed, does so by then.
+local released = release('read', release_result, NOW - 300000)
+released = math.max(released, release('results', release_task, NOW - CONFIG.serve_result_ttl_ms))
+return {extended, requeued, expired, released, gap}

@@ -1,4 +1,4 @@
--- ARGV: incarnation, step, near the memory limit (1), bytes of payloads to bring along, refill
+-- ARGV: incarnation, step, memory limit in bytes, bytes of payloads to bring along, refill
 --       below (so many queued), ids (none: the oldest B)
 -- Returns {state, waiting_for, replay, queued, running, completed, rows are wanted (1), payloads of
 -- the first groups, entries}.
@@ -52,7 +52,13 @@ if meta.policy_version < step - 1 then
   set(META, 'policy_version', int(meta.policy_version))
   wake('lease')
 end
-if ARGV[3] == '1' and meta.last_taken > meta.last_committed then
+-- A commit lets go of what was trained on, so it helps where that is most of what is held.
+local function commit_helps()
+  local found = look('HMGET', META, 'bytes:train', 'bytes:serve')
+  local train, serve = tonumber(found[1] or 0), tonumber(found[2] or 0)
+  return train + serve >= 0.9 * tonumber(ARGV[3]) and train >= serve
+end
+if meta.last_taken > meta.last_committed and commit_helps() then
   return answer('checkpoint_first', 'the ledger is near its memory limit: save a checkpoint and ' ..
     'commit step ' .. int(meta.last_taken), 0)
 end
@@ -70,7 +76,7 @@ local function revoke(highest_floor)
   for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'floors', '-inf', int(highest_floor))) do
     local task = read_task(id)
     call('HSET', task.key, 'revoked', 1)
-    call('HDEL', task.key, 'partial')
+    drop_journal(task)
     end_attempt(task, 'too_stale', 'still running at the straggler deadline of step ' ..
       int(step) .. ', leased at version ' .. int(task.floor))
   end
@@ -80,7 +86,7 @@ local function batch(tasks)
   local entries, staleness, highest = {}, 0, meta.staleness_max
   for i, task in ipairs(tasks) do
     entries[i] = task.id .. '\n' .. int(task.head) .. '\n' .. task.lengths .. '\n' ..
-      int(task.since)
+      int(task.since) .. '\n' .. int(math.max(0, task.size - RECORD) + task.payload)
     staleness = staleness + step - 1 - task.head
     highest = math.max(highest, step - 1 - task.head)
     move(task, 'batched', {'step', int(step)})
