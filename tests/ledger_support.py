@@ -158,8 +158,11 @@ class Book:
     ) -> bool:
         return await complete(self.store, token, finished(task_id, version), limit=limit)
 
-    async def give_back(self, task_id: str, token: int, cause: str = "", **more: object) -> str:
-        return await give_back(self.store, returned(task_id, token, cause, **more))  # type: ignore[arg-type]
+    async def give_back(
+        self, task_id: str, token: int, cause: str = "", limit: int = EMPTY, **more: object
+    ) -> str:
+        lease = returned(task_id, token, cause, **more)  # type: ignore[arg-type]
+        return await give_back(self.store, lease, limit=limit)
 
     async def run(self, *ids: str, version: int = 0) -> None:
         """Submits, leases and completes exactly these."""

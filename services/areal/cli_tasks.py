@@ -19,7 +19,7 @@ from areal.clients.buffer import BufferClient
 from areal.clients.buffer_types import TaskRecord
 from areal.clients.rollout import RolloutClient
 from areal.config import GRPOConfig, load_service_config
-from areal.errors import InvalidInput, NotFound, Unavailable, WaitTimeout
+from areal.errors import CapacityExceeded, InvalidInput, NotFound, Unavailable, WaitTimeout
 from areal.launchers.run_folder import find_run
 from areal.recipe import Recipe, load_recipe
 from areal.security import Security
@@ -200,63 +200,133 @@ async def _submit(
             await buffer.close()
     client = RolloutClient(config.endpoints.rollout, Security.load(config.security))
     try:
-        accepted: list[bool] = []
-        for start in range(0, len(tasks), _CHUNK):
-            accepted += await client.submit_tasks(tasks[start : start + _CHUNK])
-        known = accepted.count(False)
-        if options.as_json:
-            _print({"event": "submitted", "tasks": len(tasks), "known_already": known})
-        else:
-            note = f", {known} known already" if known else ""
-            _say(f"submitted {accepted.count(True)} tasks{note}")
-        if not options.wait:
-            return 0
-        return await _wait(client, [task.task_id for task in tasks], options)
+        return await _Submission(client, tasks, options).run()
     finally:
         await client.close()
 
 
-async def _wait(client: RolloutClient, task_ids: list[str], options: SubmitOptions) -> int:
-    """Prints each task as it ends; returns the exit code."""
-    states: dict[TaskState, int] = {}
-    rewards: list[float] = []
-    remaining = set(task_ids)
-    try:
-        async with asyncio.timeout(options.timeout_s):
-            async for record in _watch(client, remaining):
-                states[record.state] = states.get(record.state, 0) + 1
-                samples = record.group.trajectories if record.group is not None else []
-                rewards += [t.reward for t in samples]
+class _Submission:
+    """Tasks on their way in, and on their way out: results that are read make room for more tasks.
+
+    | wait     | on      | unblocked by                   | deadline  |
+    |----------|---------|--------------------------------|-----------|
+    | room     | ledger  | the time that its refusal says | --timeout |
+    | the ends | rollout | the end of any task            | --timeout |
+    """
+
+    def __init__(self, client: RolloutClient, tasks: list[Task], options: SubmitOptions) -> None:
+        self._client = client
+        self._tasks = tasks
+        self._options = options
+        self._remaining = {task.task_id for task in tasks}
+        self._known = 0
+        self._states: dict[TaskState, int] = {}
+        self._rewards: list[float] = []
+        # Accepted, and not watched yet.
+        self._accepted: list[str] = []
+
+    async def run(self) -> int:
+        """Submits all, waits if asked to; the exit code."""
+        options = self._options
+        try:
+            async with asyncio.timeout(options.timeout_s), asyncio.TaskGroup() as watchers:
+                await self._send_all(watchers)
                 if options.as_json:
                     _print(
                         {
-                            "event": "task",
-                            "task_id": record.task.task_id,
-                            "state": record.state.value,
-                            "reason": record.reason,
-                            "samples": [
-                                {"reward": t.reward, "completion": t.completion_text}
-                                for t in samples
-                            ],
+                            "event": "submitted",
+                            "tasks": len(self._tasks),
+                            "known_already": self._known,
                         }
                     )
-                elif record.state is not TaskState.DELIVERED:
-                    _say(f"{record.task.task_id}: {record.state.value} {record.reason}")
-    except TimeoutError:
-        raise WaitTimeout(
-            f"{len(remaining)} of {len(task_ids)} tasks, e.g. {min(remaining)}",
-            on=f"rollout {client.address}",
-            hint=f"--timeout {options.timeout_s:.0f}; see `areal status`",
-        ) from None
-    counts = {state.value: count for state, count in states.items()}
-    mean = sum(rewards) / len(rewards) if rewards else None
-    if options.as_json:
-        _print({"event": "summary", "counts": counts, "samples": len(rewards), "reward_mean": mean})
-    else:
-        ended = ", ".join(f"{count} {name}" for name, count in counts.items())
-        score = f"; mean reward {mean:.3f} of {len(rewards)} samples" if mean is not None else ""
-        _say(ended + score)
-    return 0 if set(states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
+                else:
+                    note = f", {self._known} known already" if self._known else ""
+                    _say(f"submitted {len(self._tasks) - self._known} tasks{note}")
+                self._watch_accepted(watchers)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{len(self._remaining)} of {len(self._tasks)} tasks, e.g. {min(self._remaining)}",
+                on=f"rollout {self._client.address}",
+                hint=f"--timeout {options.timeout_s:.0f}; see `areal status`",
+            ) from None
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return self._sum_up() if options.wait else 0
+
+    async def _send_all(self, watchers: asyncio.TaskGroup) -> None:
+        told = False
+        for start in range(0, len(self._tasks), _CHUNK):
+            chunk = self._tasks[start : start + _CHUNK]
+            while chunk:
+                try:
+                    flags = await self._client.submit_tasks(chunk)
+                except CapacityExceeded as error:
+                    if error.retry_after_s is None:
+                        raise
+                    if not told and not self._options.as_json:
+                        _say(f"waiting for room: {error}")
+                    told = True
+                    # The first of them may have found room.
+                    found = await self._client.get_tasks([task.task_id for task in chunk])
+                    inside = {record.task.task_id for record in found}
+                    self._accepted += inside
+                    chunk = [task for task in chunk if task.task_id not in inside]
+                    self._watch_accepted(watchers)
+                    await asyncio.sleep(error.retry_after_s)
+                else:
+                    self._known += flags.count(False)
+                    self._accepted += [task.task_id for task in chunk]
+                    break
+
+    def _watch_accepted(self, watchers: asyncio.TaskGroup) -> None:
+        if not self._options.wait:
+            return
+        for start in range(0, len(self._accepted), _CHUNK):
+            watchers.create_task(self._follow(set(self._accepted[start : start + _CHUNK])))
+        self._accepted = []
+
+    async def _follow(self, task_ids: set[str]) -> None:
+        """Prints each task as it ends."""
+        async for record in _watch(self._client, task_ids):
+            self._remaining.discard(record.task.task_id)
+            self._states[record.state] = self._states.get(record.state, 0) + 1
+            samples = record.group.trajectories if record.group is not None else []
+            self._rewards += [t.reward for t in samples]
+            if self._options.as_json:
+                _print(
+                    {
+                        "event": "task",
+                        "task_id": record.task.task_id,
+                        "state": record.state.value,
+                        "reason": record.reason,
+                        "samples": [
+                            {"reward": t.reward, "completion": t.completion_text} for t in samples
+                        ],
+                    }
+                )
+            elif record.state is not TaskState.DELIVERED:
+                _say(f"{record.task.task_id}: {record.state.value} {record.reason}")
+
+    def _sum_up(self) -> int:
+        states, rewards = self._states, self._rewards
+        counts = {state.value: count for state, count in states.items()}
+        mean = sum(rewards) / len(rewards) if rewards else None
+        if self._options.as_json:
+            _print(
+                {
+                    "event": "summary",
+                    "counts": counts,
+                    "samples": len(rewards),
+                    "reward_mean": mean,
+                }
+            )
+        else:
+            ended = ", ".join(f"{count} {name}" for name, count in counts.items())
+            score = (
+                f"; mean reward {mean:.3f} of {len(rewards)} samples" if mean is not None else ""
+            )
+            _say(ended + score)
+        return 0 if set(states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
 
 
 async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[TaskRecord]:

@@ -22,9 +22,12 @@ same class on either side of the wire.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
+
+_TRY_AGAIN = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
 
 
 class ArealError(Exception):
@@ -65,6 +68,15 @@ class WrongStep(ArealError):
 
 class CapacityExceeded(ArealError):
     """A stated limit would be passed."""
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """When the same call may be tried again; None: it would be refused again.
+
+        It stands at the end of the message, which is what crosses every boundary as it is.
+        """
+        found = _TRY_AGAIN.search(str(self))
+        return float(found[1]) if found else None
 
 
 class Unavailable(ArealError):

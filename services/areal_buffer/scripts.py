@@ -154,7 +154,8 @@ def translate(error: RedisError) -> errors.ArealError:
         found: type[errors.ArealError] = getattr(errors, kind, errors.ArealError)
         return found(message)
     if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
-        return errors.CapacityExceeded(f"Redis is out of memory: {text}")
+        # It may be short of memory for a while only, e.g. when it rewrites its file.
+        return errors.CapacityExceeded(f"Redis is out of memory: {text}; try again in 5 s")
     if isinstance(error, _AWAY):
         return errors.Unavailable(f"Redis is away: {text}")
     if _FOR_NOW.search(text):

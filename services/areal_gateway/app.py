@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ArealError)
     async def refused(_: Request, error: ArealError) -> Json:
         code = next((c for kind, c in _STATUS_OF.items() if isinstance(error, kind)), 502)
-        return Json({"error": str(error)}, status_code=code)
+        headers = {}
+        if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
+            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+        return Json({"error": str(error)}, status_code=code, headers=headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Json:

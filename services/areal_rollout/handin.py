@@ -13,6 +13,7 @@ from areal.errors import (
     CapacityExceeded,
     InvalidInput,
     LeaseLost,
+    NotFound,
     Unavailable,
     WaitTimeout,
     WorkflowError,
@@ -65,7 +66,7 @@ class HandIn:
         while True:
             try:
                 return await self._offer(lease, ending)
-            except LeaseLost as error:
+            except (LeaseLost, NotFound) as error:  # an ended serve task's id may be free again
                 self._log.info("ending_refused", task_id=task_id, error=str(error))
                 return "lost"
             except InvalidInput as error:
@@ -79,6 +80,8 @@ class HandIn:
                     return "lost"
             except RETRYABLE as error:
                 delay = backoff.next()
+                if isinstance(error, CapacityExceeded):
+                    delay = max(delay, error.retry_after_s or 0.0)
                 if time.monotonic() + delay > deadline:
                     self._log.error("ending_dropped", task_id=task_id, error=str(error))
                     return "lost"

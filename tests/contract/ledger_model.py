@@ -128,7 +128,9 @@ class Model:
 
     def serve_room(self) -> int:
         kept = min(self.concurrent // 2, (self.eta + 1) * self.size) if self.incarnation else 0
-        return self.concurrent - kept - len(self.having("running", "serve"))
+        most = self.concurrent - kept
+        most = max(1, most - -(-most // 4)) if self.incarnation else most
+        return most - len(self.having("running", "serve"))
 
     def begin_life(self, worker: str, boot: int) -> None:
         known = self.boots.get(worker, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,6 +19,8 @@ from areal.observability.logging import get_logger
 
 # Trailing metadata that lets a client raise the very class the servicer raised.
 ERROR_KEY = "areal-error"
+# For clients that do not read the message: whole seconds until the call may be tried again.
+RETRY_KEY = "retry-after"
 
 STATUS_OF: dict[type[errors.ArealError], grpc.StatusCode] = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -145,7 +148,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         message = str(error).encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
         if isinstance(error, errors.ArealError):
             code = STATUS_OF.get(type(error), grpc.StatusCode.UNKNOWN)
-            context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
+            metadata = [(ERROR_KEY, type(error).__name__)]
+            if isinstance(error, errors.CapacityExceeded) and error.retry_after_s is not None:
+                metadata.append((RETRY_KEY, str(math.ceil(error.retry_after_s))))
+            context.set_trailing_metadata(tuple(metadata))
             self._log.info("rpc_refused", method=method, code=code.name, error=message)
             return code, message
         if isinstance(error, NotImplementedError):  # what generated code raises

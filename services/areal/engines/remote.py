@@ -7,6 +7,7 @@ rank fetches its share of the groups.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import deque
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from areal import errors
-from areal.clients.backoff import Backoff
 from areal.clients.buffer import TakeResult, TakeState
 from areal.config_services import RolloutConfig
 from areal.engines import evaluation
@@ -37,7 +37,7 @@ from areal.workflows.specs import describe_workflow, recipe_of
 
 # One long poll; the ranks meet after each, so none idles in a collective for longer.
 POLL_S = 10.0
-# The same while the ledger refuses rows: nothing tells when it has room again.
+# The same while the ledger refuses rows: so soon may they be offered again.
 _HELD_BACK_POLL_S = 1.0
 
 
@@ -148,7 +148,6 @@ class RemoteSGLangEngine:
             return known
         session.on_rank0(session.confirm_version)
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
-        self._submit_all(tasks, f"evaluation {name!r}")
         mean = evaluation.mean_reward(session, tasks, name, self.config.batch_timeout_s)
         return evaluation.record(session, name, mean)
 
@@ -265,14 +264,18 @@ class RemoteSGLangEngine:
             WaitTimeout: The ledger was full for rollout.batch_timeout_s.
         """
         session = self.session
-        since, backoff = time.monotonic(), Backoff(0.2, POLL_S / 2)
+        since, told = time.monotonic(), False
 
         def attempt() -> bool:
+            nonlocal told
             try:
                 self._send(tasks)
             except errors.CapacityExceeded as error:
-                if backoff.fresh:
+                if error.retry_after_s is None:
+                    raise
+                if not told:
                     self._log.warning("submission_held_back", tasks=len(tasks), cause=str(error))
+                told = True
                 if time.monotonic() - since > self.config.batch_timeout_s:
                     raise errors.WaitTimeout(
                         f"room for {len(tasks)} tasks of {what}: {error}",
@@ -280,7 +283,8 @@ class RemoteSGLangEngine:
                         since=since,
                         hint="raise buffer.max_memory_mb, or checkpoint more often",
                     ) from None
-                session.ask_buffer(backoff.sleep(), f"room for {len(tasks)} tasks of {what}")
+                pause = asyncio.sleep(min(error.retry_after_s, POLL_S))
+                session.ask_buffer(pause, f"room for {len(tasks)} tasks of {what}")
                 return False
             return True
 

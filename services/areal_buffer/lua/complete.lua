@@ -19,12 +19,14 @@ local function complete(at, payload)
         int(head) .. ', the lease was given at ' .. int(task.floor))
     end
   end
-  -- Above the limit only what the next batch needs is let in: the trainer can always go on, and
-  -- at most B groups pass the limit. So do B of its own evaluations, for which it waits.
+  -- Results for clients leave a tenth to the trainer and its evaluations, for which it waits. Above
+  -- the limit only what the next batch needs is let in: the trainer can always go on, and at most B
+  -- groups pass the limit, and B of an evaluation.
   local serve, bytes = task.purpose == 'serve', tonumber(ARGV[at + 6])
-  if not make_room(LIMIT - 1) then
+  local clients = serve and task.trainer ~= '1'
+  if not make_room((clients and 0.9 or 1) * LIMIT - 1) then
     local size = read_meta().batch_size
-    if serve and not (task.trainer == '1' and held() < LIMIT + size * bytes) then
+    if clients or serve and held() >= LIMIT + size * bytes then
       fail('CapacityExceeded', 'task ' .. task.id .. ': the ledger is near its memory limit; keep the lease' ..
         again())
     elseif not serve and count('train:completed') >= size then

@@ -5,7 +5,7 @@ local ended = {}
 for i = 2, #ARGV do
   local id = ARGV[i]
   local state = call('HGET', P .. 'task:' .. id, 'state')
-  if not state then fail('NotFound', 'task ' .. id .. ': unknown') end
+  if not state then fail('NotFound', 'task ' .. id .. ': unknown, or released since it ended') end
   if state ~= 'queued' and state ~= 'running' then ended[#ended + 1] = id end
 end
 if #ended == 0 then wait_for('ended') end

@@ -13,11 +13,16 @@ local function queue(which, room)
   room = math.min(room, most, slots)
   return room > 0 and look('ZRANGE', P .. 'queue:' .. which, 0, room - 1) or {}
 end
-local serve_slots = serve_room(meta)
+local serve_slots, clients_slots = serve_room(meta)
 local queues = {wanted = queue('wanted', meta.stopped == '' and most or 0), serve = queue('serve', serve_slots),
   train = queue('train', math.max(headroom, 1))}
 local at = {wanted = 1, serve = 1, train = 1}
 local function first(which) return queues[which][at[which]] end
+local function first_serve()
+  local id = first('serve')
+  if id and clients_slots <= 0 and call('HGET', P .. 'task:' .. id, 'trainer') ~= '1' then return nil end
+  return id
+end
 
 -- The body of a task of the run names the recipe that its trainer had; a later one may have brought a
 -- changed recipe. One digest is as long as another.
@@ -64,7 +69,8 @@ while #leases < most and slots > 0 and bytes < 32 * 1024 * 1024 do
   local train = first('wanted') and 'wanted' or first('train') and 'train'
   if train == 'train' and headroom <= 0 then train, blocked = nil, true end
   local from
-  if first('serve') and (serve_turn or not train) then from, serve_turn = 'serve', false
+  if (serve_turn or not train) and first_serve() then
+    from, serve_turn, serve_slots, clients_slots = 'serve', false, serve_slots - 1, clients_slots - 1
   elseif train then from, serve_turn, headroom = train, true, headroom - 1 end
   if not from then break end
   slots = slots - 1
@@ -76,7 +82,7 @@ if #leases == 0 then
   wait_for('lease')
   if slots <= 0 then
     why = 'admission: max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ' are running'
-  elseif serve_slots <= 0 and not blocked and count('serve:queued') > 0 then
+  elseif clients_slots <= 0 and not blocked and count('serve:queued') > 0 then
     why = 'admission: of max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ', ' ..
       int(count('serve:running')) .. ' run serve tasks; the rest is for training'
   elseif not blocked then

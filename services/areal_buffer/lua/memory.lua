@@ -57,7 +57,7 @@ local function make_room(enough)
   return held() <= enough
 end
 
--- When to try again: as soon as something can be let go, within 1 to 10 s.
+-- When to try again: as soon as something can be let go, or when others may have made room.
 local function again()
   local seconds = 5
   for index, age in pairs({read = READ_MS, results = UNREAD_MS}) do

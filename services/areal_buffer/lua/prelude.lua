@@ -182,10 +182,14 @@ local function task_or_fail(id)
   return read_task(id) or fail('NotFound', 'task ' .. id .. ': unknown')
 end
 
+-- The trainer waits for its evaluations: they are ahead of what clients submitted, below 0.
+local EVALUATION = -1099511627776
+
 local function enter_queue(task)
-  local which = task.purpose
+  local which, seq = task.purpose, task.seq
+  if which == 'serve' and task.trainer == '1' then seq = seq + EVALUATION end
   if task.want ~= '' and task.want == (look('HGET', META, 'want') or '') then which = 'wanted' end
-  put('queue:' .. which, task.id, int(task.seq))
+  put('queue:' .. which, task.id, int(seq))
   if task.deadline > 0 then put('deadlines', task.id, int(task.deadline)) end
 end
 
@@ -253,6 +257,9 @@ local function move(task, to, changes, score)
   end
   add(COUNTS, 'all:' .. to, 1)
   add(COUNTS, task.purpose .. ':' .. to, 1)
+  if task.purpose == 'serve' and task.trainer ~= '1' and (from == 'running' or to == 'running') then
+    add(COUNTS, 'clients:running', from == 'running' and -1 or 1)
+  end
 
   if from == 'queued' then
     remove('queue:' .. task.purpose, task.id)
@@ -390,14 +397,17 @@ local function revive(task)
   hold(task.purpose, -trace)
 end
 
--- Serve tasks that may still start. Once there has been a trainer they leave it half of the slots, or as
--- many as its groups ahead can fill: however long they hold theirs, training does not wait for them.
+-- Serve tasks that may still start, and those of clients among them. Once there has been a trainer they
+-- leave it half of the slots, or as many as its groups ahead can fill, and clients leave its evaluations a
+-- quarter of the rest: however long they hold theirs, training does not wait for them.
 local function serve_room(meta)
-  local most = meta.max_concurrent_rollouts
+  local most, clients = meta.max_concurrent_rollouts, meta.max_concurrent_rollouts
   if meta.incarnation > 0 then
     most = most - math.min(math.floor(most / 2), (meta.max_head_offpolicyness + 1) * meta.batch_size)
+    clients = math.max(1, most - math.ceil(most / 4))
   end
-  return most - count('serve:running')
+  local running, of_clients = count('serve:running', 'clients:running')
+  return most - running, math.min(most - running, clients - of_clients)
 end
 
 -- Groups that may still start: areal.staleness.admission_headroom.

@@ -14,7 +14,7 @@ for i = 2, #ARGV, 2 do
     if not slots then
       local meta = read_meta()
       headroom, slots = admission(meta), meta.max_concurrent_rollouts - count('all:running')
-      serve_slots = serve_room(meta)
+      serve_slots = select(2, serve_room(meta))
     end
     if slots > 0 and (values[3] == 'serve' and serve_slots or headroom) > 0 then
       slots = slots - 1

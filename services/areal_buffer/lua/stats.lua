@@ -4,8 +4,10 @@ local meta = read_meta()
 local oldest, oldest_seq = 0, nil
 for _, which in ipairs({'train', 'serve', 'wanted'}) do
   local found = look('ZRANGE', P .. 'queue:' .. which, 0, 0, 'WITHSCORES')
-  if found[1] and (not oldest_seq or tonumber(found[2]) < oldest_seq) then
-    oldest_seq = tonumber(found[2])
+  local seq = found[1] and tonumber(found[2])
+  if seq and seq < 0 then seq = seq - EVALUATION end
+  if seq and (not oldest_seq or seq < oldest_seq) then
+    oldest_seq = seq
     oldest = call('HGET', P .. 'task:' .. found[1], 'submitted')
   end
 end

@@ -12,7 +12,7 @@ local function refuse_if_full(purpose, bytes)
   if purpose == 'serve' or count('train:queued') >= (meta.max_head_offpolicyness + 1) * meta.batch_size
   then
     fail('CapacityExceeded', 'the ledger is near its memory limit and has ' ..
-      int(count('all:queued')) .. ' tasks queued' .. again())
+      int(count('all:queued')) .. ' tasks queued' .. (purpose == 'serve' and again() or '; try again in 1 s'))
   end
 end
 
@@ -40,7 +40,7 @@ for i = 4, #ARGV, 6 do
     if task.state ~= 'new' then
       call('HDEL', task.key, 'attempts', 'infra', 'regen', 'cause', 'reason', 'deadline', 'revoked', 'trainer')
     end
-    task.seq, task.deadline = seq, deadline
+    task.seq, task.deadline, task.trainer = seq, deadline, ARGV[1] ~= '0' and '1' or ''
     move(task, 'queued', record)
     add(META, 'seq', 1)
     hold(purpose, size - task.size)

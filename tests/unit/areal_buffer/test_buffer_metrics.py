@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
+from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
 from areal_buffer.records import Stats
 
@@ -13,14 +14,17 @@ from areal_buffer.records import Stats
 def test_redis_when_it_has_answered_then_the_time_is_kept() -> None:
     registry = CollectorRegistry()
     metrics = BufferMetrics(registry)
-    stats = Stats(0, {}, {}, 0, 1, 0, 0, 8, 2, 64, 24, 0.0, 0, 0, 0, 0, 0, (), "", 0)
+    stats = Stats(0, {}, {}, 0, 1, 0, 0, 8, 2, 64, 24, 0.0, 0, 0, 0, 0, 0, (), "", 0, 7)
+    memory = MemoryGauge(9)
     name = "areal_buffer_redis_answered_timestamp_seconds"
     before = time.time()
-    metrics.sampled(stats, memory_bytes=1, queue_age_s=0.0)
+    metrics.sampled(stats, memory, queue_age_s=0.0)
     first = registry.get_sample_value(name)
     assert first is not None
     assert before <= first <= time.time()
-    metrics.sampled(stats, memory_bytes=1, queue_age_s=0.0)
+    metrics.sampled(stats, memory, queue_age_s=0.0)
     second = registry.get_sample_value(name)
     assert second is not None
     assert second >= first
+    held = registry.get_sample_value("areal_buffer_held_bytes")
+    assert (held, registry.get_sample_value("areal_buffer_limit_bytes")) == (7, 9)

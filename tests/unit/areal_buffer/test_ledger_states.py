@@ -18,9 +18,10 @@ def test_table_when_read_then_every_state_is_there_and_reached_from_queued() -> 
     assert reached == set(TaskState)
 
 
-def test_table_when_a_state_has_ended_then_it_has_no_exit_but_a_person_s_retry() -> None:
+def test_table_when_a_state_has_ended_then_it_has_no_exit_but_being_asked_for_again() -> None:
     exits = {state: to for state, to in TRANSITIONS.items() if state not in LIVE_STATES and to}
-    assert exits == {TaskState.DEAD_LETTERED: frozenset({TaskState.QUEUED})}
+    again = frozenset({TaskState.QUEUED})
+    assert exits == {TaskState.DEAD_LETTERED: again, TaskState.DELIVERED: again}
 
 
 def test_table_when_batched_then_only_training_follows() -> None:

@@ -29,8 +29,7 @@ class FakeStore:
     def __init__(self) -> None:
         self.looks = 0
         self.ready = False
-        self.full: list[bool] = []
-        self.near_limit: list[bool] = []
+        self.limits: list[int] = []
         self.queued = 0
 
     async def lease(
@@ -47,12 +46,12 @@ class FakeStore:
         step: int,
         task_ids: Sequence[str],
         *,
-        near_limit: bool,
+        limit: int,
         with_groups: bool,
         refill_below: int,
     ) -> Take:
         self.looks += 1
-        self.near_limit.append(near_limit)
+        self.limits.append(limit)
         state = "taken" if self.ready else "waiting"
         wanted = not self.ready and self.queued < refill_below
         return Take(state, "1 of 2", False, self.queued, 0, 0, wanted, (), ())
@@ -62,9 +61,9 @@ class FakeStore:
         return list(task_ids) if self.ready else []
 
     async def complete(
-        self, groups: Sequence[FinishedGroup], *, full: Sequence[bool]
+        self, groups: Sequence[FinishedGroup], *, limit: int
     ) -> list[bool | ArealError]:
-        self.full += full
+        self.limits.append(limit)
         return [LeaseLost("a") if group.task_id == "lost" else True for group in groups]
 
 
@@ -262,25 +261,14 @@ async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
     assert waits.oldest() == []
 
 
-async def test_memory_when_groups_come_in_then_counted_until_the_next_sample() -> None:
+async def test_memory_when_sampled_then_the_next_calls_have_the_new_limit() -> None:
     ledger, store, _, memory = make_ledger(limit=1000)
     group = FinishedGroup("a", 1, b"x" * 600, 0, (3,), 2, 1.0)
     await ledger.complete_tasks([group])
-    await ledger.complete_tasks([group])
-    await ledger.complete_tasks([group])
-    assert store.full == [False, False, True]
-    memory.sample(0)
-    assert await ledger.complete_tasks([group, group, group]) == [True, True, True]
-    assert store.full[3:] == [False, False, True]
-    memory.sample(0)
-    (refused,) = await ledger.complete_tasks([replace(group, task_id="lost")])
-    assert isinstance(refused, LeaseLost)
-    assert memory.used_bytes == 0
-    memory.sample(1200)
-    assert memory.near_limit
-    memory.sample(910)
-    assert (memory.near_limit, memory.full) == (True, False)
     await ledger.take_batch(1, 1, (), 0)
-    memory.sample(100)
+    memory.sample(200, 300, 1000)
+    lost, found = await ledger.complete_tasks([replace(group, task_id="lost"), group])
+    assert isinstance(lost, LeaseLost)
+    assert found is True
     await ledger.take_batch(1, 1, (), 0)
-    assert store.near_limit == [True, False]
+    assert store.limits == [1000, 1000, 700, 700]
