@@ -104,9 +104,11 @@ class BufferConfig:
     """The ledger."""
 
     max_memory_mb: int = 2048
-    """Redis memory above which batches ask for a checkpoint first and completions wait."""
+    """What this experiment's tasks may take of Redis, in MiB; near it, clients are asked to wait
+    and the trainer to checkpoint."""
     serve_result_ttl_s: float = 86400.0
-    """How long delivered trajectories stay readable."""
+    """How long a served result that nobody reads stays; one that was read goes minutes later, and
+    either sooner where there is no room."""
 
 
 @dataclass

@@ -56,6 +56,8 @@ def ledger_json(stats: buffer_pb.GetStatsResponse) -> dict[str, Any]:
         "staleness_max",
         "regenerated",
         "redis_memory_bytes",
+        "held_bytes",
+        "limit_bytes",
         "trajectories",
         "generated_tokens",
         "stopped",

@@ -75,19 +75,23 @@ class Trial:
         self._redis = redis.Redis.from_url(url, socket_timeout=90.0)
 
     def fill(self) -> None:
-        """Something else takes all the memory that the ledger may have, and the ledger knows."""
-        self._redis.set("junk", bytes(2 * MEMORY_MB * 1024 * 1024))
+        """Something else takes all the memory that Redis may use, and the ledger knows."""
+        for number in range(MEMORY_MB):  # in parts: a large command would take buffers, too
+            self._redis.hset("junk", str(number), bytes(1024 * 1024))
+        used = self._redis.info("memory")["used_memory"]
+        self._redis.config_set("maxmemory", used * 12 // 10)
         asyncio.run(self._noticed())
 
     async def _noticed(self) -> None:
         client = BufferClient(self.config.endpoints.buffer)
         async with asyncio.timeout(60):
-            while (await client.get_stats()).redis_memory_bytes < MEMORY_MB * 1024 * 1024:  # noqa: ASYNC110
+            while (await client.get_stats()).limit_bytes > 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         await client.close()
 
     def empty(self) -> None:
         self._redis.delete("junk")
+        self._redis.config_set("maxmemory", 0)
 
     @contextmanager
     def session(self) -> Iterator[TrainerSession]:

@@ -142,11 +142,12 @@ class Measurement:
         self._collect()
         left = len(self._unsent) + len(self._waiting)
         if left and time.monotonic() - self._since > self._timeout_s:
+            what, hint = f"{left} of {self._count} tasks of evaluation {self._name!r}", ""
+            if self._refusal is not None:
+                what = f"{self._room()}: {self._refusal}"
+                hint = "raise buffer.max_memory_mb, or checkpoint more often"
             raise errors.WaitTimeout(
-                f"{left} of {self._count} tasks of evaluation {self._name!r}",
-                on=f"buffer {self._session.buffer.address}",
-                since=self._since,
-                hint=str(self._refusal or ""),
+                what, on=f"buffer {self._session.buffer.address}", since=self._since, hint=hint
             )
         return ("refused" if self._refusal else "waiting") if left else "answered"
 
@@ -184,6 +185,9 @@ class Measurement:
                 self._refusal = None
                 self._sent(task.task_id for task in chunk)
 
+    def _room(self) -> str:
+        return f"room for {len(self._unsent)} tasks of evaluation {self._name!r}"
+
     def _sent(self, task_ids: Iterable[str]) -> None:
         for task_id in task_ids:
             self._waiting[task_id] = self._unsent.pop(task_id)
@@ -195,7 +199,7 @@ class Measurement:
             pause = min(pause, max(0.0, self._not_before - time.monotonic()))
         if not self._waiting:
             if self._unsent:
-                session.ask_buffer(asyncio.sleep(pause), f"room for {what}")
+                session.ask_buffer(asyncio.sleep(pause), self._room())
             return
         try:
             ended = session.ask_buffer(

@@ -1,11 +1,12 @@
 """What the executor does with leases: takes them, renews them, loses them, hands groups in."""
 
 import asyncio
+import time
 
 from tests.unit.areal_rollout.fakes import Rig, lease, one_sample
 
 from areal.clients.buffer_types import ReturnCause
-from areal.errors import CapacityExceeded, InvalidInput, Unavailable, WaitTimeout
+from areal.errors import CapacityExceeded, InvalidInput, NotFound, Unavailable, WaitTimeout
 
 
 async def test_executor_when_many_tasks_then_never_more_than_capacity_and_all_end():
@@ -37,6 +38,24 @@ async def test_hand_in_when_the_ledger_is_away_or_full_then_tried_again():
         rig.ledger.add(lease("a"))
         await rig.ended(1)
     assert set(rig.ledger.completed) == {"a"}
+
+
+async def test_hand_in_when_the_ledger_says_when_to_try_again_then_not_before():
+    async with Rig(one_sample) as rig:
+        rig.ledger.errors.append(CapacityExceeded("memory; try again in 0.7 s"))
+        rig.ledger.add(lease("a"))
+        began = time.monotonic()
+        await rig.ended(1)
+    assert set(rig.ledger.completed) == {"a"}
+    assert time.monotonic() - began > 0.7
+
+
+async def test_hand_in_when_the_task_is_gone_then_the_work_is_dropped():
+    async with Rig(one_sample) as rig:
+        rig.ledger.errors.append(NotFound("task a: unknown"))
+        rig.ledger.add(lease("a"), lease("b"))
+        await rig.until(lambda: rig.ledger.completed and not rig.executor.running)
+    assert len(rig.ledger.completed) == 1
 
 
 async def test_hand_in_when_the_group_is_refused_then_returned_as_workflow_error():

@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.interceptors import CallInterceptor
-from areal.errors import InvalidInput
+from areal.clients.base import from_rpc_error
+from areal.errors import CapacityExceeded, InvalidInput
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 
@@ -24,6 +25,8 @@ class _Servicer(pb_grpc.RolloutServiceServicer):
     """Echoes the first id as an error; streams one answer."""
 
     async def GetTasks(self, request: pb.GetTasksRequest, context: Any) -> pb.GetTasksResponse:
+        if request.task_ids and request.task_ids[0].startswith("full"):
+            raise CapacityExceeded(request.task_ids[0])
         if request.task_ids:
             raise InvalidInput(f"task_ids {request.task_ids[0]!r}: refused")
         return pb.GetTasksResponse()
@@ -108,3 +111,23 @@ async def test_health_check_when_service_is_unknown_then_not_found_as_grpc_says(
         request = health_pb2.HealthCheckRequest(service="nobody")
         code, _ = await _status(health_pb2_grpc.HealthStub(channel).Check(request, timeout=60))
     assert code is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("message", "seconds"),
+    [("full; try again in 2.5 s", "3"), ("full: the message is too large", "")],
+)
+async def test_call_when_refused_for_now_then_metadata_says_when_to_try_again(
+    message: str, seconds: str
+) -> None:
+    async with _serving() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pb_grpc.RolloutServiceStub(channel).GetTasks(
+                pb.GetTasksRequest(task_ids=[message])
+            )
+    metadata = dict(caught.value.trailing_metadata() or ())
+    assert metadata["areal-error"] == "CapacityExceeded"
+    assert metadata.get("retry-after", "") == seconds
+    error = from_rpc_error(caught.value, "GetTasks", "here", 0.0)
+    assert isinstance(error, CapacityExceeded)
+    assert error.retry_after_s == (2.5 if seconds else None)
