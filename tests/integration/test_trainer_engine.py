@@ -78,14 +78,17 @@ class Trial:
         """Something else takes all the memory that Redis may use, and the ledger knows."""
         for number in range(MEMORY_MB):  # in parts: a large command would take buffers, too
             self._redis.hset("junk", str(number), bytes(1024 * 1024))
-        used = self._redis.info("memory")["used_memory"]
-        self._redis.config_set("maxmemory", used * 12 // 10)
         asyncio.run(self._noticed())
 
     async def _noticed(self) -> None:
         client = BufferClient(self.config.endpoints.buffer)
         async with asyncio.timeout(60):
-            while (await client.get_stats()).limit_bytes > 0:  # noqa: ASYNC110
+            while True:
+                memory = self._redis.info("memory")  # what waits for the disk is in it, for a while
+                self._redis.config_set("maxmemory", memory["used_memory"] * 12 // 10)
+                settled = memory["mem_aof_buffer"] < 1024 * 1024
+                if settled and (await client.get_stats()).limit_bytes == 0:
+                    break
                 await asyncio.sleep(0.05)
         await client.close()
 
