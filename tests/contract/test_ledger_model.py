@@ -233,6 +233,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def expire(self, at: int) -> None:
         task_id, _ = self.lease_at(at)
         self.model.expire_leases([task_id])
+        self.model.make_room()  # the sweep releases what is old, whether or not room is needed
         self.run(self.book.expire_lease(task_id))
 
     @rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.ledger_support import Book, returned
+from tests.ledger_support import EMPTY, Book, returned
 
 from areal.errors import InvalidInput, LeaseLost, NotFound
 from areal.types import Purpose
@@ -56,7 +56,7 @@ async def test_return_when_of_many_some_are_refused_then_the_others_are_given_ba
     ]
     lost = (LeaseLost, NotFound, LeaseLost)
     for _ in range(2):  # all of it again: nothing changes
-        results = await book.store.give_back(given)
+        results = await book.store.give_back(given, limit=EMPTY)
         assert [results[0], results[4], results[5]] == ["queued"] * 3
         assert tuple(type(each) for each in results[1:4]) == lost
         assert "task b: lease" in str(results[1])
@@ -86,8 +86,10 @@ async def test_return_when_many_then_each_script_call_is_bounded(book: Book) -> 
     await book.register(concurrent=2000, size=1100)
     await book.submit(*ids)
     tokens = {**await book.lease(600), **await book.lease(600)}
-    assert await book.store.give_back([]) == []
-    results = await book.store.give_back([returned(each, tokens[each]) for each in ids])
+    assert await book.store.give_back([], limit=EMPTY) == []
+    results = await book.store.give_back(
+        [returned(each, tokens[each]) for each in ids], limit=EMPTY
+    )
     assert results == ["queued"] * 1100
     assert await book.counts() == {"queued": 1100}
 

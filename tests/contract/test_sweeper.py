@@ -49,12 +49,14 @@ async def test_listen_when_its_connection_was_lost_then_all_who_wait_look_again(
 
 
 @pytest.mark.parametrize(
-    "full", [Swept(0, 500, 0, 0), Swept(0, 0, 500, 0)], ids=["leases", "deadlines"]
+    "full",
+    [Swept(0, 500, 0, 0, 0), Swept(0, 0, 500, 0, 0), Swept(0, 0, 0, 500, 0)],
+    ids=["leases", "deadlines", "results"],
 )
 async def test_sweep_when_a_round_was_full_then_the_rest_is_swept_at_once(
     book: Book, full: Swept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = [full, full, Swept(0, 3, 3, 0)]
+    rounds = [full, full, Swept(0, 3, 3, 0, 0)]
 
     async def sweep() -> Swept:
         return rounds.pop(0)

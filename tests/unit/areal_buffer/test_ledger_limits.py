@@ -134,12 +134,12 @@ def test_group_when_its_lease_has_no_token_then_refused_by_itself() -> None:
     assert str(refused) == "lease.token 0: expected 1 or more, below 2^53"
 
 
-def returned(keep: bool = True, **fields) -> ReturnedLease | InvalidInput:
+def returned(**fields) -> ReturnedLease | InvalidInput:
     message = pb.Return(
         lease=pb.LeaseRef(task_id="a", token=4),
         **{"cause": pb.RETURN_CAUSE_WORKFLOW_ERROR, "detail": "it failed", **fields},
     )
-    return check_return(message, 10, keep=keep)
+    return check_return(message, 10)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def returned(keep: bool = True, **fields) -> ReturnedLease | InvalidInput:
 def test_return_when_a_field_is_wrong_then_refused_by_itself_in_one_line(fields, words) -> None:
     lease = fields.pop("lease", pb.LeaseRef(task_id="a", token=4))
     message = pb.Return(lease=lease, **{"cause": pb.RETURN_CAUSE_DRAIN, **fields})
-    refused = check_return(message, 10, keep=True)
+    refused = check_return(message, 10)
     assert isinstance(refused, InvalidInput)
     assert words in str(refused)
     assert "\n" not in str(refused)
@@ -166,11 +166,6 @@ def test_return_when_fields_are_at_their_limits_then_kept_as_they_are() -> None:
     lease = returned(partial=bytes(10), failed_server="s" * 300)
     assert isinstance(lease, ReturnedLease)
     assert (lease.partial, lease.failed_server) == (bytes(10), "s" * 300)
-
-
-def test_return_when_there_is_no_room_for_journals_then_the_lease_returns_without() -> None:
-    assert returned(keep=False, partial=b"tokens").partial == b""
-    assert returned(keep=True, partial=b"tokens").partial == b"tokens"
 
 
 def test_return_when_its_cause_is_told_then_each_counts_against_its_own_limit() -> None:

@@ -51,7 +51,7 @@ def test_scripts_when_the_only_mover_is_move_then_no_other_line_writes_a_state()
     config = LedgerConfig.from_experiment(GRPOConfig())
     for name, script in load_scripts(config).items():
         assert script.text.count("= 'state', to") == 1, name
-        assert script.text.count("add(COUNTS, ") == 4, name
+        assert script.text.count("add(COUNTS, ") == 5, name
 
 
 def test_scripts_when_they_refuse_then_with_a_class_of_ours() -> None:
