@@ -68,7 +68,8 @@ def test_daemons_when_the_stack_ends_then_they_are_gone(
             stdin=json.dumps({"task_id": "a", "prompt": "1+1=", "answer": "2"}) + "\n",
         )
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        assert all(daemon.left() and daemon.lives() for daemon in daemons)
+        eventually(lambda: all(daemon.left() for daemon in daemons), "the daemons", 60.0)
+        assert all(daemon.lives() for daemon in daemons)
         if end == "areal down":
             stopped = areal("down", cwd=tmp_path)
             assert stopped.returncode == 0, stopped.stderr
