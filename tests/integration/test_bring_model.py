@@ -124,7 +124,7 @@ def test_fetch_when_it_is_killed_then_the_next_one_keeps_whole_files(job: Job, h
     whole = ["config.json", "second.safetensors", "tokenizer.json"]
     eventually(lambda: {*whole} <= {*job.content()}, "the other files", 60.0)
     first.send_signal(signal.SIGKILL)
-    first.wait(10.0)
+    first.wait(60.0)
     hub.resume.set()
     assert not job.is_ready
     hub.fetched.clear()
@@ -274,7 +274,7 @@ def test_model_when_a_person_must_copy_it_then_the_command_is_said_and_nothing_f
         assert process.poll() is None
         assert job.model.is_dir(), "kubectl cp copies into it"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10.0) == 143
+        assert process.wait(60.0) == 143
         assert not job.is_ready
     finally:
         process.kill()

@@ -17,7 +17,7 @@ from areal.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 STEPS = list(range(10))
-LIMIT_S = 280
+LIMIT_S = 600
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S + 20)
 
