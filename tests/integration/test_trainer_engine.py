@@ -165,8 +165,6 @@ def test_prepare_batch_when_the_ledger_is_full_then_rows_are_held_back_and_none_
             batch = engine.prepare_batch(Rows(), RLVRWorkflow("math"))
             taken.append(int(batch["group_index"].max()) + 1)
             if step == 0:
-                # Its rows are taken, not trained: a checkpoint of now must bring them again.
-                assert engine._cursor() == [0, 0]
                 assert engine._held_back is not None, "everything was accepted: nothing is tested"
             session.finish_step()
             if engine._held_back is not None:  # a checkpoint of now must bring them again
@@ -174,6 +172,19 @@ def test_prepare_batch_when_the_ledger_is_full_then_rows_are_held_back_and_none_
         assert taken == [BATCH] * STEPS
         assert sorted(worker.done) == sorted(f"e0-{index}" for index in range(BATCH * STEPS))
         assert engine._cursor() == [0, BATCH * STEPS]
+
+
+def test_cursor_when_rows_are_taken_then_it_passes_them_once_their_step_has_ended(
+    trial: Trial,
+) -> None:
+    """A checkpoint before brings them again; one after does not, although they are kept."""
+    with trial.session() as session, trial.worker():
+        engine = RemoteSGLangEngine(trial.config.rollout)
+        for step in range(2):
+            engine.prepare_batch(Rows(), RLVRWorkflow("math"))
+            assert engine._cursor() == [0, step * BATCH]
+            session.finish_step()
+            assert engine._cursor() == [0, (step + 1) * BATCH]
 
 
 @pytest.mark.parametrize(("full", "most"), [(True, 4), (False, 2)])
