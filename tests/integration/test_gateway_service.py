@@ -98,6 +98,14 @@ async def gateway(
 TASK = {"task_id": "t-1", "data": {"messages": [{"role": "user", "content": "1+1="}]}}
 
 
+async def test_tasks_when_the_ledger_is_full_then_429_says_when_to_try_again(tmp_path):
+    async with gateway(tmp_path, FakeRun()) as gate:
+        body = {"tasks": [TASK | {"workflow": {"name": "full"}}]}
+        async with gate.http.post(gate.url + "/v1/tasks", json=body) as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (429, "4")
+            assert (await reply.json())["error"].endswith("memory limit; try again in 4 s")
+
+
 async def test_tasks_when_submitted_then_found_delivered_and_cancelled(tmp_path):
     run = FakeRun()
     async with gateway(tmp_path, run) as gate:

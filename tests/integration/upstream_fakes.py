@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.interceptors import CallInterceptor
-from areal.errors import InvalidInput
+from areal.errors import CapacityExceeded, InvalidInput
 from areal.types import TaskState, Trajectory, TrajectoryGroup
 from areal.v1 import (
     buffer_service_pb2,
@@ -160,6 +160,8 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def SubmitTasks(self, request: Any, context: Any) -> Any:
         for task in request.tasks:
+            if task.workflow.name == "full":
+                raise CapacityExceeded("the ledger is near its memory limit; try again in 4 s")
             if task.workflow.name == "nope":
                 raise InvalidInput(f"task {task.task_id!r} workflow.name 'nope': unknown workflow")
         results = []
