@@ -194,7 +194,8 @@ class Model:
             raise InvalidInput
         if full:
             self.make_room()
-            if task.purpose == "serve" or len(self.having("completed")) >= self.size:
+            needed = task.floor <= self.last - self.eta or len(self.having("completed")) < self.size
+            if task.purpose == "serve" or not needed:
                 raise CapacityExceeded
         task.head, task.done, task.partial = head, token, b""
         task.state = "completed" if task.purpose == "train" else "delivered"

@@ -25,11 +25,14 @@ local function complete(at, payload)
   local serve, bytes = task.purpose == 'serve', tonumber(ARGV[at + 6])
   local clients = serve and task.trainer ~= '1'
   if not make_room((clients and 0.9 or 1) * LIMIT - 1) then
-    local size = read_meta().batch_size
+    local meta = read_meta()
+    local size = meta.batch_size
     if clients or serve and held() >= LIMIT + size * bytes then
       fail('CapacityExceeded', 'task ' .. task.id .. ': the ledger is near its memory limit; keep the lease' ..
         again())
-    elseif not serve and count('train:completed') >= size then
+    -- The next batch waits for those that would be too stale for the one after it.
+    elseif not serve and task.floor > meta.last_taken - meta.max_head_offpolicyness and
+      count('train:completed') >= size then
       fail('CapacityExceeded', 'task ' .. task.id ..
         ': the ledger is near its memory limit; keep the lease; try again in 1 s')
     end
