@@ -114,7 +114,7 @@ def prepare_model(config: Config) -> None:
     """Makes the 0.6 M parameter Qwen2 and teaches it the form, and some of the sums."""
     import random
 
-    from areal.config import OptimizerConfig, TrainEngineConfig
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.engines.sft import FSDPLMEngine, pack_examples
     from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer

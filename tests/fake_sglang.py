@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from areal.servers import InferenceServer, ServerState
+from areal.weights.servers import InferenceServer, ServerState
 
 
 def token_at(position: int) -> int:

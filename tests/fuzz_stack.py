@@ -16,7 +16,7 @@ from tests.rollout_stack import Process, Stack, free_port, start_stack
 from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import save_config
+from areal.config.experiment import save_config
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
 
 # What repeating the same nonsense may add to a process: allocators keep some of what bursts took

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 from redis.asyncio import Redis
 
+from areal.chassis.waits import Waits
 from areal.clients.stores import connect_redis
 from areal.errors import ArealError
-from areal.observability.waits import Waits
+from areal.protocol.trajectories import pack_group, task_to_pb
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
-from areal.wire import pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
 from areal_buffer.memory import RECORD_BYTES
 from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from areal.launchers.ports import PortPicker
+from areal_launch.processes.free_ports import PortPicker
 
 # Ports that stay promised: those of the tests that run now. Each promise is an open file, and a
 # process runs hundreds of tests.

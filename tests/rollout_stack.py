@@ -22,7 +22,7 @@ from tests.ports import free_port
 from tests.redis_server import start_redis
 
 from areal.chassis.process_name import PROCESS_VARIABLE
-from areal.config import GRPOConfig, save_config
+from areal.config.experiment import GRPOConfig, save_config
 from areal.models.tiny import make_tiny_model
 
 SERVICES = Path(__file__).parents[1] / "services"

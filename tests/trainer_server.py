@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from areal.chassis import Service, ServiceContext
-from areal.chassis.service import Registration, start_servers
-from areal.engines.trainer_status import TrainerStatus
-from areal.observability.logging import configure_logging
+from areal.chassis.logging import configure_logging
+from areal.chassis.service import Registration, Service, ServiceContext, start_servers
+from areal.training.status import TrainerStatus
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
 from areal_trainer.servicer import TrainerServicer
 

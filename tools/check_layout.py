@@ -10,6 +10,8 @@ SERVICES = ROOT / "services"
 TESTS = ROOT / "tests"
 UNIT_TESTS = TESTS / "unit"
 
+# The command starts services; it is none.
+NOT_SERVICES = ("areal_launch",)
 ROOMS = ("__init__.py", "__main__.py", "config.py", "server.py", "README.md")
 # One idea a file: around 400 lines, and never more than this.
 MAX_LINES = 600
@@ -18,9 +20,11 @@ LONGER: dict[str, tuple[int, str]] = {}
 
 
 def service_folders() -> list[Path]:
-    """`services/areal_*`."""
+    """`services/areal_*` but the command."""
     return sorted(
-        p for p in SERVICES.glob("areal_*") if p.is_dir() and (p / "__init__.py").exists()
+        p
+        for p in SERVICES.glob("areal_*")
+        if p.name not in NOT_SERVICES and (p / "__init__.py").exists()
     )
 
 

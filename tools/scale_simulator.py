@@ -54,11 +54,11 @@ from tools import scale_meter as meter
 from areal.clients.buffer import BufferClient, ReturnCause
 from areal.clients.stores import connect_redis
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import GRPOConfig, save_config
+from areal.config.experiment import GRPOConfig, save_config
 from areal.models.tiny import make_tiny_model
+from areal.protocol.trajectories import STATE_FROM_PB
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState
-from areal.weights import build_manifest
-from areal.wire import STATE_FROM_PB
+from areal.weights.manifest import build_manifest
 from areal.workflows.rlvr import RLVRWorkflow
 from areal.workflows.specs import describe_workflow
 

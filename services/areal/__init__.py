@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "Conversation": "areal.workflows.conversation",
     "FSDPPPOActor": "areal.engines.ppo_actor",
-    "GRPOConfig": "areal.config",
+    "GRPOConfig": "areal.config.experiment",
     "GenerationHyperparameters": "areal.types",
     "InferenceEngine": "areal.workflows.base",
     "LLMRequest": "areal.types",
     "LLMResponse": "areal.types",
     "RLVRWorkflow": "areal.workflows.rlvr",
-    "RemoteSGLangEngine": "areal.engines.remote",
+    "RemoteSGLangEngine": "areal.engines.rollout",
     "RolloutWorkflow": "areal.workflows.base",
     "make_trajectory": "areal.workflows.base",
     "StatefulLoader": "areal.datasets.loader",
     "TrainEngine": "areal.engines.train_api",
     "Trajectory": "areal.types",
     "WeightUpdateMeta": "areal.types",
-    "load_expr_config": "areal.config",
+    "load_expr_config": "areal.config.experiment",
     "shuffle_rewards": "areal.algorithms.controls",
 }
 
@@ -48,10 +48,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from areal.algorithms.controls import shuffle_rewards
-    from areal.config import GRPOConfig, load_expr_config
+    from areal.config.experiment import GRPOConfig, load_expr_config
     from areal.datasets.loader import StatefulLoader
     from areal.engines.ppo_actor import FSDPPPOActor
-    from areal.engines.remote import RemoteSGLangEngine
+    from areal.engines.rollout import RemoteSGLangEngine
     from areal.engines.train_api import TrainEngine
     from areal.types import (
         GenerationHyperparameters,

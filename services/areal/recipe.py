@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
-from areal.config import BaseExperimentConfig
+from areal.config.experiment import BaseExperimentConfig
 from areal.errors import InvalidInput
 
 _ATTRIBUTE = "__areal_recipe__"

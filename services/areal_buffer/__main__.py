@@ -1,6 +1,6 @@
 """`python -m areal_buffer`, console script `areal-buffer`."""
 
-from areal.chassis import run_service
+from areal.chassis.service import run_service
 from areal_buffer.server import build
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal_buffer.memory import RECORD_BYTES
 
 

@@ -30,8 +30,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from areal.chassis.waits import Waits
 from areal.errors import ArealError
-from areal.observability.waits import Waits
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, StoredLease, Take
 from areal_buffer.wakes import Kind, Wakes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from areal.protocol.trajectories import PURPOSE_TO_PB, STATE_TO_PB
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.wire import PURPOSE_TO_PB, STATE_TO_PB
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import Stats, StoredTask, Take
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from areal.staleness import staleness
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, Stats, Swept, Take
 
@@ -59,7 +58,8 @@ class BufferMetrics:
     def batch_taken(self, step: int, take: Take) -> None:
         """A batch was taken for the first time."""
         for group in take.groups:
-            self._staleness.observe(staleness(step, group.head_version))
+            # A batch of step s is consumed by a trainer at version s - 1.
+            self._staleness.observe(step - 1 - group.head_version)
 
     def swept(self, swept: Swept) -> None:
         """A sweep has run."""

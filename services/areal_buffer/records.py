@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal.compression import expand
+from areal.protocol.compression import expand
 from areal.types import Purpose, TaskState
 
 # What `stored_task` reads of a task's hash.

@@ -9,8 +9,8 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from areal import errors
+from areal.chassis.waits import Waits
 from areal.clients.stores import redis_prefix
-from areal.observability.waits import Waits
 from areal.types import Purpose, TaskState
 from areal_buffer.config import LedgerConfig
 from areal_buffer.records import (

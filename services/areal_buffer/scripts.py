@@ -24,7 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from areal import errors
-from areal.observability.waits import Waits
+from areal.chassis.waits import Waits
 from areal_buffer.config import LedgerConfig
 from areal_buffer.states import transitions_as_lua
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import grpc
 
-from areal.chassis import Service, ServiceContext
-from areal.chassis.service import Registration
+from areal.chassis.service import Registration, Service, ServiceContext
 from areal.clients.stores import connect_redis
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.v1 import buffer_service_pb2
 from areal.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from areal_buffer.config import LedgerConfig

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 
-from areal.compression import GroupCodec
 from areal.errors import ArealError, InvalidInput, NotFound
+from areal.protocol.compression import GroupCodec
+from areal.protocol.trajectories import PURPOSE_FROM_PB, STATE_TO_PB
 from areal.types import TaskState
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
-from areal.wire import PURPOSE_FROM_PB, STATE_TO_PB
 from areal_buffer import validation as check
 from areal_buffer.config import LedgerConfig
 from areal_buffer.ledger import Ledger

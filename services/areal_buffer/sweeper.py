@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from areal.chassis.logging import get_logger
+from areal.chassis.waits import Wait
 from areal.clients.backoff import Backoff
 from areal.errors import ArealError
-from areal.observability.logging import get_logger
-from areal.observability.waits import Wait
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
 from areal_buffer.redis_store import RedisStore

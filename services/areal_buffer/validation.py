@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from areal.compression import GroupCodec
 from areal.errors import InvalidInput
+from areal.protocol.compression import GroupCodec
+from areal.protocol.trajectories import check_group_pb, parse_json_object, task_from_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.weights import MAX_POLICY_VERSION
-from areal.wire import check_group_pb, parse_json_object, task_from_pb
+from areal.weights.manifest import MAX_POLICY_VERSION
 from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
 
 MAX_TASKS_PER_CALL = 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def main() -> None:
     """Runs the service until it is told to stop."""
-    from areal.chassis import run_service
+    from areal.chassis.service import run_service
     from areal_gateway.server import build
 
     run_service("gateway", build)

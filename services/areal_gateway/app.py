@@ -16,6 +16,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.exposition import generate_latest
 from starlette.exceptions import HTTPException
 
+from areal.chassis import tracing
+from areal.chassis.http_tracing import TracedRequests
+from areal.chassis.waits import Waits
 from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.errors import (
@@ -26,9 +29,6 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
-from areal.http_tracing import TracedRequests
-from areal.observability import tracing
-from areal.observability.waits import Waits
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 from areal_gateway.login import DashboardAuth, Sessions, log_in

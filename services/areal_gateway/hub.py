@@ -26,7 +26,7 @@ from typing import Any
 
 import orjson
 
-from areal.observability.waits import Wait
+from areal.chassis.waits import Wait
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")

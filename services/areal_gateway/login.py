@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from areal.http_auth import App, BearerAuth, Scope, Send, answer
+from areal.chassis.http_auth import App, BearerAuth, Scope, Send, answer
 from areal.security import Security
 
 LIFETIME_S = 7 * 24 * 3600

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal.observability.waits import Waits
+from areal.chassis.waits import Waits
 from areal_gateway.metrics import GatewayMetrics
 
 # Open for as long as its page is: no wait.

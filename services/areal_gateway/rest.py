@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from areal.clients.buffer_types import TaskRecord
+from areal.protocol.leases import TaskRecord
+from areal.protocol.trajectories import MAX_TIME_TO_LIVE_S, TRAJECTORY_ARRAYS, parse_json_object
 from areal.types import Purpose, Task, Trajectory, WorkflowSpec
-from areal.weights import MAX_POLICY_VERSION
-from areal.wire import MAX_TIME_TO_LIVE_S, TRAJECTORY_ARRAYS, parse_json_object
+from areal.weights.manifest import MAX_POLICY_VERSION
 
 MAX_TASKS = 10_000
 

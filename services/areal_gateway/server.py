@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from areal.chassis import Service, ServiceContext
-from areal.chassis.service import split_address
+from areal.chassis.http_auth import OwnPagesOnly
+from areal.chassis.http_server import HttpServer
+from areal.chassis.service import Service, ServiceContext, split_address
 from areal.clients.base import Client
 from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
-from areal.http_auth import OwnPagesOnly
-from areal.http_server import HttpServer
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub

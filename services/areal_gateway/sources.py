@@ -7,14 +7,14 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+from areal.chassis.logging import get_logger
 from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError
-from areal.observability.logging import get_logger
+from areal.protocol.trajectories import STATE_FROM_PB
 from areal.v1 import buffer_service_pb2 as buffer_pb
-from areal.wire import STATE_FROM_PB
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub
 

@@ -13,8 +13,8 @@ from random import getrandbits
 from typing import Any
 
 from areal.errors import InvalidInput
-from areal_inference.model_config import ModelConfig
-from areal_inference.request import Request, SamplingParams
+from areal_inference.decode.request import Request, SamplingParams
+from areal_inference.model.config import ModelConfig
 
 MAX_SEQUENCES = 4096
 """Most sequences one /generate call may start."""

@@ -69,9 +69,9 @@ def run(
     }
     import uvloop
 
+    from areal.chassis import tracing
+    from areal.chassis.logging import configure_logging
     from areal.errors import ArealError
-    from areal.observability import tracing
-    from areal.observability.logging import configure_logging
     from areal_inference.config import InferenceConfig
     from areal_inference.server import serve
 

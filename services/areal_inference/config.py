@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import ConfigError
-from areal.model_directory import SERVING_DTYPES
+from areal.models.directory import SERVING_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from areal.observability.waits import Waits, WaitsCollector
-from areal_inference.request import Request
+from areal.chassis.waits import Waits, WaitsCollector
+from areal_inference.decode.request import Request
 
 if TYPE_CHECKING:
-    from areal_inference.scheduler import Scheduler
+    from areal_inference.decode.scheduler import Scheduler
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 

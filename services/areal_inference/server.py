@@ -13,19 +13,19 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 
+from areal.chassis import tracing
+from areal.chassis.http_auth import BearerAuth, OwnPagesOnly
+from areal.chassis.http_server import HttpServer
+from areal.chassis.http_tracing import TracedRequests
+from areal.chassis.logging import get_logger
 from areal.errors import ConfigError
-from areal.http_auth import BearerAuth, OwnPagesOnly
-from areal.http_server import HttpServer
-from areal.http_tracing import TracedRequests
-from areal.observability import tracing
-from areal.observability.logging import get_logger
 from areal.security import Security, SecurityConfig
 from areal_inference.config import InferenceConfig
-from areal_inference.control import control_routes
-from areal_inference.engine import EngineError
-from areal_inference.generation import generate_route
-from areal_inference.info import info_routes
-from areal_inference.model_config import ModelConfig
+from areal_inference.decode.engine import EngineError
+from areal_inference.http_api.control import control_routes
+from areal_inference.http_api.generation import generate_route
+from areal_inference.http_api.info import info_routes
+from areal_inference.model.config import ModelConfig
 from areal_inference.service import Service
 
 _DRAIN_S = 5.0

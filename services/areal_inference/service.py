@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.chassis.logging import get_logger
+from areal.chassis.waits import Wait
 from areal.errors import ConfigError, Unavailable
-from areal.model_directory import serving_dtype
-from areal.observability.logging import get_logger
-from areal.observability.waits import Wait
+from areal.models.directory import serving_dtype
 from areal_inference.api import GenerateCall, Limits, RequestError
 from areal_inference.config import InferenceConfig
-from areal_inference.engine import Engine
+from areal_inference.decode.engine import Engine
+from areal_inference.decode.scheduler import Scheduler
 from areal_inference.metrics import Metrics
-from areal_inference.model_config import ModelConfig
-from areal_inference.scheduler import Scheduler
+from areal_inference.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from areal_inference.runner import ModelRunner
+    from areal_inference.decode.runner import ModelRunner
 
 _DEFAULT_CACHE_BYTES = 1 << 30
 _STUCK_AFTER_S = 60.0
@@ -65,10 +65,10 @@ class Service:
         """Load the model; runs in the engine's thread."""
         import torch
 
-        from areal_inference.kv_cache import KVCache
-        from areal_inference.model import Model
-        from areal_inference.runner import ModelRunner
-        from areal_inference.weights import load_weights
+        from areal_inference.decode.runner import ModelRunner
+        from areal_inference.model.kv_cache import KVCache
+        from areal_inference.model.transformer import Model
+        from areal_inference.model.weights import load_weights
 
         torch.set_num_threads(1)
         config = self.config

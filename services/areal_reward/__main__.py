@@ -9,7 +9,7 @@ def main() -> None:
 
     # Workers are started by fork and exec: gRPC need not prepare for a fork, nor warn of one.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    from areal.chassis import run_service
+    from areal.chassis.service import run_service
     from areal_reward.server import build
 
     run_service("reward", build)

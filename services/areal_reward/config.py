@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.config_services import RewardConfig
+from areal.config.services import RewardConfig
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from areal.chassis.logging import get_logger
 from areal.errors import Unavailable
-from areal.observability.logging import get_logger
 from areal.rewards.functions import failure, too_slow
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward.config import PoolConfig

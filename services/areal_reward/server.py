@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from areal.chassis import Service, ServiceContext
-from areal.chassis.service import Registration
+from areal.chassis.service import Registration, Service, ServiceContext
 from areal.clients.buffer import BufferClient
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.errors import Unavailable
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
 from areal_reward.children import Children

@@ -6,12 +6,12 @@ from typing import Any
 
 import grpc
 
+from areal.chassis.waits import Waits
 from areal.errors import InvalidInput, NotFound
-from areal.observability.waits import Waits
+from areal.protocol.trajectories import parse_json_object
 from areal.rewards.functions import failure
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
-from areal.wire import parse_json_object
 from areal_reward.pool import WorkerPool
 from areal_reward.recipes import RecipeCache
 

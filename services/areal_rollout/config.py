@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from areal.chassis import tracing
 from areal.errors import Unavailable, WorkflowError
-from areal.observability import tracing
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.recipe import function_reference
-from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
 from areal.tokenizer import Tokenizer
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.workflows.base import RewardFn

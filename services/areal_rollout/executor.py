@@ -28,12 +28,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from areal.chassis import tracing
+from areal.chassis.logging import get_logger
+from areal.chassis.waits import Wait
 from areal.clients.backoff import Backoff
-from areal.clients.buffer_types import Lease, ReturnCause
 from areal.errors import ArealError
-from areal.observability import tracing
-from areal.observability.logging import get_logger
-from areal.observability.waits import Wait
+from areal.protocol.leases import Lease, ReturnCause
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
 from areal_rollout.config import ExecutorConfig

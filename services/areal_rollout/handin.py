@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from areal.chassis import tracing
+from areal.chassis.logging import get_logger
 from areal.clients.backoff import Backoff
-from areal.clients.buffer_types import Lease, ReturnCause
 from areal.errors import (
     CapacityExceeded,
     InvalidInput,
@@ -18,8 +19,7 @@ from areal.errors import (
     WaitTimeout,
     WorkflowError,
 )
-from areal.observability import tracing
-from areal.observability.logging import get_logger
+from areal.protocol.leases import Lease, ReturnCause
 from areal.types import Trajectory, TrajectoryGroup
 from areal_rollout.ports import Ledger
 

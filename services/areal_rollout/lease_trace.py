@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal.clients.buffer_types import Lease
-from areal.observability import tracing
+from areal.chassis import tracing
+from areal.protocol.leases import Lease
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue

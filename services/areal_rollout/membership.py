@@ -19,10 +19,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from areal.engines.server_table import ServerTable
+from areal.chassis.logging import get_logger
 from areal.errors import ArealError
-from areal.observability.logging import get_logger
-from areal.servers import ServerChanges
+from areal.weights.servers import ServerChanges
+from areal_rollout.generation.server_table import ServerTable
 
 _REFRESH_S = 2.0
 # After a refresh of d seconds none for 4 d: a thousand servers that change one after the other must

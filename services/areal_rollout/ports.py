@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from areal.clients.buffer_types import Lease, ReturnCause
-from areal.rewards.types import ScoreFailure, ScoreItem
+from areal.protocol.leases import Lease, ReturnCause
+from areal.protocol.scores import ScoreFailure, ScoreItem
 from areal.types import LLMRequest, LLMResponse, TrajectoryGroup, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 
@@ -80,7 +80,7 @@ class Observer(Protocol):
 
 
 class Generation(Protocol):
-    """Generates for all episodes of the process (`areal.engines.sglang.SGLangClient`)."""
+    """Generates for all episodes of the process (`generation.client.SGLangClient`)."""
 
     async def generate(
         self,

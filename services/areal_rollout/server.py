@@ -12,28 +12,27 @@ from collections.abc import Sequence
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
-from areal.chassis import Service, ServiceContext
+from areal.chassis.logging import get_logger
+from areal.chassis.open_files import open_files
 from areal.chassis.process_name import PROCESS_VARIABLE
-from areal.chassis.service import Registration
+from areal.chassis.service import Registration, Service, ServiceContext
 from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
 from areal.clients.stores import connect_nats
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import GRPOConfig
-from areal.engines.connections import RESERVED_FILES
-from areal.engines.server_table import ServerTable
-from areal.engines.sglang import SGLangClient
-from areal.engines.sglang_protocol import ModelLimits
+from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError, Unavailable
-from areal.observability.logging import get_logger
-from areal.open_files import open_files
 from areal.tokenizer import Tokenizer
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 from areal_rollout.config import RolloutSettings
 from areal_rollout.executor import Executor
+from areal_rollout.generation.client import SGLangClient
+from areal_rollout.generation.connections import RESERVED_FILES
+from areal_rollout.generation.protocol import ModelLimits
+from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.load_watch import LoadWatch
 from areal_rollout.membership import Membership
 from areal_rollout.metrics import RolloutMetrics

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 
 from areal.clients.buffer import BufferClient
-from areal.clients.buffer_types import record_to_pb
 from areal.errors import InvalidInput, NotFound
+from areal.protocol.leases import record_to_pb
+from areal.protocol.trajectories import task_from_pb
 from areal.types import Task, WorkflowSpec
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 from areal.v1 import trajectory_pb2
-from areal.wire import task_from_pb
 from areal_rollout.workflows import default_workflow
 
 _MAX_TASKS = 10_000

@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from areal.config import load_service_config
+from areal.config.experiment import load_service_config
 from areal.errors import ArealError, InvalidInput
 from areal_trainer import model_sources
 from areal_trainer.model_folder import lacks, mark_ready, ready_file, ready_from

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
 
 

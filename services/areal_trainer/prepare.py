@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from areal.config import GRPOConfig, load_expr_config, load_service_config
+from areal.chassis.logging import configure_logging
+from areal.config.experiment import GRPOConfig, load_expr_config, load_service_config
 from areal.errors import ArealError
-from areal.observability.logging import configure_logging
 from areal.recipe import find_config_class, load_recipe
 
 

@@ -20,6 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
+from areal.chassis import tracing
+from areal.chassis.bad_input import earlier_verdict, write_verdict
+from areal.chassis.logging import configure_logging, get_logger
 from areal.chassis.service import (
     Registration,
     Servers,
@@ -28,15 +31,12 @@ from areal.chassis.service import (
     check_address,
     start_servers,
 )
-from areal.config import GRPOConfig, cautions, load_service_config
-from areal.engines.rank_watch import RankWatch
-from areal.engines.session import TrainerSession, TrainerStopped
+from areal.config.experiment import GRPOConfig, cautions, load_service_config
 from areal.errors import ArealError, InvalidInput, TrainingDiverged, WorkflowError
-from areal.observability import tracing
-from areal.observability.logging import configure_logging, get_logger
 from areal.recipe import Recipe, load_recipe
+from areal.training.rank_watch import RankWatch
+from areal.training.session import TrainerSession, TrainerStopped
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
-from areal.verdict import earlier_verdict, write_verdict
 from areal_trainer.config import TrainerConfig
 from areal_trainer.metrics import TrainerCollector
 from areal_trainer.servicer import TrainerServicer

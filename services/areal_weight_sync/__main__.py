@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal.chassis import run_service
+from areal.chassis.service import run_service
 from areal_weight_sync.server import build
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
-from areal.transports.broadcast import Offer, Seat, Seats
-from areal.weights import PolicyVersion
+from areal.weights.broadcast import Offer, Seat, Seats
+from areal.weights.manifest import PolicyVersion
 
 
 class Broadcasts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.config import BaseExperimentConfig
-from areal.config_services import transport_order
-from areal_weight_sync.routes import Routes
+from areal.config.experiment import BaseExperimentConfig
+from areal.config.services import transport_order
+from areal_weight_sync.engine.routes import Routes
 
 
 @dataclass(frozen=True, kw_only=True)

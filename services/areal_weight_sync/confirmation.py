@@ -14,8 +14,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TypeVar
 
-from areal.weights import PolicyVersion
-from areal_weight_sync.engine import EngineError, Fault, Fingerprint
+from areal.weights.manifest import PolicyVersion
+from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
 
 _VERSIONS_REMEMBERED = 4
 _COMPARED_WITH = 8

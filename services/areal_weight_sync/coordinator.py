@@ -27,24 +27,29 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
+from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput, NotFound
-from areal.observability.logging import get_logger
-from areal.servers import InferenceServer, ServerState, SyncStatus
-from areal.transports.broadcast import Offer, Seats, buckets
-from areal.weights import PolicyVersion, build_manifest, check_same_tensors, stored_versions
+from areal.weights.broadcast import Offer, Seats, buckets
+from areal.weights.manifest import (
+    PolicyVersion,
+    build_manifest,
+    check_same_tensors,
+    stored_versions,
+)
+from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_weight_sync.broadcasts import Broadcasts
-from areal_weight_sync.census import Census
 from areal_weight_sync.changes import Changes
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
-from areal_weight_sync.engine import Engine, Fault
+from areal_weight_sync.engine.base import Engine, Fault
 from areal_weight_sync.feed import Feed
+from areal_weight_sync.index import Census
+from areal_weight_sync.interfaces import Observer, Snapshot, Store, Totals
+from areal_weight_sync.limits import UpdateSlots
 from areal_weight_sync.member import Member
 from areal_weight_sync.pace import Pace
-from areal_weight_sync.ports import Observer, Snapshot, Store, Totals
-from areal_weight_sync.published import DigestCache, collect
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
-from areal_weight_sync.slots import UpdateSlots
+from areal_weight_sync.versions import DigestCache, collect
 
 _IDENTITY = attrgetter("version", "incarnation", "path")
 

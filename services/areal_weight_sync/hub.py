@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from areal.weights import PolicyVersion
+from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.broadcasts import Broadcasts
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.confirmation import Confirmation
-from areal_weight_sync.engine import Fault
+from areal_weight_sync.engine.base import Fault
+from areal_weight_sync.limits import UpdateSlots
 from areal_weight_sync.pace import Pace
-from areal_weight_sync.published import DigestCache
 from areal_weight_sync.server_state import ServerRecord
-from areal_weight_sync.slots import UpdateSlots
+from areal_weight_sync.versions import DigestCache
 
 
 class NotStoredError(Exception):

@@ -25,16 +25,16 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
-from areal.observability.logging import get_logger
-from areal.servers import ServerState
-from areal.transports.broadcast import Seat
-from areal.weights import PolicyVersion
+from areal.weights.broadcast import Seat
+from areal.weights.manifest import PolicyVersion
+from areal.weights.servers import ServerState
 from areal_weight_sync.confirmation import probe_prompt
-from areal_weight_sync.draining import empty
-from areal_weight_sync.engine import Engine, EngineError, Fault, Fingerprint
+from areal_weight_sync.engine.base import Engine, EngineError, Fault, Fingerprint
+from areal_weight_sync.engine.draining import empty
+from areal_weight_sync.engine.probing import ask_version, inspect
 from areal_weight_sync.hub import Hub, NotStoredError
-from areal_weight_sync.probing import ask_version, inspect
 from areal_weight_sync.server_state import (
     DRAINING,
     JOINING,

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from areal.observability.waits import Wait
-from areal.servers import ServerState
-from areal_weight_sync.engine import Fault
+from areal.chassis.waits import Wait
+from areal.weights.servers import ServerState
+from areal_weight_sync.engine.base import Fault
 
 if TYPE_CHECKING:
     from areal_weight_sync.coordinator import Coordinator

@@ -7,26 +7,25 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from areal.chassis import Service, ServiceContext
-from areal.chassis.service import Registration, split_address
+from areal.chassis.logging import get_logger
+from areal.chassis.service import Registration, Service, ServiceContext, split_address
 from areal.clients.stores import connect_redis
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
-from areal.observability.logging import get_logger
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from areal.weights import PolicyVersion
+from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.announcer import Announcer
 from areal_weight_sync.config import WeightSyncSettings, settings
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.discovery import Discovery, Source, make_sources
-from areal_weight_sync.engine import Engine
-from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal_weight_sync.discovery.base import Discovery, Source, make_sources
+from areal_weight_sync.engine.base import Engine
+from areal_weight_sync.engine.http import HttpEngine, open_session
 from areal_weight_sync.metrics import Metrics
 from areal_weight_sync.servicer import WeightSyncServicer
-from areal_weight_sync.store import RedisStore
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.redis import RedisStore
+from areal_weight_sync.store.weights import WeightStore
 
 
 class WeightSync(Service):

@@ -37,8 +37,8 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from areal.errors import InvalidInput
-from areal.servers import InferenceServer, ServerState
-from areal.weights import PolicyVersion
+from areal.weights.manifest import PolicyVersion
+from areal.weights.servers import InferenceServer, ServerState
 
 JOINING, SYNCING, SERVING = ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING
 DRAINING, QUARANTINED = ServerState.DRAINING, ServerState.QUARANTINED

@@ -10,17 +10,17 @@ from typing import Any
 import grpc
 
 from areal.errors import InvalidInput, Unavailable
-from areal.v1 import weight_sync_service_pb2 as pb
-from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from areal.wire_policy import (
+from areal.protocol.versions import (
     offer_from_pb,
     server_to_pb,
     status_to_pb,
     version_from_pb,
     version_to_pb,
 )
+from areal.v1 import weight_sync_service_pb2 as pb
+from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.http_engine import normalize_url
+from areal_weight_sync.engine.http import normalize_url
 
 _MAX_DRAIN_S = 24 * 3600.0
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -23,7 +23,7 @@ from tests.integration.stack_tools import RunningStack, areal, areal_background,
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError
-from areal.servers import ServerState
+from areal.weights.servers import ServerState
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, PROBLEMS, ETA = 32, 1000, 2

@@ -21,8 +21,8 @@ from tests.integration.stack_tools import RunningStack
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError
-from areal.launchers.probes import Probe, http_probe, nats_probe, redis_probe
-from areal.servers import ServerState
+from areal.weights.servers import ServerState
+from areal_launch.processes.probes import Probe, http_probe, nats_probe, redis_probe
 
 KILL, STOP = "kill -9", "stop"
 

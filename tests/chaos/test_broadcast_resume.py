@@ -21,9 +21,9 @@ from tests.chaos.trainer_rig import BATCH, TrainerRig, trainer_rig
 from tests.integration.stack_tools import eventually
 
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import load_service_config
-from areal.servers import InferenceServer, ServerState
-from areal.weights import PolicyVersion, build_manifest
+from areal.config.experiment import load_service_config
+from areal.weights.manifest import PolicyVersion, build_manifest
+from areal.weights.servers import InferenceServer, ServerState
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

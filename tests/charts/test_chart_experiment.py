@@ -17,7 +17,7 @@ from tests.charts.rendering import (
     render_ci,
 )
 
-from areal.config import GRPOConfig, build_config, load_service_config
+from areal.config.experiment import GRPOConfig, build_config, load_service_config
 
 
 @pytest.mark.parametrize("values", CI)

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from tests.charts.rendering import of_kind, pods, refusal, render, render_ci
 
-from areal.config import GRPOConfig, build_config
-from areal.launchers.kubernetes import allocation_values
+from areal.config.experiment import GRPOConfig, build_config
+from areal_launch.clusters.kubernetes import allocation_values
 
 DOCUMENTED = ("allocation_mode=sglang:d4+fsdp:d8", "stack.gpus_per_node=8")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.charts.rendering import CHART, of_kind, render
 
-from areal.config import GRPOConfig, build_config
-from areal.launchers.kubernetes import Release
+from areal.config.experiment import GRPOConfig, build_config
+from areal_launch.clusters.kubernetes import Release
 
 LIMIT = 63  # of a label of DNS (RFC 1123): Services, pods' host names, values of labels
 LONGEST = "gsm8k-grpo-qwen3-8b-instruct-ablation-seven-b-trial-1"

@@ -16,14 +16,14 @@ from tests.kubernetes_api import FakeKubernetes
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeEngine, FakeStore, make_model
 from tests.waiting import until
 
-from areal.server_sources import parse_source
-from areal.servers import ServerState
-from areal.weights import PolicyVersion
+from areal.config.server_sources import parse_source
+from areal.weights.manifest import PolicyVersion
+from areal.weights.servers import ServerState
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.discovery import Discovery, Source, make_sources
-from areal_weight_sync.discovery_dns import DnsSource
-from areal_weight_sync.ports import Snapshot
+from areal_weight_sync.discovery.base import Discovery, Source, make_sources
+from areal_weight_sync.discovery.dns import DnsSource
+from areal_weight_sync.interfaces import Snapshot
 from areal_weight_sync.server_state import ServerRecord
 
 SERVING, QUARANTINED = ServerState.SERVING, ServerState.QUARANTINED

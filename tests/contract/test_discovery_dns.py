@@ -9,9 +9,9 @@ import pytest
 from tests.contract.discovery_worlds import PORT
 from tests.dns_server import DnsServer
 
-from areal.server_sources import parse_source
-from areal_weight_sync.discovery import make_sources
-from areal_weight_sync.discovery_dns import DnsSource
+from areal.config.server_sources import parse_source
+from areal_weight_sync.discovery.base import make_sources
+from areal_weight_sync.discovery.dns import DnsSource
 
 
 @pytest.fixture

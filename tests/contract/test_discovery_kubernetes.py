@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.contract.discovery_worlds import CONDITION, KubernetesWorld, Stack, running
 
-from areal_weight_sync.engine import EngineError, Fault
+from areal_weight_sync.engine.base import EngineError, Fault
 
 
 @pytest.fixture

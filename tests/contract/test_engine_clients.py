@@ -26,16 +26,16 @@ from tests.contract.engines import (
 )
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeStore
 
-from areal.engines.server_table import ServerTable
-from areal.engines.sglang import Interrupted, SGLangClient
-from areal.engines.sglang_protocol import ModelLimits
-from areal.servers import InferenceServer, ServerState
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
-from areal.weights import PolicyVersion, build_manifest
+from areal.weights.manifest import PolicyVersion, build_manifest
+from areal.weights.servers import InferenceServer, ServerState
+from areal_rollout.generation.client import Interrupted, SGLangClient
+from areal_rollout.generation.protocol import ModelLimits
+from areal_rollout.generation.server_table import ServerTable
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.engine import EngineError
-from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal_weight_sync.engine.base import EngineError
+from areal_weight_sync.engine.http import HttpEngine, open_session
 
 TOLERANCE = 1e-4
 PROMPT = [5, 17, 99, 3, 42]

@@ -11,7 +11,7 @@ import torch
 from tests.contract.engines import Http, chosen, output_logprobs, reference
 from transformers import DynamicCache
 
-from areal.engines.sglang_protocol import error_message
+from areal_rollout.generation.protocol import error_message
 
 TOLERANCE = 1e-4
 PROMPT = [5, 17, 99, 3, 42]

@@ -14,10 +14,10 @@ import torch
 from tests.contract.engines import Http, output_logprobs, reference
 from tests.contract.test_engine_control import PROMPT, generating, rebuilt, spans
 
-from areal.engines.process_group import GroupError, ProcessGroup
-from areal.transports.broadcast import Offer, Seat, buckets
-from areal.weights import build_manifest
-from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal.weights.broadcast import Offer, Seat, buckets
+from areal.weights.manifest import build_manifest
+from areal.weights.process_group import GroupError, ProcessGroup
+from areal_weight_sync.engine.http import HttpEngine, open_session
 
 NUMBERS = itertools.count(1)
 
@@ -193,8 +193,8 @@ async def test_staging_when_broadcast_then_checked_by_digest_and_swapped_without
     if http.engine.real:
         assert (await http.post("/stage_weights", {}))[0] == 404
         return
-    from areal.engines.publishing import host_tensors
-    from areal.tensor_file import digest_of
+    from areal.training.publishing import host_tensors
+    from areal.weights.safetensors import digest_of
 
     tensors = trainer.tensors(1)
     digests = [digest_of(t.data) for t in host_tensors(tensors.items())]

@@ -18,16 +18,16 @@ from tests.unit.areal.engines.hub_families import make_family
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
-from areal.config import GRPOConfig
-from areal.config_train import OptimizerConfig, TrainEngineConfig
+from areal.config.experiment import GRPOConfig
+from areal.config.training import OptimizerConfig, TrainEngineConfig
 from areal.engines.fsdp.engine import FSDPEngine
-from areal.engines.publishing import host_tensors, make_publisher
 from areal.security import Security
-from areal.servers import ServerState
-from areal.transports.base import NewVersion
-from areal.transports.broadcast import Offer, Seats
+from areal.training.publishing import host_tensors, make_publisher
 from areal.types import WeightUpdateMeta
-from areal.weights import PolicyVersion
+from areal.weights.broadcast import Offer, Seats
+from areal.weights.manifest import PolicyVersion
+from areal.weights.publisher import NewVersion
+from areal.weights.servers import ServerState
 
 VOCABULARY = 131
 WAYS = ("disk", "disk", "stream", "stream", "distributed")

@@ -21,16 +21,16 @@ from tests.contract.engines import Http, chosen, output_logprobs, reference
 from tests.contract.transport_rig import free_port
 from tests.inference_server import REPOSITORY
 
-from areal.engines.publishing import host_tensors
 from areal.security import Security
-from areal.transports.base import NewVersion
-from areal.transports.chain import DeltaChain
-from areal.transports.stream import StreamPublisher
-from areal.weights import PolicyVersion, build_manifest
-from areal_weight_sync.http_engine import HttpEngine, open_session
-from areal_weight_sync.routes import Routes
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal.training.publishing import host_tensors
+from areal.weights.chain import DeltaChain
+from areal.weights.manifest import PolicyVersion, build_manifest
+from areal.weights.publisher import NewVersion
+from areal.weights.stream import StreamPublisher
+from areal_weight_sync.engine.http import HttpEngine, open_session
+from areal_weight_sync.engine.routes import Routes
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.weights import WeightStore
 
 PROMPT = [5, 17, 99, 3, 42]
 TOLERANCE = 1e-4
@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 def sidecar(tmp_path: Path) -> Iterator[int]:
     """Its process, as it runs beside an SGLang; gives its port."""
     port = free_port()
-    command = [sys.executable, "-m", "areal.transports.sidecar", "--listen", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "areal.weights.sidecar", "--listen", f"127.0.0.1:{port}"]
     env = {"PYTHONPATH": str(REPOSITORY / "services")}
     log = tmp_path / "sidecar.log"
     with log.open("wb") as output:

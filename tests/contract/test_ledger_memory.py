@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from tests.ledger_support import EMPTY, FULL, Book, complete, finished, make_group
 
-from areal.compression import expand
 from areal.errors import CapacityExceeded, Unavailable
+from areal.protocol.compression import expand
+from areal.protocol.trajectories import group_to_pb, pack_group
 from areal.types import Purpose
-from areal.wire import group_to_pb, pack_group
 
 
 async def test_memory_when_near_limit_then_checkpoint_first_only_if_that_helps(

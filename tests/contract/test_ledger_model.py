@@ -30,11 +30,11 @@ from tests.ledger_support import (
     returned,
 )
 
+from areal.chassis.waits import Waits
 from areal.errors import ArealError
-from areal.observability.waits import Waits
 from areal.types import Purpose
-from areal.weights import PolicyVersion
-from areal_weight_sync.store import RedisStore
+from areal.weights.manifest import PolicyVersion
+from areal_weight_sync.store.redis import RedisStore
 
 IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
 STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))

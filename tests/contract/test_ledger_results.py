@@ -126,6 +126,6 @@ async def test_dead_letter_when_served_then_it_stays_until_dropped(book: Book) -
 
 
 def make_payload(task_id: str) -> bytes:
-    from areal.wire import pack_group
+    from areal.protocol.trajectories import pack_group
 
     return pack_group(make_group(task_id))

@@ -14,9 +14,9 @@ from tests.http_fuzz import fuzz_route, fuzz_socket
 from tests.ports import free_port
 
 from areal.security import Security
-from areal.transports.sidecar import Sidecar
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal.weights.sidecar import Sidecar
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.weights import WeightStore
 
 NAME = "v00000001-inc1"
 MANIFEST = {

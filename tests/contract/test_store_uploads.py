@@ -9,11 +9,11 @@ from pathlib import Path
 from tests.contract.transport_rig import HEADERS, SECURITY, Rig, open_rig, run
 from tests.ports import free_port
 
-from areal.transports.base import describe
-from areal.transports.wire import StoreConnection
-from areal.weights import SPARE, PolicyVersion, to_json
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal.weights.manifest import SPARE, PolicyVersion, to_json
+from areal.weights.publisher import describe
+from areal.weights.store_client import StoreConnection
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.weights import WeightStore
 
 
 class Hashing(WeightStore):

@@ -18,16 +18,16 @@ from safetensors.torch import load_file
 from tests.contract.transport_rig import HEADERS, TRANSPORTS, Rig, free_port, run, same
 
 from areal.errors import InvalidInput
-from areal.tensor_file import HostTensor, digest_of
-from areal.transports.base import NewVersion, Publisher, TransportError
-from areal.transports.chain import DeltaChain
-from areal.transports.delta import Delta, encode
-from areal.transports.fallback import FallbackPublisher
-from areal.transports.pull import pull_version
-from areal.transports.rebuild import complete, rebuild
-from areal.transports.stream import StreamPublisher
-from areal.weights import DeltaFile, PolicyVersion, read_manifest, version_name
-from areal_inference.weights import WeightError, Weights
+from areal.weights.chain import DeltaChain
+from areal.weights.delta import Delta, encode
+from areal.weights.fallback import FallbackPublisher
+from areal.weights.manifest import DeltaFile, PolicyVersion, read_manifest, version_name
+from areal.weights.publisher import NewVersion, Publisher, TransportError
+from areal.weights.pull import pull_version
+from areal.weights.rebuild import complete, rebuild
+from areal.weights.safetensors import HostTensor, digest_of
+from areal.weights.stream import StreamPublisher
+from areal_inference.model.weights import WeightError, Weights
 
 WHOLE, DELTA = "model.safetensors", "delta.bin"
 

@@ -6,8 +6,8 @@ import pytest
 from tests.contract.transport_rig import HEADERS, Rig, run
 
 from areal.errors import InvalidInput
-from areal.transports import pull
-from areal.transports.pull import pull_version
+from areal.weights import pull
+from areal.weights.pull import pull_version
 
 
 async def test_pull_when_versions_come_one_after_the_other_then_the_newest_two_stay(

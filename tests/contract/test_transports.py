@@ -29,21 +29,21 @@ from tests.contract.transport_rig import (
 )
 
 from areal.errors import CapacityExceeded, InvalidInput
-from areal.tensor_file import HostTensor
-from areal.transports.base import NewVersion, TransportError
-from areal.transports.disk import DiskPublisher
-from areal.transports.fallback import FallbackPublisher
-from areal.transports.fetch import fetch_model
-from areal.transports.pull import pull_version
-from areal.transports.sidecar import Sidecar
-from areal.transports.stream import StreamPublisher
-from areal.transports.wire import StoreConnection
-from areal.weights import SPARE, build_manifest, version_name
-from areal_inference.weights import WeightError
-from areal_weight_sync.engine import EngineError
-from areal_weight_sync.http_engine import HttpEngine, open_session
-from areal_weight_sync.routes import Routes
-from areal_weight_sync.weight_store import WeightStore
+from areal.weights.disk import DiskPublisher
+from areal.weights.fallback import FallbackPublisher
+from areal.weights.fetch import fetch_model
+from areal.weights.manifest import SPARE, build_manifest, version_name
+from areal.weights.publisher import NewVersion, TransportError
+from areal.weights.pull import pull_version
+from areal.weights.safetensors import HostTensor
+from areal.weights.sidecar import Sidecar
+from areal.weights.store_client import StoreConnection
+from areal.weights.stream import StreamPublisher
+from areal_inference.model.weights import WeightError
+from areal_weight_sync.engine.base import EngineError
+from areal_weight_sync.engine.http import HttpEngine, open_session
+from areal_weight_sync.engine.routes import Routes
+from areal_weight_sync.store.weights import WeightStore
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -228,7 +228,7 @@ async def test_upload_when_the_volume_is_full_then_refused_before_a_byte_is_sent
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    from areal_weight_sync import weight_store
+    from areal_weight_sync.store import weights as weight_store
 
     usage = shutil.disk_usage(rig.root)
     monkeypatch.setattr(weight_store.shutil, "disk_usage", lambda _: usage._replace(free=1000))

@@ -11,12 +11,12 @@ import pytest
 from redis.asyncio import Redis
 from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 
+from areal.chassis.waits import Waits
 from areal.clients.stores import connect_redis
 from areal.errors import Unavailable
-from areal.observability.waits import Waits
-from areal_weight_sync.ports import Totals
+from areal_weight_sync.interfaces import Totals
 from areal_weight_sync.server_state import ServerRecord
-from areal_weight_sync.store import LeaseTaken, RedisStore
+from areal_weight_sync.store.redis import LeaseTaken, RedisStore
 
 TTL_S = 0.3
 

@@ -15,22 +15,22 @@ from safetensors.torch import load_file
 from tests.inference_server import make_model, save_tokenizer
 from tests.ports import free_port
 
-from areal.engines.distributed import DistributedPublisher
-from areal.engines.publishing import host_tensors
 from areal.security import Security
-from areal.transports.base import NewVersion, Publisher
-from areal.transports.broadcast import Offer, Seat, Seats, buckets
-from areal.transports.chain import DeltaChain
-from areal.transports.disk import DiskPublisher
-from areal.transports.stream import StreamPublisher
-from areal.weights import PolicyVersion, build_manifest, check_same_tensors, version_name
-from areal_inference.distributed import Groups, MemorySource
-from areal_inference.model_config import ModelConfig
-from areal_inference.weights import Weights, load_weights
-from areal_weight_sync.membership import Membership
-from areal_weight_sync.published import DigestCache
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal.training.publishing import host_tensors
+from areal.weights.broadcast import Offer, Seat, Seats, buckets
+from areal.weights.chain import DeltaChain
+from areal.weights.disk import DiskPublisher
+from areal.weights.distributed import DistributedPublisher
+from areal.weights.manifest import PolicyVersion, build_manifest, check_same_tensors, version_name
+from areal.weights.publisher import NewVersion, Publisher
+from areal.weights.stream import StreamPublisher
+from areal_inference.http_api.weight_groups import Groups, MemorySource
+from areal_inference.model.config import ModelConfig
+from areal_inference.model.weights import Weights, load_weights
+from areal_weight_sync.engine.broadcast_group import Membership
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.weights import WeightStore
+from areal_weight_sync.versions import DigestCache
 
 SECURITY = Security(token="0123456789abcdef")
 HEADERS = SECURITY.headers()

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.cluster_runs import arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal_background, end_all, eventually
 
-from areal.launchers.tags import find_tagged
+from areal_launch.processes.descendants import find_tagged
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -17,11 +17,11 @@ from tests.unit.areal.engines.hub_families import scatter
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
-from areal.config_train import PPOActorConfig
-from areal.engines.exchange import gather_json
+from areal.config.training import PPOActorConfig
 from areal.engines.fsdp.distributed import join_process_group, local_device
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor
+from areal.training.exchange import gather_json
 
 
 def share_of(batch, rank, world_size):

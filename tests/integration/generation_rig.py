@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from tests.fake_sglang import token_at
 
-from areal.engines.server_table import ServerTable
-from areal.engines.sglang import SGLangClient
-from areal.engines.sglang_protocol import ModelLimits
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal_rollout.generation.client import SGLangClient
+from areal_rollout.generation.protocol import ModelLimits
+from areal_rollout.generation.server_table import ServerTable
 
 PROMPT = [1, 2, 3]
 EOS = 199

@@ -24,10 +24,10 @@ def main(folder: Path, options: dict[str, object]) -> None:
     from transformers import Qwen2Config
 
     from areal.algorithms import packing
-    from areal.config import GRPOConfig
-    from areal.config_train import MicroBatchSpec, PPOActorConfig
+    from areal.config.experiment import GRPOConfig
+    from areal.config.training import MicroBatchSpec, PPOActorConfig
     from areal.engines.fsdp.engine import FSDPEngine
-    from areal.launchers.memory import ModelShape, trainer_rank
+    from areal_launch.doctor.memory import ModelShape, trainer_rank
 
     torch.set_num_threads(1)
     Qwen2Config(

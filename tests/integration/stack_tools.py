@@ -13,16 +13,16 @@ from typing import Any
 
 import psutil
 
-from areal.config import load_service_config
-from areal.launchers.processes import python_environment
-from areal.launchers.tags import end_tagged, find_tagged, leaders_of
+from areal.config.experiment import load_service_config
 from areal.security import Security
+from areal_launch.processes.descendants import end_tagged, find_tagged, leaders_of
+from areal_launch.processes.process import python_environment
 
 READY_S = 90.0
 
 
 def areal_argv(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "areal.cli", *arguments]
+    return [sys.executable, "-m", "areal_launch.cli", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -120,13 +120,15 @@ class RunningStack:
         stack = self.content
         eventually(lambda: not self.processes(), "all processes are gone", timeout)
         guard = stack["guard"]["pid"]
-        eventually(lambda: not lives(guard, "areal.launchers.guard"), "the guard is gone", timeout)
+        eventually(
+            lambda: not lives(guard, "areal_launch.processes.guard"), "the guard is gone", timeout
+        )
 
     def clean_up(self) -> None:
         """For fixtures: whatever the test did, nothing stays."""
         if stack := self.content:
             launcher = stack["launcher"]["pid"]
-            if lives(launcher, "areal.cli"):
+            if lives(launcher, "areal_launch.cli"):
                 psutil.Process(launcher).kill()
             end_tagged(stack["stack_id"], leaders=leaders_of(stack))
 

@@ -22,14 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal.cli_inspect import show_token
 from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError, NotFound, Unauthenticated
-from areal.rewards.types import ScoreItem
+from areal.protocol.scores import ScoreItem
 from areal.types import Purpose, Task, WorkflowSpec
+from areal_launch.commands.inspect import show_token
 
 RECIPE = """
 from pathlib import Path

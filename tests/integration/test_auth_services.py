@@ -15,13 +15,12 @@ from tests.integration.test_auth_stack import TOKEN, WRONG, code_of, methods_of
 from tests.redis_server import start_redis
 from tests.service_process import ServiceProcess, free_port, service_process
 
-from areal.chassis import Service, ServiceContext
-from areal.chassis.service import check_address, start_servers
+from areal.chassis.service import Service, ServiceContext, check_address, start_servers
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient
-from areal.engines.trainer_status import TrainerStatus
 from areal.errors import ConfigError, Unauthenticated, Unavailable
 from areal.security import Security, SecurityConfig
+from areal.training.status import TrainerStatus
 from areal.v1 import trainer_service_pb2
 from areal_trainer.servicer import TrainerServicer
 

@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry
 from tests.certificates import Authority
 from tests.integration.stack_tools import RunningStack, areal, eventually
 
-from areal.config import GRPOConfig, load_service_config
-from areal.observability.waits import Waits
+from areal.chassis.waits import Waits
+from areal.config.experiment import GRPOConfig, load_service_config
 from areal.security import Security
 from areal.v1 import (
     buffer_service_pb2,
@@ -32,8 +32,8 @@ from areal.v1 import (
     rollout_service_pb2,
     weight_sync_service_pb2,
 )
-from areal_weight_sync.engine import EngineError, Fault
-from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.http import HttpEngine, open_session
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 

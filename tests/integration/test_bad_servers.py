@@ -14,8 +14,8 @@ from tests.rollout_stack import Stack, free_port, start_stack
 
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
-from areal.servers import InferenceServer, ServerState
 from areal.types import TaskState
+from areal.weights.servers import InferenceServer, ServerState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

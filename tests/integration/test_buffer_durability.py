@@ -16,8 +16,8 @@ from tests.ledger_support import make_group, make_task, open_book
 from tests.redis_server import RedisServer
 
 from areal.clients.buffer import BufferClient
-from areal.launchers.run_folder import RunFolder
-from areal.launchers.stores import redis_spec
+from areal_launch.run_folder import RunFolder
+from areal_launch.stack.stores import redis_spec
 
 # write(9</…/appendonly.aof.1.incr.aof>, "…"…, 512) = 512
 _CALL = re.compile(r"^(?P<thread>\d+) +(?P<name>\w+)\((?P<fd>\d+)<(?P<file>[^>]*)>(?P<rest>.*)")

@@ -20,10 +20,10 @@ from areal.errors import (
     WorkflowError,
     WrongStep,
 )
+from areal.protocol.trajectories import task_to_pb
 from areal.types import Purpose, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.wire import task_to_pb
 
 
 async def test_errors_when_crossing_the_wire_then_keep_their_class(buffer: BufferClient) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from tests.integration.stack_tools import RunningStack, areal, environment, running_stack
 
-from areal.config import GRPOConfig, load_service_config
+from areal.config.experiment import GRPOConfig, load_service_config
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 
 
 def doctor(directory):
-    command = [sys.executable, "-m", "areal.cli", "doctor", str(directory), "--json"]
+    command = [sys.executable, "-m", "areal_launch.cli", "doctor", str(directory), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

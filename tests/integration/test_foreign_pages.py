@@ -17,8 +17,8 @@ from tests.ports import free_port
 from tests.service_process import service_process
 
 from areal.security import Security
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.weights import WeightStore
 
 FOREIGN = [
     {"Host": "evil.example:80"},

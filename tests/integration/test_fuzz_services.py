@@ -25,6 +25,7 @@ from tests.grpc_fuzz import (
 )
 from tests.http_fuzz import METHODS, fuzz_openapi, fuzz_route, fuzz_socket
 
+from areal.protocol.trajectories import pack_group, task_to_pb
 from areal.security import Security
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.v1 import (
@@ -34,7 +35,6 @@ from areal.v1 import (
     rollout_service_pb2,
     weight_sync_service_pb2,
 )
-from areal.wire import pack_group, task_to_pb
 from areal_inference.server import build_app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

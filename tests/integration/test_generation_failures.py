@@ -8,9 +8,9 @@ from tests.fake_sglang import FakeSGLang, answer
 from tests.integration.generation_rig import PROMPT, check, empty, request, serving
 from tests.waiting import until
 
-from areal.engines.sglang import GenerationFailed
 from areal.errors import WaitTimeout
-from areal.servers import InferenceServer, ServerState
+from areal.weights.servers import InferenceServer, ServerState
+from areal_rollout.generation.client import GenerationFailed
 
 
 @pytest.mark.parametrize(

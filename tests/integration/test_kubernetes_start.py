@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from areal.cli_kubernetes import Stuck, run_on_kubernetes
-from areal.config import GRPOConfig, build_config
+from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import WaitTimeout
-from areal.launchers import pods as pods_module
+from areal_launch.clusters import pods as pods_module
+from areal_launch.commands.kubernetes import Stuck, run_on_kubernetes
 
 IMAGE = "nowhere.example.com/areal/control:0.1.0"
 VIEW = {
@@ -82,7 +82,8 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     # The log is open until the process ends, and this one has more to do.
-    monkeypatch.setattr("areal.cli_follow.configure_logging", lambda *_, stream: stream.close())
+    name = "areal_launch.commands.follow.configure_logging"
+    monkeypatch.setattr(name, lambda *_, stream: stream.close())
     return Cluster(tmp_path)
 
 
@@ -125,7 +126,7 @@ def test_run_when_prepare_gives_up_then_so_does_the_run_in_its_words(
 def test_run_when_the_model_is_still_being_fetched_then_pods_may_wait_for_it(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal.cli_kubernetes.LOOK_INTERVAL_S", 0.3)
+    monkeypatch.setattr("areal_launch.commands.kubernetes.LOOK_INTERVAL_S", 0.3)
     preparing = labelled("Pod", "prepare", status={"phase": "Running"})
     cluster.put("pods", {"items": [waiting("buffer", "PodInitializing"), preparing]})
     cluster.put("said", "3 of 9 GiB\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.integration.stack_tools import areal_argv, environment, eventually
 
-from areal.launchers.log_file import LogFile
+from areal_launch.processes.log_file import LogFile
 
 LINES = 400
 

@@ -21,14 +21,14 @@ from tests.ledger_support import make_task
 from tests.redis_server import start_redis
 
 from areal.clients.buffer import BufferClient
-from areal.config import GRPOConfig, RefConfig
+from areal.config.experiment import GRPOConfig, RefConfig
 from areal.engines.ppo_actor import FSDPPPOActor
-from areal.engines.remote import RemoteSGLangEngine
-from areal.engines.session import TrainerSession
+from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
 from areal.models.tiny import make_tiny_model
+from areal.training.session import TrainerSession
 from areal.types import Purpose, WeightUpdateMeta
-from areal.weights import PolicyVersion
+from areal.weights.manifest import PolicyVersion
 from areal.workflows.rlvr import RLVRWorkflow
 
 BATCH, STEPS = 2, 4

@@ -10,7 +10,7 @@ import pytest
 from tests.integration import test_reward_service as rig
 
 from areal.errors import NotFound
-from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import buffer_service_pb2
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc

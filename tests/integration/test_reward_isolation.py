@@ -19,7 +19,7 @@ from tests.waiting import until
 
 from areal.chassis.interceptors import CallInterceptor
 from areal.clients.reward import RewardClient
-from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import buffer_service_pb2, buffer_service_pb2_grpc
 
 RECIPE = (

@@ -21,7 +21,7 @@ from tests.service_process import ServiceProcess, service_process
 from areal.chassis.interceptors import CallInterceptor
 from areal.clients.reward import RewardClient
 from areal.errors import InvalidInput, NotFound
-from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import buffer_service_pb2, buffer_service_pb2_grpc
 
 RECIPE = b"""

@@ -9,10 +9,10 @@ from tests.fake_sglang import FakeSGLang, answer, token_at
 from tests.integration.generation_rig import EOS, PROMPT, check, empty, request, serving
 from tests.waiting import until
 
-from areal.engines.sglang import Interrupted
 from areal.errors import InvalidInput, WaitTimeout
-from areal.servers import ServerState
 from areal.types import StopReason
+from areal.weights.servers import ServerState
+from areal_rollout.generation.client import Interrupted
 
 
 async def test_generate_when_all_is_well_then_sends_and_reads_the_protocol():

@@ -25,7 +25,7 @@ from areal.types import (
     TaskState,
     WorkflowSpec,
 )
-from areal.weights import (
+from areal.weights.manifest import (
     build_manifest,
     publish_dir,
     read_manifest,

@@ -13,7 +13,7 @@ from tests.service_process import service_process
 
 from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
-from areal.rewards.types import ScoreItem
+from areal.protocol.scores import ScoreItem
 from areal.security import Security
 
 TOKEN = "correct-horse-battery-staple"

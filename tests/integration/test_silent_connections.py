@@ -18,10 +18,10 @@ from tests.inference_server import make_model, running_server
 from tests.ports import free_port
 from tests.service_process import service_process
 
-from areal.http_connections import HEAD_WITHIN_S
+from areal.chassis.http_connections import HEAD_WITHIN_S
 from areal.security import Security
-from areal_weight_sync.store_http import StoreApp
-from areal_weight_sync.weight_store import WeightStore
+from areal_weight_sync.store.http import StoreApp
+from areal_weight_sync.store.weights import WeightStore
 
 pytestmark = [pytest.mark.timeout(240)]
 

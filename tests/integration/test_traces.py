@@ -17,7 +17,7 @@ from tests.rollout_stack import Process, Stack, start_stack
 
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import save_config
+from areal.config.experiment import save_config
 from areal.types import TaskState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

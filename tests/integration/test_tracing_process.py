@@ -45,7 +45,7 @@ def receiver() -> Any:
 
 ALL = """
     import json, sys
-    from areal.observability import tracing
+    from areal.chassis import tracing
     with tracing.exporting("areal-test", "experiment/trial"):
         with tracing.span("above", {"areal.task_id": "t"}, root=True) as above:
             sent = tracing.headers()
@@ -150,7 +150,7 @@ def test_tracing_when_the_root_is_not_sampled_then_no_span_of_that_trace(
 
 BURST = """
     import json, time
-    from areal.observability import tracing
+    from areal.chassis import tracing
     start = time.monotonic()
     with tracing.exporting("areal-test", "experiment/trial"):
         for _ in range(5_000):
@@ -206,7 +206,7 @@ def test_tracing_when_the_environment_is_wrong_then_one_line(
     code = """
     import json
     from areal.errors import ConfigError
-    from areal.observability import tracing
+    from areal.chassis import tracing
     try:
         with tracing.exporting("areal-test", "experiment/trial"):
             pass

@@ -18,11 +18,11 @@ from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
 from areal.clients.buffer import BufferClient
-from areal.config import GRPOConfig
-from areal.engines import remote
-from areal.engines.remote import RemoteSGLangEngine
-from areal.engines.session import TrainerSession
+from areal.config.experiment import GRPOConfig
+from areal.engines import rollout as remote
+from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import NotFound, WaitTimeout
+from areal.training.session import TrainerSession
 from areal.workflows.rlvr import RLVRWorkflow
 
 BATCH, STEPS, MEMORY_MB = 2, 4, 64

@@ -16,9 +16,9 @@ from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
 from areal.clients.buffer import BufferClient, Lease
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.datasets.loader import StatefulLoader
-from areal.engines.remote import RemoteSGLangEngine
+from areal.engines.rollout import RemoteSGLangEngine
 from areal.v1.trajectory_pb2 import TASK_STATE_QUEUED
 from areal.workflows.rlvr import RLVRWorkflow
 

@@ -13,13 +13,13 @@ from tests.ledger_support import make_group, make_task
 from tests.redis_server import start_redis
 
 from areal.clients.buffer import BufferClient, TakeState
-from areal.config import GRPOConfig
-from areal.engines import checkpoint_writer, evaluation
-from areal.engines.checkpoint_writer import Checkpointable
-from areal.engines.session import TrainerSession
+from areal.config.experiment import GRPOConfig
 from areal.errors import CapacityExceeded, InvalidInput, WaitTimeout
-from areal.servers import SyncStatus
+from areal.training import checkpoint_writer, evaluation
+from areal.training.checkpoint_writer import Checkpointable
+from areal.training.session import TrainerSession
 from areal.types import Purpose
+from areal.weights.servers import SyncStatus
 
 BATCH, STEPS = 2, 4
 

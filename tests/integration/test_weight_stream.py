@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file
 from tests.integration.weight_sync_rig import Process, generate, inference, rig_with_stores
 
-from areal.cli_versions import list_versions
-from areal.engines.publishing import host_tensors
-from areal.servers import ServerState
-from areal.transports.base import NewVersion
-from areal.transports.chain import DeltaChain
-from areal.transports.stream import StreamPublisher
-from areal.weights import PolicyVersion
+from areal.training.publishing import host_tensors
+from areal.weights.chain import DeltaChain
+from areal.weights.manifest import PolicyVersion
+from areal.weights.publisher import NewVersion
+from areal.weights.servers import ServerState
+from areal.weights.stream import StreamPublisher
+from areal_launch.commands.versions import list_versions
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in
         # As a server without a volume starts: its model comes from the store, which is not up yet.
         fetch = Process(
             tmp_path / "fetch.log",
-            "areal.transports.fetch",
+            "areal.weights.fetch",
             *(f"{rig.store}/versions/v00000000-inc0", str(tmp_path / "fetched")),
         )
         fetch.start()

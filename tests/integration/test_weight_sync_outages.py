@@ -12,7 +12,7 @@ from tests.integration.weight_sync_rig import free_port, generate_info
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import WaitTimeout
-from areal.servers import ServerState
+from areal.weights.servers import ServerState
 
 pytestmark = pytest.mark.timeout(300)
 SERVING, QUARANTINED = ServerState.SERVING, ServerState.QUARANTINED

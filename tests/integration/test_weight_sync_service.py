@@ -12,7 +12,7 @@ import pytest
 from tests.integration.weight_sync_rig import BadServer, WeightSyncRig, generate, inference
 
 from areal.errors import InvalidInput, NotFound, StaleIncarnation, WrongStep
-from areal.servers import ServerState
+from areal.weights.servers import ServerState
 
 pytestmark = pytest.mark.timeout(300)
 SERVING, QUARANTINED = ServerState.SERVING, ServerState.QUARANTINED

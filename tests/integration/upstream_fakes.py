@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from areal.chassis.interceptors import CallInterceptor
 from areal.errors import CapacityExceeded, InvalidInput
+from areal.protocol.trajectories import STATE_TO_PB, group_to_pb
 from areal.types import TaskState, Trajectory, TrajectoryGroup
 from areal.v1 import (
     buffer_service_pb2,
@@ -28,7 +29,6 @@ from areal.v1 import (
     weight_sync_service_pb2,
     weight_sync_service_pb2_grpc,
 )
-from areal.wire import STATE_TO_PB, group_to_pb
 
 
 @dataclass

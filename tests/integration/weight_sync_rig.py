@@ -21,10 +21,8 @@ from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config import GRPOConfig, save_config
-from areal.servers import InferenceServer, ServerState
-from areal.tensor_file import digest_of
-from areal.weights import (
+from areal.config.experiment import GRPOConfig, save_config
+from areal.weights.manifest import (
     PolicyVersion,
     build_manifest,
     publish_dir,
@@ -33,6 +31,8 @@ from areal.weights import (
     version_dir,
     write_manifest,
 )
+from areal.weights.safetensors import digest_of
+from areal.weights.servers import InferenceServer, ServerState
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from areal.clients.trainer import TrainerClient
-from areal.config import load_service_config
+from areal.config.experiment import load_service_config
 from areal.errors import ArealError
 from areal.security import Security
 
@@ -89,7 +89,8 @@ async def watch_sampling(run_dir: Path, ended: asyncio.Event) -> float:
 async def run(folder: Path, trial: str, steps: int, overrides: list[str]) -> Outcome:
     """One `areal run`, watched."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "areal.cli", "run", str(ROOT / "examples" / "arithmetic_grpo.py")),
+        *(sys.executable, "-m", "areal_launch.cli", "run"),
+        *(str(ROOT / "examples" / "arithmetic_grpo.py"),),
         *("--json", f"trial_name={trial}", f"total_train_steps={steps}"),
         *("heldout_problems=10", *overrides),
         cwd=folder,

@@ -26,8 +26,8 @@ SAMPLES, VOCABULARY = 8, 32_000
 
 def group(length: int) -> bytes:
     """A serialized group."""
+    from areal.protocol.trajectories import group_to_pb
     from areal.types import Trajectory, TrajectoryGroup
-    from areal.wire import group_to_pb
 
     rng = np.random.default_rng(length)
     prompt = max(2, length // 8)

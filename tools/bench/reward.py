@@ -127,9 +127,9 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
 
     from prometheus_client import CollectorRegistry
 
+    from areal.chassis.waits import Waits
     from areal.clients.reward import RewardClient
-    from areal.observability.waits import Waits
-    from areal.rewards.types import ScoreItem
+    from areal.protocol.scores import ScoreItem
     from areal.v1 import reward_service_pb2_grpc as pb_grpc
     from areal_reward.children import Children
     from areal_reward.config import PoolConfig

@@ -36,12 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
 from peers.process import Peer
 from prometheus_client import CollectorRegistry
 
-from areal.clients.buffer_types import Lease
-from areal.engines.server_table import ServerTable
-from areal.engines.sglang import SGLangClient
-from areal.engines.sglang_protocol import ModelLimits
 from areal.models.tiny import CHAT_TEMPLATE, END_ID, VOCAB_SIZE, make_byte_tokenizer
-from areal.servers import InferenceServer, ServerState
+from areal.protocol.leases import Lease
 from areal.tokenizer import Tokenizer
 from areal.types import (
     GenerationHyperparameters,
@@ -51,10 +47,14 @@ from areal.types import (
     Task,
     WorkflowSpec,
 )
+from areal.weights.servers import InferenceServer, ServerState
 from areal.workflows.base import RolloutWorkflow, make_trajectory
 from areal.workflows.rlvr import RLVRWorkflow
 from areal_rollout.config import ExecutorConfig
 from areal_rollout.executor import Executor
+from areal_rollout.generation.client import SGLangClient
+from areal_rollout.generation.protocol import ModelLimits
+from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.metrics import RolloutMetrics
 
 

@@ -36,15 +36,15 @@ from tests.contract.engines import running_sglang
 from tests.inference_server import running_server
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeStore
 
-from areal.engines.server_table import ServerTable
-from areal.engines.sglang import SGLangClient
-from areal.engines.sglang_protocol import ModelLimits
 from areal.models.tiny import VOCAB_SIZE, make_tiny_model
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
-from areal.weights import PolicyVersion, build_manifest
+from areal.weights.manifest import PolicyVersion, build_manifest
+from areal_rollout.generation.client import SGLangClient
+from areal_rollout.generation.protocol import ModelLimits
+from areal_rollout.generation.server_table import ServerTable
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal_weight_sync.engine.http import HttpEngine, open_session
 
 MODES = ("none", "in_place", "retract", "abort")
 TARGET_PERCENT = 1.0

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import rollout
 from tests.otlp_receiver import start_receiver
 
-from areal.clients.buffer_types import Lease
-from areal.observability import tracing
+from areal.chassis import tracing
+from areal.protocol.leases import Lease
 
 GROUPS, SAMPLES, CONCURRENT = 512, 8, 64
 

@@ -28,14 +28,14 @@ from typing import Any
 
 import numpy as np
 
-from areal.tensor_file import HostTensor, item_bytes
-from areal.transports import delta
-from areal.transports.base import NewVersion, Publisher
-from areal.transports.broadcast import DTYPES, Offer, Seats
-from areal.transports.chain import DeltaChain
-from areal.transports.disk import DiskPublisher
-from areal.transports.stream import StreamPublisher
-from areal.weights import PolicyVersion
+from areal.weights import delta
+from areal.weights.broadcast import DTYPES, Offer, Seats
+from areal.weights.chain import DeltaChain
+from areal.weights.disk import DiskPublisher
+from areal.weights.manifest import PolicyVersion
+from areal.weights.publisher import NewVersion, Publisher
+from areal.weights.safetensors import HostTensor, item_bytes
+from areal.weights.stream import StreamPublisher
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024,
@@ -49,8 +49,8 @@ def make_tensors(megabytes: int, model: Path) -> dict[str, Any]:
     """A Qwen2's tensors of about that size in float32, and its config.json."""
     import torch
 
-    from areal_inference.model_config import ModelConfig
-    from areal_inference.weights import model_shapes
+    from areal_inference.model.config import ModelConfig
+    from areal_inference.model.weights import model_shapes
 
     model.mkdir()
     layers = 1
@@ -68,9 +68,9 @@ def server(pipe: Connection, model: str) -> None:
     """A server's process: loads what it is told, into the set it does not use."""
     import torch
 
-    from areal_inference.distributed import Groups
-    from areal_inference.model_config import ModelConfig
-    from areal_inference.weights import load_weights
+    from areal_inference.http_api.weight_groups import Groups
+    from areal_inference.model.config import ModelConfig
+    from areal_inference.model.weights import load_weights
 
     torch.set_num_threads(1)
     config, sets = ModelConfig.from_folder(Path(model)), [None, None]
@@ -100,7 +100,7 @@ def server(pipe: Connection, model: str) -> None:
 
 async def _receive(groups: Any, seat: dict[str, Any] | None, names: dict[str, Any]) -> Any:
     """What areal-inference does when it is told to: joins if the group is new, takes part."""
-    from areal_inference.distributed import MemorySource
+    from areal_inference.http_api.weight_groups import MemorySource
 
     if seat is not None:
         await groups.join(seat)
@@ -162,8 +162,8 @@ def start_store(root: Path, model: Path) -> str:
     import socket
 
     from areal.security import Security
-    from areal_weight_sync.store_http import StoreApp
-    from areal_weight_sync.weight_store import WeightStore
+    from areal_weight_sync.store.http import StoreApp
+    from areal_weight_sync.store.weights import WeightStore
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -188,8 +188,8 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from areal.engines.distributed import DistributedPublisher
-    from areal.engines.publishing import host_tensors
+    from areal.training.publishing import host_tensors
+    from areal.weights.distributed import DistributedPublisher
 
     torch.set_num_threads(1)
     model = root / "model"
@@ -267,8 +267,8 @@ def bench_chains(
     """Versions of which 3 % of the elements change, to servers that hold the one before."""
     import torch
 
-    from areal.engines.publishing import host_tensors
-    from areal_weight_sync.published import DigestCache
+    from areal.training.publishing import host_tensors
+    from areal_weight_sync.versions import DigestCache
 
     root, url = where
     generator = torch.Generator().manual_seed(1)
@@ -355,7 +355,7 @@ def bench_versions(folders: list[Path]) -> None:
     """A real step: two published versions of a run, as they are and in bfloat16."""
     from safetensors.torch import load_file
 
-    from areal.engines.publishing import host_tensors
+    from areal.training.publishing import host_tensors
 
     old, new = (load_file(folder / "model.safetensors") for folder in folders)
     for dtype in ("as stored", "bfloat16"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal.algorithms.normalization import center_and_scale
 from areal.algorithms.packing import Batch, sequence_index
-from areal.config_train import PPOActorConfig
+from areal.config.training import PPOActorConfig
 from areal.errors import InvalidInput
 
 # Weights within a block of the scan span at most 1e200 (1e26), which float64 (float32) holds.

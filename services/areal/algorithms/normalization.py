@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config_train import NormConfig
+from areal.config.training import NormConfig
 
 
 def _sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:

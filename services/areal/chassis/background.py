@@ -7,8 +7,8 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-from areal import endless
-from areal.observability.logging import get_logger
+from areal.chassis import endless
+from areal.chassis.logging import get_logger
 
 
 class Background:

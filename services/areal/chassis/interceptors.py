@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Histogram
 
 from areal import errors
-from areal.observability import tracing
-from areal.observability.logging import get_logger
+from areal.chassis import tracing
+from areal.chassis.logging import get_logger
 
 # Trailing metadata that lets a client raise the very class the servicer raised.
 ERROR_KEY = "areal-error"

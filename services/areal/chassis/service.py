@@ -36,18 +36,18 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
+from areal.chassis import tracing
 from areal.chassis.authentication import Doorkeeper, TokenInterceptor, http_middleware
 from areal.chassis.background import Background
 from areal.chassis.health import BoundedHealthServicer
+from areal.chassis.http_connections import HEAD_WITHIN_S, IDLE_S, HttpSite
 from areal.chassis.interceptors import CallInterceptor
+from areal.chassis.logging import configure_logging, get_logger
+from areal.chassis.open_files import open_files
 from areal.chassis.privacy import hide_memory
-from areal.config import GRPOConfig, load_service_config
+from areal.chassis.waits import Waits, WaitsCollector
+from areal.config.experiment import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError
-from areal.http_connections import HEAD_WITHIN_S, IDLE_S, HttpSite
-from areal.observability import tracing
-from areal.observability.logging import configure_logging, get_logger
-from areal.observability.waits import Waits, WaitsCollector
-from areal.open_files import open_files
 from areal.security import Security
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024

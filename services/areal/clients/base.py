@@ -10,8 +10,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from areal import errors
+from areal.chassis import tracing
 from areal.clients.backoff import Backoff
-from areal.observability import tracing
 from areal.security import Security
 
 RequestT = TypeVar("RequestT")

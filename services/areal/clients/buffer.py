@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from areal.clients.base import LONG_POLL_MARGIN_S, to_duration
 from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
 from areal.clients.buffer_trainer import TrainerBufferClient
-from areal.clients.buffer_types import (
+from areal.clients.hand_ins import HandIns
+from areal.clients.submission_trace import submitting
+from areal.errors import InvalidInput
+from areal.protocol.leases import (
     DeadLetter,
     GroupManifest,
     Lease,
@@ -18,19 +21,16 @@ from areal.clients.buffer_types import (
     TaskRecord,
     record_from_pb,
 )
-from areal.clients.hand_ins import HandIns
-from areal.clients.submission_trace import submitting
-from areal.errors import InvalidInput
-from areal.security import Security
-from areal.types import Purpose, Task, TaskState, TrajectoryGroup
-from areal.v1 import buffer_service_pb2 as pb
-from areal.wire import (
+from areal.protocol.trajectories import (
     PURPOSE_TO_PB,
     STATE_FROM_PB,
     pack_group,
     task_from_pb,
     task_to_pb,
 )
+from areal.security import Security
+from areal.types import Purpose, Task, TaskState, TrajectoryGroup
+from areal.v1 import buffer_service_pb2 as pb
 
 __all__ = [
     "BufferClient",

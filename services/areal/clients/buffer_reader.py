@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from areal.clients.base import LONG_POLL_MARGIN_S, Client, to_duration
-from areal.clients.buffer_types import TaskRecord, record_from_pb
 from areal.errors import CapacityExceeded
+from areal.protocol.leases import TaskRecord, record_from_pb
 from areal.security import Security
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1.buffer_service_pb2_grpc import BufferServiceStub

@@ -9,13 +9,13 @@ import grpc
 
 from areal.clients.base import LONG_POLL_MARGIN_S, from_rpc_error, persist, to_duration
 from areal.clients.buffer_reader import TaskReader
-from areal.clients.buffer_types import GroupManifest, Registration, TakeResult, TakeState
-from areal.compression import GroupCodec
 from areal.errors import NotFound
+from areal.protocol.compression import GroupCodec
+from areal.protocol.leases import GroupManifest, Registration, TakeResult, TakeState
+from areal.protocol.trajectories import unpack_group
 from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
-from areal.wire import unpack_group
 
 
 class TrainerBufferClient(TaskReader):

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from areal import errors
-from areal.observability import tracing
+from areal.chassis import tracing
 
 # While the ledger checks and stores what one call brought, the next is encoded and sent.
 _CALLS = 2

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from areal.clients.base import Client
-from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
 

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from areal.clients.base import Client, from_rpc_error
-from areal.clients.buffer_types import TaskRecord, record_from_pb
+from areal.protocol.leases import TaskRecord, record_from_pb
+from areal.protocol.trajectories import task_to_pb
 from areal.security import Security
 from areal.types import Task
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
-from areal.wire import task_to_pb
 
 
 class RolloutClient(Client):

@@ -14,9 +14,9 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from areal.chassis.logging import get_logger
 from areal.clients.backoff import Backoff
 from areal.errors import ConfigError, Unavailable
-from areal.observability.logging import get_logger
 from areal.security import redact
 
 # The client itself would try its first connection for ever, in silence.

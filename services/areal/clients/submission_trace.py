@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from areal.observability import tracing
+from areal.chassis import tracing
 from areal.types import Task
 
 

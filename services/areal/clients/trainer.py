@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.clients.base import Client
+from areal.protocol.trajectories import parse_json_object
 from areal.v1 import trainer_service_pb2 as pb
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
-from areal.wire import parse_json_object
 
 # What a call may take beyond the wait it asks for.
 _CALL_MARGIN_S = 5.0

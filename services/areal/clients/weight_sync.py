@@ -12,20 +12,20 @@ import grpc
 from areal.clients.backoff import Backoff
 from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
-from areal.security import Security
-from areal.servers import InferenceServer, ServerChanges, SyncStatus
-from areal.transports.base import patience_s
-from areal.transports.broadcast import Offer, Seats
-from areal.v1 import weight_sync_service_pb2 as pb
-from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from areal.weights import PolicyVersion
-from areal.wire_policy import (
+from areal.protocol.versions import (
     offer_to_pb,
     server_from_pb,
     status_from_pb,
     version_from_pb,
     version_to_pb,
 )
+from areal.security import Security
+from areal.v1 import weight_sync_service_pb2 as pb
+from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
+from areal.weights.broadcast import Offer, Seats
+from areal.weights.manifest import PolicyVersion
+from areal.weights.publisher import patience_s
+from areal.weights.servers import InferenceServer, ServerChanges, SyncStatus
 
 
 class WeightSyncClient(Client):

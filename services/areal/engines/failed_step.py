@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from areal.algorithms.packing import Batch, check_batch, sequence_index
-from areal.config_train import PPOActorConfig
-from areal.engines.exchange import gather_json
-from areal.engines.run_files import write_atomically
+from areal.config.training import PPOActorConfig
 from areal.errors import InvalidInput
+from areal.training.exchange import gather_json
+from areal.training.run_files import write_atomically
 
 # In the order in which one makes the next: the first that is not finite is the cause.
 _INPUTS = (
@@ -206,7 +206,7 @@ def replay(folder: Path, model: Path) -> list[str]:
 def _main() -> None:
     import typer
 
-    from areal.observability.logging import configure_logging
+    from areal.chassis.logging import configure_logging
 
     def command(folder: Path, model: Path = typer.Option(...)) -> None:  # noqa: B008
         """Takes a failed step again and says what is not finite."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from areal.algorithms import advantages as adv
 from areal.algorithms import losses, normalization, packing
 from areal.algorithms.packing import Batch
-from areal.config_train import PPOActorConfig
+from areal.config.training import PPOActorConfig
 from areal.engines.train_api import TrainEngine
 from areal.errors import InvalidInput
 

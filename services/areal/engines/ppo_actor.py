@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal.config_train import PPOActorConfig, RefConfig
-from areal.engines.publishing import host_tensors, make_publisher
-from areal.engines.session import current_session
+from areal.config.training import PPOActorConfig, RefConfig
 from areal.errors import InvalidInput, TrainingDiverged
-from areal.model_directory import serving_dtype
-from areal.transports.base import NewVersion, Publisher
+from areal.models.directory import serving_dtype
+from areal.training.publishing import host_tensors, make_publisher
+from areal.training.session import current_session
 from areal.types import WeightUpdateMeta
+from areal.weights.publisher import NewVersion, Publisher
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from areal.errors import InvalidInput
+from areal.protocol.trajectories import parse_json_object
 from areal.rewards import builtin_reward
 from areal.v1 import reward_service_pb2 as pb
-from areal.wire import parse_json_object
 
 _MAX_MESSAGE = 500
 _MAX_TRACEBACK = 4000

@@ -20,7 +20,7 @@ from typing import Any, cast, get_args, get_type_hints
 import orjson
 
 import areal.types
-from areal.config import BaseExperimentConfig
+from areal.config.experiment import BaseExperimentConfig
 from areal.errors import InvalidInput
 from areal.recipe import Recipe, check_module_level, find_function, nearest, source_of
 from areal.types import WorkflowSpec

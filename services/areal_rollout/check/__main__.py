@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from areal.config import GRPOConfig, load_service_config
+from areal.config.experiment import GRPOConfig, load_service_config
 from areal.errors import InvalidInput
 from areal.recipe import Recipe, load_recipe
 from areal.tokenizer import Tokenizer

@@ -11,16 +11,16 @@ from typing import Any
 
 import orjson
 
-from areal.engines.sglang_protocol import ModelLimits
 from areal.errors import InvalidInput
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.recipe import find_function
 from areal.rewards import builtin_reward
 from areal.rewards.functions import RewardFunction, failure, outcome, raised, too_slow
-from areal.rewards.types import ScoreError, ScoreFailure, ScoreItem
 from areal.tokenizer import Tokenizer
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.v1 import reward_service_pb2 as pb
 from areal_rollout.check.report import Report
+from areal_rollout.generation.protocol import ModelLimits
 
 # A sentence, a number, nothing at all: a policy says all of these, and no reward may fail on them.
 _ANSWERS = ("The answer is 42.", "7", "")

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from areal.clients.buffer_types import Lease
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
+from areal.protocol.leases import Lease
+from areal.protocol.trajectories import pack_group, task_from_pb, task_to_pb, unpack_group
 from areal.recipe import Recipe, load_recipe
 from areal.tokenizer import Tokenizer
 from areal.types import Purpose, Task, TrajectoryGroup
-from areal.wire import pack_group, task_from_pb, task_to_pb, unpack_group
 from areal.workflows.base import RolloutWorkflow
 from areal.workflows.specs import build_workflow, describe_workflow
 from areal_rollout.check.fakes import FakePolicy, InProcessScorer

@@ -149,7 +149,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Rollout(_StandIn):
-    """Where rows and workflow are handed over; as `areal.engines.remote.RemoteSGLangEngine`."""
+    """Where rows and workflow are handed over; as `areal.engines.rollout.RemoteSGLangEngine`."""
 
     def prepare_batch(self, dataloader: Iterable[Any], workflow: Any, *_: Any, **__: Any) -> Any:
         """Notes the loader's first row."""

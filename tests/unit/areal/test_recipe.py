@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.config import BaseExperimentConfig, GRPOConfig
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.errors import InvalidInput
 from areal.recipe import Recipe, find_config_class, find_function, function_reference, load_recipe
 from areal.types import GenerationHyperparameters, WorkflowSpec
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.types import GenerationHyperparameters
 from areal.workflows.base import RolloutWorkflow
 from areal.workflows.rlvr import RLVRWorkflow

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import structlog
 
+from areal.chassis.logging import configure_logging, get_logger
 from areal.clients.stores import connect_redis
-from areal.config import GRPOConfig, build_config
+from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ConfigError
-from areal.observability.logging import configure_logging, get_logger
 from areal.security import Security, SecurityConfig, is_loopback, redact, without_secrets
 
 TOKEN = "correct-horse-battery-staple"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal.config import GRPOConfig, build_config
+from areal.config.experiment import GRPOConfig, build_config
 from areal_buffer.config import LedgerConfig
 
 

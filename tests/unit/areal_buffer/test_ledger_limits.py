@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from tests.ledger_support import make_group, make_task
 
-from areal.compression import GroupCodec
 from areal.errors import InvalidInput
+from areal.protocol.compression import GroupCodec
+from areal.protocol.trajectories import pack_group, task_to_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.wire import pack_group, task_to_pb
 from areal_buffer.records import ReturnedLease
 from areal_buffer.validation import (
     check_completion,

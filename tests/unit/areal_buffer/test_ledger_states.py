@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 from areal import errors
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.types import LIVE_STATES, TaskState
 from areal_buffer.config import LedgerConfig
 from areal_buffer.scripts import NAMES, load_scripts

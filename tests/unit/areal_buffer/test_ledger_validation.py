@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ledger_support import make_group, make_task
 
-from areal.config import GRPOConfig, build_config
+from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import InvalidInput
+from areal.protocol.trajectories import group_to_pb, pack_group, task_to_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal.wire import group_to_pb, pack_group, task_to_pb
 from areal_buffer.config import LedgerConfig
 from areal_buffer.validation import (
     check_group,

@@ -13,8 +13,8 @@ import pytest
 from tests.waiting import until
 
 import areal_buffer.ledger
+from areal.chassis.waits import Waits
 from areal.errors import ArealError, LeaseLost
-from areal.observability.waits import Waits
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.records import FinishedGroup, StoredLease, Take

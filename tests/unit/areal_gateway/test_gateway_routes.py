@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from areal.chassis.waits import Waits
 from areal.errors import ArealError, CapacityExceeded, NotFound, Unavailable, WaitTimeout
-from areal.observability.waits import Waits
 from areal.security import Security
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig

@@ -10,7 +10,7 @@ from tests.waiting import until
 
 from areal.clients.trainer import TrainerStatus
 from areal.errors import Unavailable
-from areal.servers import InferenceServer, ServerState
+from areal.weights.servers import InferenceServer, ServerState
 from areal_gateway import sources
 from areal_gateway.config import GatewayConfig
 from areal_gateway.hub import StatusHub

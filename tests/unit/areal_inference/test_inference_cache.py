@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from areal_inference.kv_cache import KVCache, round_up
-from areal_inference.model_config import ModelConfig
+from areal_inference.model.config import ModelConfig
+from areal_inference.model.kv_cache import KVCache, round_up
 
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",

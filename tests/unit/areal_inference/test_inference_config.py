@@ -8,7 +8,7 @@ import pytest
 
 from areal.errors import ConfigError
 from areal_inference.config import InferenceConfig
-from areal_inference.model_config import ModelConfig
+from areal_inference.model.config import ModelConfig
 from areal_inference.service import Service
 
 

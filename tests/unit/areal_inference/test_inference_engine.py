@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_inference.engine import Engine, EngineError
-from areal_inference.request import Request, SamplingParams
-from areal_inference.scheduler import Scheduler
+from areal_inference.decode.engine import Engine, EngineError
+from areal_inference.decode.request import Request, SamplingParams
+from areal_inference.decode.scheduler import Scheduler
 
 
 class SlowRunner:

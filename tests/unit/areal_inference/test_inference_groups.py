@@ -10,7 +10,7 @@ import pytest
 
 from areal.errors import InvalidInput
 from areal_inference.api import RequestError
-from areal_inference.distributed import refusing
+from areal_inference.http_api.weight_groups import refusing
 
 
 class Connections:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.inference_server import make_model
 
-from areal_inference.kv_cache import KVCache
-from areal_inference.model import Model
-from areal_inference.model_config import ModelConfig, ModelError
-from areal_inference.weights import load_weights
+from areal_inference.model.config import ModelConfig, ModelError
+from areal_inference.model.kv_cache import KVCache
+from areal_inference.model.transformer import Model
+from areal_inference.model.weights import load_weights
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

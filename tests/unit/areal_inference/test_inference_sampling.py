@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from areal_inference.request import SamplingParams
-from areal_inference.sampling import SamplingBatch, _invert, sample, seeded_uniform
+from areal_inference.decode.request import SamplingParams
+from areal_inference.decode.sampling import SamplingBatch, _invert, sample, seeded_uniform
 
 VOCAB = 12
 

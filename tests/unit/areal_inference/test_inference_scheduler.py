@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_inference.request import Request, SamplingParams
-from areal_inference.scheduler import Scheduler
+from areal_inference.decode.request import Request, SamplingParams
+from areal_inference.decode.scheduler import Scheduler
 
 
 def next_token(version: str, sequence: Sequence[int]) -> int:

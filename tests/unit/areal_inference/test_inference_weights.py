@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.inference_server import make_model
 
-from areal_inference.model_config import ModelConfig
-from areal_inference.weights import WeightError, load_weights
+from areal_inference.model.config import ModelConfig
+from areal_inference.model.weights import WeightError, load_weights
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 Tensors = dict[str, torch.Tensor]
@@ -96,7 +96,7 @@ def test_load_when_sharded_then_equal_to_one_file(folder: Path):
 
 def test_checksums_when_loaded_then_are_those_of_the_checkpoint(folder: Path):
     """The digest of each tensor as stored equals that of the file: nothing was permuted away."""
-    from areal.tensor_file import digest_of
+    from areal.weights.safetensors import digest_of
 
     tensors = load_file(folder / "model.safetensors")
     expected = {n: digest_of(t.numpy().tobytes()) for n, t in tensors.items()}

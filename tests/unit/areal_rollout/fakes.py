@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from tests.waiting import until
 
-from areal.clients.buffer_types import Lease
-from areal.engines.sglang import Interrupted
 from areal.errors import LeaseLost
 from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
+from areal.protocol.leases import Lease
 from areal.tokenizer import Tokenizer
 from areal.types import (
     GenerationHyperparameters,
@@ -24,6 +23,7 @@ from areal.types import (
 from areal.workflows.base import RolloutWorkflow, make_trajectory
 from areal_rollout.config import ExecutorConfig
 from areal_rollout.executor import Executor
+from areal_rollout.generation.client import Interrupted
 
 
 def request(prompt=(1, 2), n=6):

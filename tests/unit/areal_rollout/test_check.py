@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from areal.config import GRPOConfig, save_config
+from areal.config.experiment import GRPOConfig, save_config
 from areal.models.tiny import save_tokenizer
 from areal_rollout.check.__main__ import check
 from areal_rollout.check.report import Report

@@ -12,8 +12,8 @@ from tests.unit.areal_rollout.fakes import (
     request,
 )
 
-from areal.clients.buffer_types import ReturnCause
 from areal.errors import Unavailable
+from areal.protocol.leases import ReturnCause
 from areal.types import LLMResponse, StopReason
 from areal.workflows.base import make_trajectory
 from areal_rollout.journal import decode, encode

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tests.unit.areal_rollout.fakes import Rig, group_of_four, lease, one_sample, request
 
-from areal.clients.buffer_types import ReturnCause
-from areal.engines.sglang import GenerationFailed
 from areal.errors import InvalidInput, Unavailable, WaitTimeout, WorkflowError
-from areal.rewards.types import ScoreError, ScoreFailure
+from areal.protocol.leases import ReturnCause
+from areal.protocol.scores import ScoreError, ScoreFailure
 from areal.types import Purpose
 from areal.workflows.base import make_trajectory
+from areal_rollout.generation.client import GenerationFailed
 from areal_rollout.journal import decode
 
 

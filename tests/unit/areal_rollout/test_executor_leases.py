@@ -5,8 +5,8 @@ import time
 
 from tests.unit.areal_rollout.fakes import Rig, lease, one_sample
 
-from areal.clients.buffer_types import ReturnCause
 from areal.errors import CapacityExceeded, InvalidInput, NotFound, Unavailable, WaitTimeout
+from areal.protocol.leases import ReturnCause
 
 
 async def test_executor_when_many_tasks_then_never_more_than_capacity_and_all_end():

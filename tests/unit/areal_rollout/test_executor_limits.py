@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from tests.unit.areal_rollout.fakes import Rig, lease, one_sample, request
 
-from areal.clients.buffer_types import ReturnCause
 from areal.errors import InvalidInput, Unavailable
-from areal.launchers.tags import PROCESS_VARIABLE
+from areal.protocol.leases import ReturnCause
 from areal.types import Purpose
 from areal.workflows.base import make_trajectory
+from areal_launch.processes.descendants import PROCESS_VARIABLE
 from areal_rollout.journal import decode
 from areal_rollout.server import _identity
 

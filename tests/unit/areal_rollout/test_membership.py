@@ -2,9 +2,9 @@ import asyncio
 
 from tests.waiting import until
 
-from areal.engines.server_table import ServerTable
 from areal.errors import Unavailable
-from areal.servers import InferenceServer, ServerChanges, ServerState
+from areal.weights.servers import InferenceServer, ServerChanges, ServerState
+from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.membership import Membership
 
 

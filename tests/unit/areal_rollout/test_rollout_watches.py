@@ -9,8 +9,8 @@ from structlog import get_logger
 from tests.waiting import until
 
 from areal.clients.trainer import TrainerStatus
-from areal.engines.server_table import ServerTable
-from areal.servers import ServerChanges
+from areal.weights.servers import ServerChanges
+from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.load_watch import LoadWatch
 from areal_rollout.membership import Membership
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.config import GRPOConfig
+from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
 from areal_trainer.config import TrainerConfig
 

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from areal.engines.trainer_status import TrainerStatus
+from areal.training.status import TrainerStatus
 from areal_trainer.metrics import TrainerCollector
 
 

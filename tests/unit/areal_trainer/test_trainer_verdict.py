@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal.launchers.processes import python_environment
-from areal.verdict import POD_VERDICT_VARIABLE
+from areal.chassis.bad_input import POD_VERDICT_VARIABLE
+from areal_launch.processes.process import python_environment
 
 
 def test_trainer_when_its_life_before_said_what_must_be_mended_then_it_does_not_try_again(

@@ -13,12 +13,12 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
     publish_folder,
 )
 
-from areal import endless
-from areal.servers import ServerState
-from areal.weights import PolicyVersion
+from areal.chassis import endless
+from areal.weights.manifest import PolicyVersion
+from areal.weights.servers import ServerState
 from areal_weight_sync.config import CoordinatorConfig
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.engine import Fault
+from areal_weight_sync.engine.base import Fault
 
 JOINING, SYNCING, SERVING = ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING
 QUARANTINED = ServerState.QUARANTINED

@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from areal_weight_sync.discovery_kubernetes import addresses
+from areal_weight_sync.discovery.kubernetes import addresses
 
 LOG = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 
 from areal.errors import Unavailable
 from areal_weight_sync.announcer import Announcer
-from areal_weight_sync.engine import EngineError, Fault
+from areal_weight_sync.engine.base import EngineError, Fault
 
 HANGS = EngineError(Fault.TIMEOUT, "/model_info: no answer within 2.0 s")
 

@@ -8,10 +8,10 @@ from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 from tests.unit.areal_weight_sync.weight_sync_fakes import publish_folder
 
 from areal.errors import InvalidInput
-from areal.servers import ServerState
-from areal.transports.broadcast import Offer, Seats
-from areal.weights import PolicyVersion, WeightTensor
-from areal_weight_sync.engine import EngineError, Fault
+from areal.weights.broadcast import Offer, Seats
+from areal.weights.manifest import PolicyVersion, WeightTensor
+from areal.weights.servers import ServerState
+from areal_weight_sync.engine.base import EngineError, Fault
 
 SERVING, QUARANTINED = ServerState.SERVING, ServerState.QUARANTINED
 JOINING = ServerState.JOINING

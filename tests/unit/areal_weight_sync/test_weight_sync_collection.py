@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.unit.areal_weight_sync.coordinator_rig import SERVING, SYNCING, rig_of
 from tests.waiting import until
 
-from areal.weights import version_dir
+from areal.weights.manifest import version_dir
 
 
 async def test_collection_when_a_server_still_loads_a_version_then_that_folder_stays(

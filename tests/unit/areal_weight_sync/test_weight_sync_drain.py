@@ -8,7 +8,7 @@ import pytest
 from tests.unit.areal_weight_sync.coordinator_rig import SERVING, rig_of
 
 from areal.errors import NotFound
-from areal.servers import ServerState
+from areal.weights.servers import ServerState
 
 
 async def test_drain_when_requests_run_then_waits_then_forgets(tmp_path):

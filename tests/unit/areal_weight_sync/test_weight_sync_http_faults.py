@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from tests.unit.areal_weight_sync.coordinator_rig import JOINING, SERVING, rig_of
 
-from areal_weight_sync.engine import EngineError, Fault
-from areal_weight_sync.http_engine import HttpEngine, open_session
+from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.http import HttpEngine, open_session
 
 
 class Server:

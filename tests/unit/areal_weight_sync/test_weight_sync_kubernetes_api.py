@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import asyncio, sys
-from areal_weight_sync.kubernetes_api import ApiError, KubernetesApi
+from areal_weight_sync.discovery.kubernetes_api import ApiError, KubernetesApi
 
 async def call(api):
     for coroutine in (api.slices(), api.patch_condition("pod", {})):

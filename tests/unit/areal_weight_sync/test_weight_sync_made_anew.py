@@ -7,9 +7,9 @@ from tests.unit.areal_weight_sync.test_weight_sync_broadcast import offer, unsto
 from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 from tests.unit.areal_weight_sync.weight_sync_fakes import publish_folder
 
-from areal.servers import ServerState
-from areal.weights import PolicyVersion
-from areal_weight_sync.ports import Snapshot
+from areal.weights.manifest import PolicyVersion
+from areal.weights.servers import ServerState
+from areal_weight_sync.interfaces import Snapshot
 from areal_weight_sync.server_state import ServerRecord
 
 SERVING, JOINING = ServerState.SERVING, ServerState.JOINING

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from areal.transports.broadcast import Offer, Seat
-from areal.weights import PolicyVersion, WeightTensor
-from areal_weight_sync.engine import EngineError, Fault
-from areal_weight_sync.membership import Membership
+from areal.weights.broadcast import Offer, Seat
+from areal.weights.manifest import PolicyVersion, WeightTensor
+from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.broadcast_group import Membership
 
 VERSION = PolicyVersion(3, 1, "/v3", tensors=(WeightTensor("w", (2,), "F32"),))
 

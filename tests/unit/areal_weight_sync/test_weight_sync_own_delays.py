@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeEngine
 
-from areal_weight_sync import probing
-from areal_weight_sync.engine import EngineError, Fault
-from areal_weight_sync.probing import ask_version
+from areal_weight_sync.engine import probing
+from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.probing import ask_version
 
 
 @pytest.mark.parametrize(("late_s", "asked"), [(1000.0, 2), (-1000.0, 5)], ids=["in time", "late"])

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from areal_weight_sync.engine import EngineError, Fault
-from areal_weight_sync.http_engine import HttpEngine, open_session
-from areal_weight_sync.probing import ask_version
+from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.http import HttpEngine, open_session
+from areal_weight_sync.engine.probing import ask_version
 
 ANSWER = b'{"weight_version": "7"}'
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER

@@ -6,8 +6,8 @@ from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 from tests.unit.areal_weight_sync.test_weight_sync_broadcast import REFUSED, offer, unstored
 from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 
-from areal.servers import ServerState
-from areal.transports.broadcast import Offer
+from areal.weights.broadcast import Offer
+from areal.weights.servers import ServerState
 
 SERVING = ServerState.SERVING
 

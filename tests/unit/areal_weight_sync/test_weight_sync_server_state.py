@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from areal.errors import InvalidInput
-from areal.servers import ServerState
-from areal.wire_policy import server_from_pb, server_to_pb
-from areal_weight_sync.http_engine import normalize_url
+from areal.protocol.versions import server_from_pb, server_to_pb
+from areal.weights.servers import ServerState
+from areal_weight_sync.engine.http import normalize_url
 from areal_weight_sync.server_state import TRANSITIONS, ServerRecord
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from tests.unit.areal_weight_sync.coordinator_rig import JOINING, QUARANTINED, SERVING, rig_of
 
-from areal_weight_sync.engine import EngineError, Fault
+from areal_weight_sync.engine.base import EngineError, Fault
 
 
 async def test_probe_when_server_dies_then_quarantined_and_confirmed_without_reload(tmp_path):

@@ -2,7 +2,7 @@
 
 from tests.unit.areal_weight_sync.coordinator_rig import QUARANTINED, SERVING, Rig, rig_of
 
-from areal_weight_sync.engine import EngineError, Fault
+from areal_weight_sync.engine.base import EngineError, Fault
 
 
 async def serving(rig: Rig, *names: str) -> None:

@@ -13,8 +13,8 @@ from tests.unit.areal_weight_sync.coordinator_rig import (
     rig_of,
 )
 
-from areal.servers import ServerState
-from areal_weight_sync.engine import EngineError, Fault
+from areal.weights.servers import ServerState
+from areal_weight_sync.engine.base import EngineError, Fault
 
 
 async def test_newcomer_when_version_0_is_published_then_is_loaded_and_confirmed(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 
 from areal.errors import InvalidInput
-from areal.servers import ServerState
 from areal.v1 import weight_sync_service_pb2 as pb
-from areal_weight_sync.engine import EngineError, Fault
-from areal_weight_sync.http_engine import HttpEngine, normalize_url, open_session
+from areal.weights.servers import ServerState
+from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.http import HttpEngine, normalize_url, open_session
 from areal_weight_sync.servicer import WeightSyncServicer
 
 

@@ -11,8 +11,8 @@ from tests.unit.areal_weight_sync.coordinator_rig import JOINING, SERVING, rig_o
 from tests.unit.areal_weight_sync.weight_sync_fakes import publish_folder
 
 from areal.errors import InvalidInput, StaleIncarnation, WrongStep
-from areal.weights import PolicyVersion
-from areal_weight_sync.ports import Snapshot
+from areal.weights.manifest import PolicyVersion
+from areal_weight_sync.interfaces import Snapshot
 from areal_weight_sync.server_state import ServerRecord
 
 
@@ -119,7 +119,7 @@ async def test_takeover_when_servers_are_at_the_version_then_confirmed_without_r
         engine = rig.engine("a")
         engine.version, engine.weights, engine.boot = "0", "w0", "boot-9"
         engine.paused = True  # the coordinator before died in the middle
-        from areal.weights import build_manifest
+        from areal.weights.manifest import build_manifest
 
         base = build_manifest(rig.model, 0, 0)
         record = ServerRecord("a", "http://a", version=0, boot_id="boot-9")

@@ -12,11 +12,11 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
     write_safetensors,
 )
 
-from areal import weights
 from areal.errors import InvalidInput
-from areal.tensor_file import digest_of
+from areal.protocol.versions import version_from_pb, version_to_pb
 from areal.v1 import policy_pb2
-from areal.weights import (
+from areal.weights import manifest as weights
+from areal.weights.manifest import (
     PolicyVersion,
     WeightTensor,
     build_manifest,
@@ -30,9 +30,9 @@ from areal.weights import (
     version_dir,
     write_manifest,
 )
-from areal.wire_policy import version_from_pb, version_to_pb
-from areal_weight_sync import published
-from areal_weight_sync.published import DigestCache, collect_garbage
+from areal.weights.safetensors import digest_of
+from areal_weight_sync import versions as published
+from areal_weight_sync.versions import DigestCache, collect_garbage
 
 
 def test_manifest_when_built_then_matches_safetensors_and_survives_json_and_proto(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from areal.errors import StaleIncarnation, WrongStep
-from areal.transports.broadcast import Seat
-from areal.weights import (
+from areal.weights.broadcast import Seat
+from areal.weights.manifest import (
     PolicyVersion,
     build_manifest,
     publish_dir,
@@ -19,7 +19,7 @@ from areal.weights import (
     version_dir,
     write_manifest,
 )
-from areal_weight_sync.engine import EngineError, Fault, Fingerprint
+from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
 
 TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,)}
 
@@ -56,7 +56,7 @@ def publish_folder(root: Path, version: int, incarnation: int = 1, **model) -> P
     manifest = build_manifest(staging, version, incarnation)
     write_manifest(manifest, staging)
     publish_dir(staging, final)
-    from areal.weights import read_manifest
+    from areal.weights.manifest import read_manifest
 
     return read_manifest(final)
 

@@ -32,10 +32,10 @@ from areal.clients.base import open_channel
 from areal.clients.buffer import BufferClient
 from areal.clients.hand_ins import CALL_BYTES
 from areal.clients.stores import connect_redis
+from areal.protocol.trajectories import group_to_pb, pack_group
 from areal.security import Security
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb
-from areal.wire import group_to_pb, pack_group
 
 SAMPLES = 4
 # Five arrays of a trajectory: 4 + 1 + 4 + 4 + 4 bytes a token.

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.config_train import RefConfig, TrainEngineConfig
+from areal.chassis.logging import get_logger
+from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import failed_step
-from areal.engines.exchange import gather_json
 from areal.engines.fsdp import checkpoint, hub_names, weights
 from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
 from areal.engines.fsdp.guards import recompute_layers
@@ -51,7 +51,7 @@ from areal.engines.fsdp.setup import (
 )
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, TrainingDiverged, WaitTimeout
-from areal.observability.logging import get_logger
+from areal.training.exchange import gather_json
 
 
 def count_loss_tokens(batch: Batch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from areal.config_train import OptimizerConfig, RefConfig, TrainEngineConfig
+from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines.fsdp.model import PackedCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from areal.engines.fsdp import guards
 from areal.errors import InvalidInput
-from areal.weights import read_tensors, weight_files
+from areal.weights.manifest import read_tensors, weight_files
 
 _INDEX = "model.safetensors.index.json"
 # Files that make the directory servable, beside config and weights.

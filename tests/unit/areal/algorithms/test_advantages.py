@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.algorithms import advantages, packing
-from areal.config_train import NormConfig, PPOActorConfig
+from areal.config.training import NormConfig, PPOActorConfig
 from areal.errors import InvalidInput
 
 

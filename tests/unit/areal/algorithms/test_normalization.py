@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from areal.algorithms import normalization
-from areal.config_train import NormConfig
+from areal.config.training import NormConfig
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 5.0, 7.0, 3.0, 9.0])
 # Uneven, not contiguous, arbitrary labels: {1, 0, 7}, {0, 5}, {3}, {9}.

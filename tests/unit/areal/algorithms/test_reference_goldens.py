@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal.algorithms import advantages, losses, normalization
-from areal.config_train import NormConfig, PPOActorConfig
+from areal.config.training import NormConfig, PPOActorConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 SEEDS = range(4)

@@ -45,7 +45,7 @@ def test_all_of_when_combined_then_needs_every_filter():
     "module",
     [
         "areal.algorithms.sampling_filters",
-        "areal.config_train",
+        "areal.config.training",
         "areal.engines.train_api",
         "areal.models.tiny",
     ],

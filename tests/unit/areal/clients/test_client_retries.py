@@ -11,9 +11,9 @@ from tests.ledger_support import make_group
 
 from areal.clients.buffer import BufferClient, TakeState
 from areal.errors import Unavailable, WaitTimeout
+from areal.protocol.trajectories import pack_group
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import buffer_service_pb2_grpc as pb_grpc
-from areal.wire import pack_group
 
 
 class Flaky(pb_grpc.BufferServiceServicer):

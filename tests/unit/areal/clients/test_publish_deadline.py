@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from areal.clients.weight_sync import WeightSyncClient
-from areal.transports.base import TransportError, patience_s
-from areal.transports.wire import StoreConnection
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from areal.weights import PolicyVersion, WeightFile
+from areal.weights.manifest import PolicyVersion, WeightFile
+from areal.weights.publisher import TransportError, patience_s
+from areal.weights.store_client import StoreConnection
 
 GIB = 1 << 30
 

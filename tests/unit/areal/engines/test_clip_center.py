@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case
 
-from areal.config_train import PPOActorConfig
+from areal.config.training import PPOActorConfig
 from areal.engines.ppo import PPOActor
 from areal.errors import ConfigError
 

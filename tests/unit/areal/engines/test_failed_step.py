@@ -8,7 +8,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
-from areal.config_train import OptimizerConfig, PPOActorConfig
+from areal.config.training import OptimizerConfig, PPOActorConfig
 from areal.engines import failed_step
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor

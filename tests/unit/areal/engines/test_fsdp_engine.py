@@ -14,7 +14,7 @@ from tests.unit.areal.engines.train_fixtures import (
 )
 
 from areal.algorithms import packing
-from areal.config_train import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
+from areal.config.training import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.fsdp.model import logprobs_of
 from areal.engines.fsdp.setup import checkpoints_activations

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.unit.areal.engines.hub_families import FAMILIES, make_family, scatter
 
-from areal.config_train import TrainEngineConfig
+from areal.config.training import TrainEngineConfig
 from areal.engines.fsdp.engine import FSDPEngine
-from areal.engines.publishing import host_tensors
 from areal.errors import InvalidInput
-from areal.transports.base import NewVersion
-from areal.transports.disk import DiskPublisher
-from areal.transports.fallback import FallbackPublisher
-from areal.weights import build_manifest, check_same_tensors
+from areal.training.publishing import host_tensors
+from areal.weights.disk import DiskPublisher
+from areal.weights.fallback import FallbackPublisher
+from areal.weights.manifest import build_manifest, check_same_tensors
+from areal.weights.publisher import NewVersion
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.unit.areal.engines.train_fixtures import make_batch
 
-from areal.config import GRPOConfig
-from areal.config_train import PPOActorConfig
+from areal.config.experiment import GRPOConfig
+from areal.config.training import PPOActorConfig
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.engines.sampling import check_sampling

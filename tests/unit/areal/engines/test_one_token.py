@@ -10,7 +10,7 @@ from tests.unit.areal.engines.train_fixtures import (
 )
 
 from areal.algorithms import packing
-from areal.config_train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.errors import InvalidInput
 

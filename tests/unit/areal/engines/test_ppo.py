@@ -5,7 +5,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import assert_gradients_close, gradients, make_batch
 
 from areal.algorithms import packing
-from areal.config_train import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
+from areal.config.training import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.errors import InvalidInput

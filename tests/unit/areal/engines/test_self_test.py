@@ -6,7 +6,7 @@ import transformers
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
-from areal.config_train import TrainEngineConfig
+from areal.config.training import TrainEngineConfig
 from areal.engines.fsdp.engine import FSDPEngine
 from areal.engines.fsdp.model import PackedCausalLM
 from areal.engines.fsdp.self_test import self_test

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from areal.config_train import OptimizerConfig, TrainEngineConfig
+from areal.config.training import OptimizerConfig, TrainEngineConfig
 from areal.engines.sft import FSDPLMEngine, pack_examples
 from areal.models.tiny import make_tiny_model
 

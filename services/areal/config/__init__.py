@@ -1,0 +1,1 @@
+"""What a run is told: one experiment file, its services, its training."""

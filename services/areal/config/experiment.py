@@ -1,0 +1,374 @@
+"""The experiment file: one schema for recipes, services and launchers.
+
+One YAML holds the whole experiment. `areal run` resolves it once (defaults, file, overrides,
+endpoints) and writes `config.yaml` into the run folder; every service is started with
+`--config` on that file and reads its own section. A recipe may subclass `GRPOConfig` with fields
+of its own; services ignore top-level keys they do not know, recipes and `areal run` refuse them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal.config.server_sources import parse_source
+from areal.config.services import (
+    TRANSPORTS,
+    BufferConfig,
+    CheckpointConfig,
+    DatasetConfig,
+    EndpointsConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    StackConfig,
+    WeightSyncConfig,
+)
+from areal.config.training import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
+from areal.errors import ConfigError
+from areal.models.directory import SERVING_DTYPES
+from areal.security import SecurityConfig, redact
+from areal.types import GenerationHyperparameters
+
+__all__ = [
+    "BaseExperimentConfig",
+    "GRPOConfig",
+    "OptimizerConfig",
+    "PPOActorConfig",
+    "RefConfig",
+    "TrainEngineConfig",
+    "load_expr_config",
+    "load_service_config",
+]
+
+
+@dataclass
+class BaseExperimentConfig:
+    """What every experiment has."""
+
+    experiment_name: str = "experiment"
+    """Groups trials; [a-z0-9-]."""
+    trial_name: str = "trial0"
+    """One run; keys, subjects and the run folder carry both names; [a-z0-9-]."""
+    seed: int = 0
+    """Of everything random in the trainer."""
+    run_root: str = "runs"
+    """The run's files go to run_root/experiment_name/trial_name."""
+    allocation_mode: str = "sglang:d2+fsdp:d1"
+    """Inference servers and trainer ranks; the older `sglang.d2p1t1+d1p1t1` is read too."""
+    recipe: str = ""
+    """The recipe file; set by `areal run`."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stack: StackConfig = field(default_factory=StackConfig)
+    endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.run_root) / self.experiment_name / self.trial_name
+
+    @property
+    def namespace(self) -> str:
+        """`experiment_name/trial_name`: prefix of keys, subjects and metrics labels."""
+        return f"{self.experiment_name}/{self.trial_name}"
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Where tokenizer.json lies."""
+        return Path(self.model.tokenizer_path or self.model.path)
+
+
+@dataclass
+class GRPOConfig(BaseExperimentConfig):
+    """A GRPO/PPO experiment."""
+
+    total_train_steps: int = 100
+    """Train steps of the run."""
+    async_training: bool = True
+    """For the recipe to read: prepare_batch (generation runs ahead) or rollout_batch."""
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    ref: RefConfig | None = None
+    """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null: none."""
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A parsed allocation string."""
+
+    inference_replicas: int
+    trainer_ranks: int
+    inference_gpus: int = 1
+    """Of each inference server: its tensor parallelism."""
+
+
+_TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)\+fsdp:(?P<train>[dpt\d]+)")
+_SEED = re.compile(r"sglang\.(?P<gen>[dpt\d]+)\+(?P<train>[dpt\d]+)")
+
+
+def parse_allocation(text: str) -> Allocation:
+    """Reads `sglang:d12p1t1+fsdp:d4` or `sglang.d12p1t1+d4p1t1`.
+
+    Raises:
+        ConfigError: The string has another form, or asks for pipeline or tensor parallelism,
+            which the trainer does not have.
+    """
+    match = _TODAY.fullmatch(text) or _SEED.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"allocation_mode {text!r}: expected e.g. 'sglang:d2+fsdp:d1' or "
+            f"'sglang.d12p1t1+d4p1t1'"
+        )
+    sizes = {}
+    for part in ("gen", "train"):
+        dims = dict(re.findall(r"([dpt])(\d+)", match[part]))
+        if int(dims.get("d", 0)) < 1:
+            raise ConfigError(f"allocation_mode {text!r}: {match[part]!r} needs d1 or more")
+        if int(dims.get("p", 1)) != 1 or (part == "train" and int(dims.get("t", 1)) != 1):
+            raise ConfigError(
+                f"allocation_mode {text!r}: {match[part]!r} asks for pipeline or trainer tensor "
+                f"parallelism; only data parallelism is supported there"
+            )
+        sizes[part] = int(dims["d"])
+    tensor = re.search(r"t(\d+)", match["gen"])
+    return Allocation(
+        inference_replicas=sizes["gen"],
+        trainer_ranks=sizes["train"],
+        inference_gpus=max(1, int(tensor[1])) if tensor else 1,
+    )
+
+
+def known_keys(schema: type) -> list[str]:
+    """All dotted keys of a config dataclass."""
+    keys: list[str] = []
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        keys.append(item.name)
+        options = [hints[item.name], *get_args(hints[item.name])]
+        for option in options:
+            if is_dataclass(option):
+                keys += [f"{item.name}.{sub}" for sub in known_keys(cast("type", option))]
+    return keys
+
+
+def _explain(error: Exception, schema: type, source: str) -> ConfigError:
+    """Turns OmegaConf's error into one line with a nearest-name hint."""
+    key = str(getattr(error, "full_key", "") or "")
+    first = str(getattr(error, "msg", "") or error).split("\n", maxsplit=1)[0].strip()
+    keys = known_keys(schema)
+    if key and key not in keys:
+        section, _, leaf = key.rpartition(".")
+        trained = {item.name for item in fields(TrainEngineConfig)}
+        if leaf in trained and f"{section}.offload" in keys:
+            return ConfigError(
+                f"{source}: unknown key {key!r}: {section} is frozen, only actor is trained"
+            )
+        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+        if not near:  # the right leaf in the wrong section
+            leaf = key.rsplit(".", maxsplit=1)[-1]
+            near = [k for k in keys if k.rsplit(".", maxsplit=1)[-1] == leaf][:1]
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return ConfigError(redact(f"{source}: unknown key {key!r}{hint}"))
+    return ConfigError(redact(f"{source}: {key + ': ' if key else ''}{first}"))
+
+
+def _merge(base: DictConfig, extra: Any, schema: type, source: str) -> DictConfig:
+    try:
+        return cast("DictConfig", OmegaConf.merge(base, extra))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise _explain(error, schema, source) from None
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist")
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as error:  # yaml and OmegaConf raise unrelated classes
+        line = " ".join(str(error).split())
+        raise ConfigError(f"config file {str(path)!r}: not YAML: {line}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"config file {str(path)!r}: expected a mapping at the top")
+    return loaded
+
+
+def build_config(
+    schema: type[ConfigT], file: Path | None, overrides: list[str] | None = None
+) -> ConfigT:
+    """Defaults, then the file, then `key=value` overrides; strict about unknown keys.
+
+    Raises:
+        ConfigError: One line naming the key, the value and what was expected.
+    """
+    config = OmegaConf.structured(schema)
+    if file is not None:
+        config = _merge(config, _read_yaml(file), schema, str(file))
+    for override in overrides or []:
+        if "=" not in override or override.startswith("-"):
+            raise ConfigError(f"override {override!r}: expected key=value")
+        try:
+            parsed = OmegaConf.from_dotlist([override])
+        except Exception as error:  # the dotlist parser raises many classes
+            raise ConfigError(f"override {override!r}: {str(error).splitlines()[0]}") from None
+        config = _merge(config, parsed, schema, f"override {override!r}")
+    result = cast("ConfigT", OmegaConf.to_object(config))
+    validate(result)
+    return result
+
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def validate(config: BaseExperimentConfig) -> None:
+    """Checks what types cannot say; raises ConfigError."""
+    for key in ("experiment_name", "trial_name"):
+        if not _NAME.fullmatch(getattr(config, key)):
+            raise ConfigError(
+                f"{key} {getattr(config, key)!r}: expected lower-case letters, digits and dashes"
+            )
+    parse_allocation(config.allocation_mode)
+    for entry in config.endpoints.inference:
+        parse_source(entry)
+    choices = {
+        "model.dtype": SERVING_DTYPES,
+        "weight_sync.transport": TRANSPORTS,
+        "weight_sync.encoding": ("full", "delta"),
+        "weight_sync.interrupt": ("in_place", "retract", "abort"),
+        "checkpoint.recover": ("auto", "never"),
+    }
+    for key, allowed in choices.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value not in allowed:
+            raise ConfigError(f"{key} {value!r}: expected one of {', '.join(allowed)}")
+    if config.weight_sync.transport == "distributed" and config.weight_sync.max_unavailable:
+        raise ConfigError(
+            f"weight_sync.max_unavailable {config.weight_sync.max_unavailable}: expected 0 with "
+            "transport distributed, which reaches all servers at once"
+        )
+    minimum = {
+        "rollout.max_head_offpolicyness": 0,
+        "rollout.max_concurrent_rollouts": 1,
+        "rollout.max_attempts": 1,
+        "rollout.max_failure_ratio": 0,
+        "reward.workers": 1,
+        "reward.memory_mb": 64,
+        "checkpoint.freq_steps": 0,
+        "checkpoint.keep": 1,
+        "stack.rollout_workers": 1,
+        "stack.gateway_port": 0,
+        "stack.gpus_per_node": 0,
+        "stack.ranks_per_node": 0,
+        "weight_sync.keep_versions": 2,
+        "weight_sync.max_unavailable": 0,
+    }
+    maximum = {"rollout.max_failure_ratio": 1}
+    for key, least in minimum.items():
+        section, name = key.split(".")
+        value, most = getattr(getattr(config, section), name), maximum.get(key, math.inf)
+        if not least <= value <= most:
+            limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
+            raise ConfigError(f"{key} {value}: expected {limits}")
+    if isinstance(config, GRPOConfig):
+        if config.train_dataset.batch_size < 1:
+            raise ConfigError(
+                f"train_dataset.batch_size {config.train_dataset.batch_size}: expected 1 or more"
+            )
+        if config.gconfig.n_samples < 1:
+            raise ConfigError(f"gconfig.n_samples {config.gconfig.n_samples}: expected 1 or more")
+        _check_temperature(config)
+
+
+def _check_temperature(config: GRPOConfig) -> None:
+    gconfig, own = config.gconfig, config.actor.temperature
+    if gconfig.greedy or gconfig.temperature <= 0:
+        key, value = ("greedy", True) if gconfig.greedy else ("temperature", gconfig.temperature)
+        raise ConfigError(
+            f"gconfig.{key} {value}: expected a temperature > 0, since greedy answers have no "
+            "probability to weigh them with (an evaluation has its own GenerationHyperparameters)"
+        )
+    if own is not None and own != gconfig.temperature:
+        raise ConfigError(
+            f"actor.temperature {own}: expected that of the sampler, gconfig.temperature "
+            f"{gconfig.temperature} (or null, which is that): importance weights compare logprobs "
+            "at one temperature"
+        )
+
+
+def cautions(config: BaseExperimentConfig) -> list[str]:
+    """What is allowed, and may not be what was meant: a line each."""
+    if not isinstance(config, GRPOConfig):
+        return []
+    gconfig = config.gconfig
+    limits = [f"top_p {gconfig.top_p}"] if gconfig.top_p < 1 else []
+    limits += [f"top_k {gconfig.top_k}"] if gconfig.top_k > 0 else []
+    return [
+        f"gconfig.{limit}: answers are drawn from a truncated distribution, but their logprobs "
+        "(the sampler's and the trainer's) are those of the whole one: importance weights do not "
+        "see the truncation; top_p=1 and top_k=-1 train on what is sampled"
+        for limit in limits
+    ]
+
+
+def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, str]:
+    """Reads `[--config FILE] [key=value …]`, as a recipe's `main(argv)` gets it.
+
+    Returns:
+        The config object and the path of the file it came from ("" if none).
+
+    Raises:
+        ConfigError: One line naming the key, the value and what was expected.
+    """
+    arguments = list(argv)
+    file = ""
+    if "--config" in arguments:
+        at = arguments.index("--config")
+        if at + 1 >= len(arguments):
+            raise ConfigError("--config: expected a file name after it")
+        file = arguments[at + 1]
+        del arguments[at : at + 2]
+    return build_config(schema, Path(file) if file else None, arguments), file
+
+
+def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOConfig:
+    """The experiment file as a service sees it: top-level keys of the recipe are ignored."""
+    loaded = _read_yaml(file)
+    known = {item.name for item in fields(GRPOConfig)}
+    for key in [k for k in loaded if k not in known]:
+        del loaded[key]
+    config = _merge(OmegaConf.structured(GRPOConfig), loaded, GRPOConfig, str(file))
+    for override in overrides or []:
+        config = _merge(
+            config, OmegaConf.from_dotlist([override]), GRPOConfig, f"override {override!r}"
+        )
+    result = cast("GRPOConfig", OmegaConf.to_object(config))
+    validate(result)
+    return result
+
+
+def as_yaml(config: BaseExperimentConfig) -> str:
+    """The resolved experiment file."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def save_config(config: BaseExperimentConfig, file: Path) -> None:
+    """Writes the resolved experiment file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(as_yaml(config))

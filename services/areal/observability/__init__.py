@@ -1,1 +1,0 @@
-"""Logging, metrics and tracing shared by all services."""

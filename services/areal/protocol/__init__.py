@@ -1,0 +1,1 @@
+"""What crosses the wire: messages to and from our types."""

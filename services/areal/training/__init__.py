@@ -1,0 +1,1 @@
+"""What a trainer process does around its engine: sessions, checkpoints, publishing, status."""

@@ -1,0 +1,162 @@
+"""Writing a checkpoint beside training: the step that it follows pays for a copy, no more.
+
+    snapshot ──> written, by every rank ──> sealed, by rank 0 ──> committed, at the end of a step
+    (copy of     (threads)                  (a thread: digests,   (all ranks agree that it is whole;
+     the state)                              fsync, rename)        that thread tells the ledger
+                                                                   beside the next step)
+
+| state      | consumes      | waits for                  | unblocked by                       |
+|------------|---------------|----------------------------|------------------------------------|
+| pending    | memory, disk  | the writing threads        | they end, or CHECKPOINT_TIMEOUT_S  |
+| committing | nothing       | the ledger                 | its answer, or the call's deadline |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal import errors
+from areal.chassis.logging import get_logger
+from areal.chassis.waits import Wait
+from areal.training.checkpoints import CheckpointFolder
+from areal.training.ranks import Ranks
+
+CHECKPOINT_TIMEOUT_S = 600.0
+
+
+class Checkpointable(Protocol):
+    """What is asked of the actor."""
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Snapshots now, writes in the background; the future ends when this rank is done."""
+
+
+@dataclass
+class _Pending:
+    step: int
+    directory: Path
+    written: Future[None]
+    extra: dict[str, Any]
+    sealed: Future[Path] | None = None
+    """On rank 0: done when the checkpoint is whole and visible."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def future(self) -> Future[Any]:
+        """What this rank has to wait for."""
+        return self.sealed or self.written
+
+    def result(self, timeout: float) -> None:
+        """Raises what went wrong; WaitTimeout when this wait, or that of its thread, passed."""
+        try:
+            self.future.result(timeout)
+        except TimeoutError:
+            raise errors.WaitTimeout(
+                f"checkpoint of step {self.step}",
+                on=str(self.directory),
+                since=self.since,
+                hint="is the disk full or away?",
+            ) from None
+
+
+class CheckpointWriter:
+    """At most one checkpoint in the making; all methods but `waits` and `close` are collective."""
+
+    def __init__(
+        self, ranks: Ranks, folder: CheckpointFolder, commit: Callable[[int], None]
+    ) -> None:
+        """`commit(step)` tells the ledger, on rank 0."""
+        self.actor: Checkpointable | None = None
+        self.last_step = 0
+        """Of the newest checkpoint begun or resumed from."""
+        self._ranks = ranks
+        self._folder = folder
+        self._commit = commit
+        self._pending: _Pending | None = None
+        self._committing: Future[None] | None = None
+        """On every rank while rank 0 tells the ledger; elsewhere it says nothing more."""
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="areal-checkpoint")
+        self._log = get_logger("areal.training.checkpoint_writer")
+
+    def snapshot(self, step: int, incarnation: int, extra: Callable[[], dict[str, Any]]) -> None:
+        """Copies the state of a step, unless saved already; threads write the copy.
+
+        Args:
+            step: Finished steps.
+            incarnation: Of this trainer.
+            extra: What the checkpoint carries beside tensors; called on every rank.
+        """
+        if self.actor is None or step == self.last_step:
+            return
+        self.settle(wait=True)
+        directory = Path(self._ranks.on_rank0(lambda: str(self._folder.begin(step, incarnation))))
+        written = self.actor.save_checkpoint(directory)
+        self._pending = _Pending(step, directory, written, extra())
+        self.last_step = step
+
+    def seal(self) -> None:
+        """Lets rank 0's thread finish the checkpoint as soon as all ranks have written it.
+
+        Rank 0's own part ends last: it gathers the others' and writes the list of all.
+        """
+        pending = self._pending
+        if pending is None or self._ranks.rank != 0 or pending.sealed is not None:
+            return
+
+        def finish() -> Path:
+            pending.written.result(CHECKPOINT_TIMEOUT_S)
+            return self._folder.finish(pending.directory, pending.extra)
+
+        pending.sealed = self._sealer.submit(finish)
+
+    def settle(self, *, wait: bool) -> None:
+        """Begins to commit the pending checkpoint once it is whole.
+
+        Args:
+            wait: Until it is whole, and committed.
+        """
+        self._end_commit()
+        pending = self._pending
+        if pending is None:
+            return
+        if wait:
+            pending.result(CHECKPOINT_TIMEOUT_S)
+        if not self._ranks.all_ranks(pending.future.done()):
+            return
+        pending.result(0.0)
+        self._pending = None
+        self._committing = Future()
+        if self._ranks.rank == 0:
+            self._committing = self._sealer.submit(self._finish, pending)
+        if wait:
+            self._end_commit()
+
+    def _end_commit(self) -> None:
+        """Every rank hears what came of the commit under way."""
+        committing, self._committing = self._committing, None
+        if committing is not None:
+            self._ranks.on_rank0(committing.result)
+
+    def _finish(self, pending: _Pending) -> None:
+        self._commit(pending.step)
+        self._log.info(
+            "checkpoint_committed",
+            step=pending.step,
+            path=str(pending.future.result()),
+            seconds=round(time.monotonic() - pending.since, 3),
+        )
+
+    def waits(self) -> Iterator[Wait]:
+        """A checkpoint that is being written, for the watchdog."""
+        if (pending := self._pending) is not None:
+            seconds = time.monotonic() - pending.since
+            yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")
+
+    def close(self) -> None:
+        """What is not sealed stays half-written."""
+        self._sealer.shutdown(wait=False, cancel_futures=True)

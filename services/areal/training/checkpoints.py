@@ -1,0 +1,137 @@
+"""Which checkpoints exist, which one to resume from, which to delete. No torch here.
+
+A checkpoint is a folder `step_<k>-inc_<i>` with a `done.json` written last. It is made as
+`.tmp-step_<k>-inc_<i>` and renamed when every rank has finished, so a folder with the final name
+is whole; `done.json` lists the files with size and digest, so one that was damaged later is
+noticed.
+
+Folders above the step from which a later incarnation resumed belong to a lost branch: `newest`
+ignores them (design rule: a resume never jumps onto weights the ledger has replaced).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal.chassis.logging import get_logger
+
+_NAME = re.compile(r"step_(\d+)-inc_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One finished checkpoint."""
+
+    step: int
+    incarnation: int
+    path: Path
+    extra: dict[str, Any]
+    """What the trainer stored beside the tensors: ledger step, dataset cursor, …"""
+
+
+class CheckpointFolder:
+    """The `checkpoints/` folder of a run."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root = root
+        self.keep = keep
+        self._log = get_logger("areal.training.checkpoints")
+
+    def begin(self, step: int, incarnation: int) -> Path:
+        """An empty temporary folder for a new checkpoint."""
+        path = self.root / f".tmp-step_{step}-inc_{incarnation}"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def finish(self, temporary: Path, extra: dict[str, Any]) -> Path:
+        """Makes a written checkpoint durable and visible, then deletes surplus ones.
+
+        Returns:
+            Its final path.
+        """
+        files = sorted(p for p in temporary.rglob("*") if p.is_file())
+        done = {
+            "files": {str(p.relative_to(temporary)): _describe(p) for p in files},
+            "extra": extra,
+        }
+        (temporary / "done.json").write_text(json.dumps(done, indent=1))
+        for path in [*files, temporary / "done.json", temporary]:
+            _fsync(path)
+        final = self.root / temporary.name.removeprefix(".tmp-")
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _fsync(self.root)
+        for surplus in self.list()[: -self.keep]:
+            shutil.rmtree(surplus.path, ignore_errors=True)
+        return final
+
+    def list(self) -> list[Checkpoint]:
+        """Valid checkpoints of the live branch, oldest first; damaged ones are named in the log."""
+        if not self.root.is_dir():
+            return []
+        found: list[Checkpoint] = []
+        for path in self.root.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            extra = self._valid(path)
+            if extra is not None:
+                found.append(Checkpoint(int(match[1]), int(match[2]), path, extra))
+        # An incarnation that resumed from step r makes everything above r of earlier ones void.
+        live: list[Checkpoint] = []
+        for candidate in found:
+            later = [
+                c.extra.get("resumed_from", 0)
+                for c in found
+                if c.incarnation > candidate.incarnation
+            ]
+            if all(candidate.step <= resumed_from for resumed_from in later):
+                live.append(candidate)
+        return sorted(live, key=lambda c: (c.step, c.incarnation))
+
+    def newest(self) -> Checkpoint | None:
+        """The one to resume from, read whole to be sure of it; None for a fresh start."""
+        return next((c for c in reversed(self.list()) if self._valid(c.path, read=True)), None)
+
+    def clean(self) -> None:
+        """Removes what crashes left half-written; only when no other trainer writes here."""
+        for path in self.root.glob(".tmp-*"):
+            self._log.info("half_written_checkpoint_removed", path=str(path))
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _valid(self, path: Path, *, read: bool = False) -> dict[str, Any] | None:
+        """Its `extra` if every file is there, with its size and, when `read`, its digest."""
+        try:
+            done = json.loads((path / "done.json").read_text())
+            for name, expected in done["files"].items():
+                size = (path / name).stat().st_size
+                if size != expected["size"]:
+                    raise ValueError(f"{name} has {size} bytes, expected {expected['size']}")
+                if read and _describe(path / name) != expected:
+                    raise ValueError(f"{name} is not what was written: its sha256 differs")
+            return dict(done["extra"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._log.warning("checkpoint_skipped", path=str(path), cause=str(error))
+            return None
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

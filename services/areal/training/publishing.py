@@ -1,0 +1,77 @@
+"""From the trainer's tensors to a published version, by the configured transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal.config.experiment import BaseExperimentConfig
+from areal.config.services import transport_order
+from areal.security import Security
+from areal.types import WeightUpdateMeta
+from areal.weights.broadcast import Offer, Seats
+from areal.weights.chain import DeltaChain
+from areal.weights.disk import DiskPublisher
+from areal.weights.fallback import FallbackPublisher
+from areal.weights.manifest import PolicyVersion
+from areal.weights.publisher import Publisher
+from areal.weights.safetensors import HostTensor
+from areal.weights.stream import StreamPublisher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UPLOAD_TIMEOUT_S = 60.0
+"""Each wait on the weight store's socket."""
+
+
+def make_publisher(
+    config: BaseExperimentConfig,
+    security: Security,
+    meta: WeightUpdateMeta,
+    offer: Callable[[PolicyVersion, Offer], Seats],
+) -> Publisher:
+    """The transports in the order that `meta`, or the experiment, asks for.
+
+    Args:
+        config: The experiment.
+        security: For the weight store.
+        meta: What the recipe asks for.
+        offer: Tells weight-sync of a broadcast.
+    """
+    own = config.weight_sync
+    root = Path(meta.path or own.path or config.run_dir / "weights").resolve()
+    chain = DeltaChain() if own.encoding == "delta" else None
+    ways: dict[str, Publisher] = {
+        "disk": DiskPublisher(root, chain=chain),
+        "stream": StreamPublisher(
+            config.endpoints.weight_store, security.headers(), UPLOAD_TIMEOUT_S, chain=chain
+        ),
+    }
+    kind = meta.type or own.transport
+    stored = FallbackPublisher([ways[name] for name in transport_order(kind)])
+    if kind != "distributed":
+        return stored
+    from areal.weights.distributed import DistributedPublisher
+
+    return DistributedPublisher(stored, offer, root, config.endpoints.weight_sync)
+
+
+def host_tensors(tensors: Iterable[tuple[str, Tensor]]) -> tuple[HostTensor, ...]:
+    """CPU tensors as bytes; shares their memory."""
+    import torch
+
+    names = {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+    }  # fmt: skip
+    return tuple(
+        HostTensor(
+            name,
+            tuple(tensor.shape),
+            names[tensor.dtype],
+            tensor.contiguous().view(-1).view(torch.uint8).numpy().data,
+        )
+        for name, tensor in tensors
+    )

@@ -1,0 +1,97 @@
+"""The files a trainer leaves in the run folder (rank 0 writes them).
+
+metrics.jsonl   one row per finished step
+batches.jsonl   which tasks each step was given, by incarnation; only ever appended to
+trainer.json    free-form results: name -> value (held-out accuracy, …)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal.training.status import Evaluation
+
+MEASURED_AT = "measured_at_step"
+"""The result that tells of each evaluation, by name, which step's policy it measured."""
+
+
+class RunFiles:
+    """The files of one run."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        """Opens the files; rows above `resume_step` belong to lost steps and are dropped."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = run_dir / "metrics.jsonl"
+        self._batches = run_dir / "batches.jsonl"
+        self._results = run_dir / "trainer.json"
+        self.rows = [row for row in self._read_rows() if row["step"] <= resume_step]
+        write_atomically(self._metrics, b"".join(orjson.dumps(row) + b"\n" for row in self.rows))
+        self.results: dict[str, Any] = (
+            json.loads(self._results.read_text()) if self._results.exists() else {}
+        )
+
+        _end_last_line(self._batches)
+
+    def _read_rows(self) -> list[dict[str, Any]]:
+        if not self._metrics.exists():
+            return []
+        rows = []
+        for line in self._metrics.read_bytes().splitlines():
+            try:
+                rows.append(orjson.loads(line))
+            except orjson.JSONDecodeError:  # cut off by a crash while it was written
+                break
+        return rows
+
+    def evaluations(self) -> list[Evaluation]:
+        """The last one of each name, in the order of their steps."""
+        steps = self.results.get(MEASURED_AT) or {}
+        known = [
+            Evaluation(name, int(step), float(self.results[name])) for name, step in steps.items()
+        ]
+        return sorted(known, key=lambda evaluation: evaluation.step)
+
+    def append_row(self, row: dict[str, Any]) -> None:
+        """Adds the row of a finished step."""
+        self.rows.append(row)
+        with self._metrics.open("ab") as file:
+            file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def append_batch(
+        self, *, step: int, incarnation: int, replay: bool, task_ids: Sequence[str]
+    ) -> None:
+        """Says which tasks a step was given, before it trains on them.
+
+        Rows of lost steps stay: a step that is done again must be given the same tasks.
+        """
+        row = {"step": step, "incarnation": incarnation, "replay": replay, "task_ids": task_ids}
+        with self._batches.open("ab") as file:
+            file.write(orjson.dumps(row) + b"\n")
+
+    def record(self, name: str, value: Any) -> None:
+        """Sets one result."""
+        self.results[name] = value
+        write_atomically(self._results, json.dumps(self.results, indent=2).encode())
+
+
+def _end_last_line(path: Path) -> None:
+    """A line that a crash cut off must not spoil the next one."""
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes beside the target, flushes to disk, renames: readers see all or nothing."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

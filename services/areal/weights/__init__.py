@@ -1,0 +1,16 @@
+"""How a policy version's bytes travel. No torch here.
+
+    trainer                              weight-sync                       inference server
+    ───────                              ───────────                       ────────────────
+    disk    folder on a volume  ───────────────────────── path ──────────> reads the folder
+    stream  upload, once  ──HTTP──> weight store ──────HTTP, ranges──────> pulls into parameters
+                                          └──────────> sidecar ──folder──> an unmodified SGLang
+    distributed  broadcast ─────────── process group ────────────────────> its parameters
+
+The first two give the same thing: a published folder with a manifest. `disk` writes it where every
+server mounts it; `stream` leaves it with weight-sync's store, which serves every version it has, so
+a server that cannot see the folder pulls it instead. `delta` is an encoding of both: the trainer
+writes or sends what changed, weight-sync makes the whole file of it, and who holds the version
+before reads the delta only. `distributed` reaches those who serve while one of the two stores the
+version: see `broadcast`, `distributed`.
+"""

@@ -1,0 +1,103 @@
+"""What both ends of a broadcast agree on. No torch here.
+
+    trainer                    weight-sync                       inference servers
+    ───────                    ───────────                       ─────────────────
+    offer(version, address) ──> seats those that serve ──join──> rank 1, 2, …
+    rank 0, joins               (SGLang's endpoints)   ──names─> receive
+    broadcasts every tensor, in the order of the manifest ─────>
+
+Tensors travel one by one in that order, so each end may divide them into buckets as it likes. The
+group stays for the next version while the same servers serve; any failure ends it, and the next
+version gets a new one, of those that serve then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from areal.errors import InvalidInput
+from areal.weights.manifest import WeightTensor
+from areal.weights.publisher import patience_s
+
+JOIN_S = 10.0
+"""The trainer waits so long for every member; then it goes another way. Members wait a little
+longer: the trainer's end tells them, and only a member that is stuck misses its own deadline."""
+MEMBER_JOIN_S = 12.0
+MEMBER_ANSWER_S = 15.0
+BUCKET_BYTES = 512 << 20
+"""What SGLang is told to receive at once: it allocates that much beside its weights."""
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""torch's names, as SGLang's requests want them."""
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where a trainer will broadcast a version from.
+
+    Example:
+        >>> Offer("10.0.0.3", 41873, "gloo", group="")
+    """
+
+    address: str
+    port: int
+    """Of the rendezvous; nobody connects when the group is kept."""
+    backend: str
+    """gloo or nccl."""
+    group: str = ""
+    """The group that its last broadcast left intact; empty: none."""
+
+
+@dataclass(frozen=True)
+class Seats:
+    """What weight-sync makes of an offer.
+
+    Example:
+        >>> Seats("areal-7f3a91", world_size=3)
+    """
+
+    group: str
+    """The offered one when it is kept, else a new name."""
+    world_size: int
+    """With the trainer; 0: nobody takes part."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One server's place in a group."""
+
+    offer: Offer
+    group: str
+    rank: int
+    world_size: int
+
+
+def buckets(tensors: Iterable[WeightTensor]) -> Iterator[list[WeightTensor]]:
+    """Runs of tensors of at most `BUCKET_BYTES`, or of one; raises InvalidInput for odd dtypes."""
+    bucket: list[WeightTensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise InvalidInput(
+                f"tensor {tensor.name} has dtype {tensor.dtype}, expected one of {sorted(DTYPES)}"
+            )
+        own = _size_of(tensor)
+        if bucket and size + own > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += own
+    if bucket:
+        yield bucket
+
+
+def bucket_s(bucket: Sequence[WeightTensor]) -> float:
+    """How long each end waits for a bucket, once all have joined."""
+    return patience_s(sum(map(_size_of, bucket)))
+
+
+def _size_of(tensor: WeightTensor) -> int:
+    return math.prod(tensor.shape) * _BYTES[tensor.dtype]

@@ -1,0 +1,166 @@
+"""`distributed`: the trainer's rank 0 broadcasts a version to the servers, and stores it meanwhile.
+
+    publish ──> offer to weight-sync ──> seats?
+                  │ some                    │ none: store, announce
+                  v                         v
+       thread: join, broadcast        main: store, announce
+                  └────────── both have ended, by their deadlines ──────────┘
+
+The servers that serve get the weights from this process's memory, before anything is written.
+Newcomers, and whoever the broadcast did not reach, read what was stored. A broadcast that fails
+costs its deadline at most and never the version; the next one is tried with a new group, of the
+servers that serve then.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from areal.chassis.logging import get_logger
+from areal.errors import ArealError
+from areal.weights.broadcast import DTYPES, JOIN_S, Offer, Seats, bucket_s, buckets
+from areal.weights.manifest import PolicyVersion, WeightTensor, assemble_manifest
+from areal.weights.process_group import ProcessGroup, address_towards
+from areal.weights.publisher import NewVersion, Publisher, TransportError, in_threads
+from areal.weights.safetensors import HostTensor, digest_of
+
+_GIVE_UP_AFTER = 3
+_GRACE_S = 5.0
+
+
+class DistributedPublisher:
+    """See `base.Publisher`."""
+
+    name = "distributed"
+
+    def __init__(
+        self,
+        stored: Publisher,
+        offer: Callable[[PolicyVersion, Offer], Seats],
+        root: Path,
+        weight_sync: str,
+    ) -> None:
+        """Broadcasts beside another publisher.
+
+        Args:
+            stored: Keeps every version.
+            offer: Tells weight-sync; it answers who takes part.
+            root: Folder that versions are named below.
+            weight_sync: Its host:port: servers reach this process by the address on that way.
+        """
+        self._stored = stored
+        self._offer = offer
+        self._root = root
+        host, _, port = weight_sync.rpartition(":")
+        self._towards = host.strip("[]"), int(port)
+        self._backend = "nccl" if torch.cuda.is_available() else "gloo"
+        self._group: tuple[str, ProcessGroup] | None = None
+        self._failures = 0
+        self._log = get_logger("areal.weights.distributed")
+
+    def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
+        """Broadcasts and stores at once; returns when both have ended."""
+        if self._failures >= _GIVE_UP_AFTER:
+            return self._stored.publish(new, announce)
+        manifest, ended = self._describe(new), queue.SimpleQueue[str]()
+        try:
+            parts = list(buckets(manifest.tensors))
+            listener = self._listen()
+        except ArealError as error:
+            self._failed(new.version, str(error))
+            return self._stored.publish(new, announce)
+        with listener:
+            host, port = listener.getsockname()[:2]
+            group = self._group[0] if self._group else ""
+            seats = self._offer(manifest, Offer(host, port, self._backend, group))
+            if seats.world_size:
+                work = threading.Thread(
+                    target=lambda: ended.put(self._send(new, parts, seats, listener)),
+                    name="broadcast",
+                    daemon=True,  # nothing but its deadlines ends it
+                )
+                work.start()
+            try:
+                return self._stored.publish(new, announce)
+            finally:
+                if seats.world_size:
+                    self._settle(new.version, ended, JOIN_S + sum(map(bucket_s, parts)) + _GRACE_S)
+
+    def _listen(self) -> socket.socket:
+        try:
+            address = address_towards(*self._towards)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, 0), family=family)
+        except OSError as error:
+            where = "{}:{}".format(*self._towards)
+            raise TransportError(f"endpoints.weight_sync {where}: {error}") from None
+
+    def _describe(self, new: NewVersion) -> PolicyVersion:
+        """The manifest of a version without files."""
+        digests = in_threads(lambda tensor: digest_of(tensor.data), new.tensors)
+        tensors = [
+            WeightTensor(t.name, t.shape, t.dtype, digest)
+            for t, digest in zip(new.tensors, digests, strict=True)
+        ]
+        whole = assemble_manifest(new.model, new.version, new.incarnation, [], tensors)
+        return replace(whole, files=(), path=str(self._root / new.name))
+
+    def _send(
+        self,
+        new: NewVersion,
+        parts: Sequence[Sequence[WeightTensor]],
+        seats: Seats,
+        listener: socket.socket,
+    ) -> str:
+        """Why it failed; empty: it did not."""
+        held, self._group = self._group, None
+        tensors = {tensor.name: tensor for tensor in new.tensors}
+        try:
+            if held is None or held[0] != seats.group:
+                held = None  # its connections close before the next are made
+                group = ProcessGroup.lead(
+                    listener, seats.world_size, seats.group, self._backend, JOIN_S
+                )
+            else:
+                group = held[1]
+            for part in parts:
+                sent = [_tensor(tensors[tensor.name], group.device) for tensor in part]
+                group.broadcast(sent, bucket_s(part))
+        except Exception as error:  # whatever it is, the trainer waits for this answer
+            return str(error) or type(error).__name__
+        self._group = seats.group, group
+        return ""
+
+    def _settle(self, version: int, ended: queue.SimpleQueue[str], deadline: float) -> None:
+        try:
+            cause = ended.get(timeout=deadline)
+        except queue.Empty:
+            cause = f"the broadcast has not ended within {deadline:.0f} s, and is left alone"
+            self._failures = _GIVE_UP_AFTER
+        if cause:
+            self._failed(version, cause)
+        else:
+            self._failures = 0
+
+    def _failed(self, version: int, cause: str) -> None:
+        self._failures += 1
+        self._log.warning(
+            "transport_fell_back",
+            version=version,
+            to=self._stored.name,
+            cause=f"distributed: {cause}"[:500],
+            given_up=self._failures >= _GIVE_UP_AFTER,
+        )
+
+
+def _tensor(host: HostTensor, device: torch.device) -> torch.Tensor:
+    """The tensor over its bytes, on the device that the group's backend wants."""
+    dtype: torch.dtype = getattr(torch, DTYPES[host.dtype])
+    return torch.frombuffer(host.data, dtype=dtype).view(host.shape).to(device)

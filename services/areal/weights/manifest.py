@@ -1,0 +1,389 @@
+"""A policy version on disk: its folder, its manifest, and how both are checked. No torch here.
+
+    trainer                                              weight-sync
+    ───────                                              ───────────
+    staging_dir() ── save_file, copy config ──>
+    build_manifest() ── write_manifest() ──>
+    publish_dir(staging, final)  (atomic rename)  ──>  DigestCache.verify(folder, manifest)
+                                                       check_same_tensors(manifest, version 0)
+
+    <weights_root>/v00000012-inc3/{model.safetensors, config.json, tokenizer.json, …, manifest.json}
+
+Published weights are not fsynced: they can be made again from the checkpoint, and a file torn by a
+power loss fails its digest. Syncing 500 MB would cost more than writing them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from areal.errors import InvalidInput
+from areal.weights.safetensors import digest_of, file_digest, read_layout, tensor_digests
+
+MANIFEST = "manifest.json"
+# The ledger orders groups by version and submission in one double: 21 bits are left for versions.
+MAX_POLICY_VERSION = 2**21
+_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SPARE = ".spare"
+"""A retired folder whose files the next version may overwrite."""
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_HEADS = frozenset(("lm_head.weight", "embed_out.weight"))
+_FOLDER = re.compile(r"v(\d{8,})-inc(\d+)")
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One file of a version.
+
+    Example:
+        >>> WeightFile("model.safetensors", 5_312_648, "9f86d081884c7d65…")
+    """
+
+    name: str
+    """Relative to the version's folder; no directories."""
+    size_bytes: int
+    digest: str
+    """xxh3-128, hex; see `tensor_file`."""
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """One tensor, as the safetensors header names it.
+
+    Example:
+        >>> WeightTensor("model.norm.weight", (128,), "F32")
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name: F32, BF16, F16, F64."""
+    digest: str = ""
+    """xxh3-128 of its bytes, hex."""
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """What changed since an earlier version; see `transports.delta`.
+
+    Example:
+        >>> DeltaFile(base="v00000011-inc3", base_digest="9f86…", size_bytes=31_204, digest="41a0…")
+    """
+
+    base: str
+    """Folder name of the version it starts from."""
+    base_digest: str
+    """`PolicyVersion.digest` of it."""
+    size_bytes: int
+    digest: str
+    """xxh3-128 of the file, hex."""
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    """One published set of weights, with its manifest.
+
+    Example:
+        >>> PolicyVersion(version=12, incarnation=3, path="runs/a/b/weights/v00000012-inc3")
+    """
+
+    version: int
+    """Finished train steps; 0 = initial weights."""
+    incarnation: int
+    """Of the trainer that published it; 0 for the configured model."""
+    path: str
+    """A Hugging Face model directory that every inference server can read."""
+    files: tuple[WeightFile, ...] = ()
+    tensors: tuple[WeightTensor, ...] = ()
+    delta: DeltaFile | None = None
+    """Beside the files, or instead of those that can be made from it."""
+    publish_time: float = field(default=0.0, compare=False)
+    """Unix seconds."""
+
+    @property
+    def name(self) -> str:
+        """What servers are told as `weight_version`."""
+        return str(self.version)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what servers compute with: every tensor's name, type, shape and bytes."""
+        lines = sorted(f"{t.name} {t.dtype} {t.shape} {t.digest}\n" for t in self.tensors)
+        return digest_of("".join(lines).encode())
+
+    @property
+    def stored(self) -> bool:
+        """Whether it has files; one that is being broadcast has none yet."""
+        return bool(self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def version_dir(root: Path, version: int, incarnation: int) -> Path:
+    """Where a version is published."""
+    return root / version_name(version, incarnation)
+
+
+def version_name(version: int, incarnation: int) -> str:
+    """Of a published folder; `parse_version_dir` reads it back."""
+    return f"v{version:08d}-inc{incarnation}"
+
+
+def staging_dir(root: Path, version: int, incarnation: int) -> Path:
+    """Where a version is written before it is published: same volume, so the rename is atomic."""
+    return root / f".staging-v{version:08d}-inc{incarnation}"
+
+
+def parse_version_dir(name: str) -> tuple[int, int] | None:
+    """(version, incarnation) of a published folder's name; None for anything else."""
+    match = _FOLDER.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model directory, by its index where it has one.
+
+    Raises:
+        InvalidInput: There is none, or the index is not a mapping to files of this folder.
+    """
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            raise InvalidInput(f"{folder}: no {SINGLE_FILE} and no {_INDEX}")
+        return [folder / SINGLE_FILE]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise InvalidInput(f"{index}: expected a JSON object with a weight_map") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InvalidInput(f"{index}: shard {name!r} is not a file of this folder")
+    return [folder / name for name in names]
+
+
+def read_tensors(file: Path) -> list[WeightTensor]:
+    """The tensor list in a safetensors header; checks that the file holds all their bytes.
+
+    Raises:
+        InvalidInput: Not safetensors, an unknown dtype, or a truncated or padded file.
+    """
+    return [WeightTensor(p.name, p.shape, p.dtype) for p in read_layout(file).places]
+
+
+def build_manifest(folder: Path, version: int, incarnation: int) -> PolicyVersion:
+    """Reads headers and digests of everything a server loads from a folder.
+
+    Files that do not change what a server computes (tokenizer, README) are left out, and so are
+    tensors that follow from others: a tied output head, rotary frequencies.
+
+    Args:
+        folder: A Hugging Face model directory.
+        version: Finished train steps.
+        incarnation: The trainer's.
+
+    Raises:
+        InvalidInput: The folder is not a complete model.
+    """
+    shards = weight_files(folder)
+    digests: dict[str, str] = {}
+    files, tensors = [], list[WeightTensor]()
+    for shard in shards:
+        layout = read_layout(shard)
+        found = tensor_digests(shard, layout)
+        twice = digests.keys() & found.keys()
+        if twice:
+            raise InvalidInput(f"{shard}: tensor {min(twice)} is in two files")
+        digests.update(found)
+        tensors += [WeightTensor(p.name, p.shape, p.dtype, found[p.name]) for p in layout.places]
+        files.append(WeightFile(shard.name, layout.size_bytes, layout.file_digest(found)))
+    return assemble_manifest(folder, version, incarnation, files, tensors)
+
+
+def assemble_manifest(
+    folder: Path,
+    version: int,
+    incarnation: int,
+    weight_files: Sequence[WeightFile],
+    tensors: Sequence[WeightTensor],
+) -> PolicyVersion:
+    """The manifest of a folder whose safetensors files are described already.
+
+    Raises:
+        InvalidInput: Its config.json or its index cannot be read.
+    """
+    second = _second_names(folder, tensors)
+    small = [folder / "config.json"]
+    if (folder / _INDEX).is_file():
+        small.append(folder / _INDEX)
+    described = [WeightFile(f.name, f.stat().st_size, file_digest(f)) for f in small]
+    return PolicyVersion(
+        version=version,
+        incarnation=incarnation,
+        path=str(folder),
+        files=(described[0], *weight_files, *described[1:]),
+        tensors=tuple(
+            tensor
+            for tensor in sorted(tensors, key=lambda t: t.name)
+            if not tensor.name.endswith("rotary_emb.inv_freq") and tensor.name not in second
+        ),
+        publish_time=time.time(),
+    )
+
+
+def _second_names(folder: Path, tensors: Sequence[WeightTensor]) -> set[str]:
+    """Output heads that are the embedding: some directories list a tied tensor under both names.
+
+    Hugging Face's default differs by family, and older configs leave it out: then a head is tied if
+    it has the digest of another tensor.
+    """
+    file = folder / "config.json"
+    try:
+        tied = json.loads(file.read_bytes()).get("tie_word_embeddings")
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+    except (ValueError, AttributeError) as error:
+        raise InvalidInput(f"{file}: expected a JSON object ({error})") from None
+    heads = {tensor.name: tensor for tensor in tensors if tensor.name in _HEADS}
+    if tied is not None:
+        return set(heads) if tied else set()
+    others = {(t.shape, t.digest) for t in tensors if t.name not in heads}
+    return {name for name, head in heads.items() if (head.shape, head.digest) in others}
+
+
+def to_json(version: PolicyVersion) -> str:
+    """One line of JSON; `from_json` reads it back."""
+    return json.dumps(asdict(version), separators=(",", ":"))
+
+
+def from_json(text: str | bytes) -> PolicyVersion:
+    """Reads what `to_json` wrote; raises InvalidInput."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+        files = tuple(
+            WeightFile(str(f["name"]), int(f["size_bytes"]), str(f["digest"])) for f in raw["files"]
+        )
+        tensors = tuple(
+            WeightTensor(
+                str(t["name"]),
+                tuple(int(n) for n in t["shape"]),
+                str(t["dtype"]),
+                str(t.get("digest", "")),
+            )
+            for t in raw["tensors"]
+        )
+        delta = raw.get("delta")
+        return PolicyVersion(
+            version=int(raw["version"]),
+            incarnation=int(raw["incarnation"]),
+            path=str(raw["path"]),
+            files=files,
+            tensors=tensors,
+            delta=DeltaFile(
+                str(delta["base"]),
+                str(delta["base_digest"]),
+                int(delta["size_bytes"]),
+                str(delta["digest"]),
+            )
+            if delta
+            else None,
+            publish_time=float(raw["publish_time"]),
+        )
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise InvalidInput(f"manifest: expected a policy version in JSON ({error!r})") from None
+
+
+def write_manifest(manifest: PolicyVersion, folder: Path) -> None:
+    """Writes `manifest.json` into a (staging) folder."""
+    (folder / MANIFEST).write_text(to_json(manifest))
+
+
+def read_manifest(folder: Path) -> PolicyVersion:
+    """Reads a published folder's `manifest.json`; `path` is where it was found.
+
+    Raises:
+        InvalidInput: Missing or not a manifest.
+    """
+    file = folder / MANIFEST
+    try:
+        manifest = from_json(file.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}") from None
+    return at_path(manifest, folder)
+
+
+def stored_versions(root: Path) -> list[PolicyVersion]:
+    """Every published version below `root`, oldest first; one without a manifest is left out."""
+    found = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        if parse_version_dir(folder.name) and (folder / MANIFEST).is_file():
+            found.append(read_manifest(folder))
+    return sorted(found, key=lambda version: (version.version, version.incarnation))
+
+
+def at_path(manifest: PolicyVersion, folder: Path) -> PolicyVersion:
+    """The same manifest, found in `folder`."""
+    return replace(manifest, path=str(folder))
+
+
+def publish_dir(staging: Path, final: Path) -> None:
+    """Makes a finished folder visible under its final name, atomically.
+
+    Publishing the same content again (a trainer that restarted between rename and announcement)
+    succeeds and drops the staging folder.
+
+    Raises:
+        InvalidInput: `final` exists with other content, or `staging` has no manifest.
+    """
+    wanted = read_manifest(staging)
+    if final.exists():
+        if read_manifest(final).files != wanted.files:
+            raise InvalidInput(f"{final}: exists with other content")
+        shutil.rmtree(staging)
+        return
+    staging.rename(final)
+
+
+def check_same_tensors(manifest: PolicyVersion, base: PolicyVersion) -> None:
+    """Names and shapes must be version 0's: a server ignores unknown names and dies of shapes.
+
+    A dtype may be another one of the same kind: servers convert floats.
+
+    Raises:
+        InvalidInput: Names the first tensor that is missing, unknown, of another shape or kind.
+    """
+    have = {t.name: t for t in manifest.tensors}
+    want = {t.name: t for t in base.tensors}
+    for name, wanted in want.items():
+        if name not in have:
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} is missing, expected "
+                f"{list(wanted.shape)} as in version {base.version}"
+            )
+        found = have[name]
+        if found.shape != wanted.shape:
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} has shape {list(found.shape)}, "
+                f"expected {list(wanted.shape)} as in version {base.version}"
+            )
+        if (found.dtype in _FLOATS) != (wanted.dtype in _FLOATS):
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} has dtype {found.dtype}, "
+                f"expected one like {wanted.dtype} as in version {base.version}"
+            )
+    for name in have:
+        if name not in want:
+            raise InvalidInput(
+                f"version {manifest.version}: tensor {name} is unknown to version {base.version}"
+            )

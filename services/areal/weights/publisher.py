@@ -1,0 +1,124 @@
+"""What the trainer's side of every transport is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from areal.errors import ArealError
+from areal.weights.manifest import (
+    SINGLE_FILE,
+    PolicyVersion,
+    WeightFile,
+    WeightTensor,
+    assemble_manifest,
+    version_name,
+)
+from areal.weights.safetensors import HostTensor, Layout, digest_of, plan_layout
+
+# What a server may read beside the weights.
+_COMPANIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_MAX_THREADS = 4
+_LEAST_S = 30.0
+_SLOWEST_BYTES_PER_S = 64 << 20
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class TransportError(ArealError):
+    """A version could not be carried this way; the message says why. Another way may do."""
+
+
+@dataclass(frozen=True)
+class NewVersion:
+    """What a trainer publishes, in its memory.
+
+    Example:
+        >>> NewVersion(12, 3, (HostTensor("model.norm.weight", (128,), "F32", view),), model_dir)
+    """
+
+    version: int
+    """Finished train steps."""
+    incarnation: int
+    tensors: tuple[HostTensor, ...]
+    model: Path
+    """Directory that config and tokenizer are copied from."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return version_name(self.version, self.incarnation)
+
+
+class Publisher(Protocol):
+    """Brings a version to where servers can get it."""
+
+    name: str
+
+    def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
+        """Carries the bytes, then announces the version; blocking.
+
+        Raises:
+            TransportError: It cannot be done this way.
+            ArealError: `announce` was refused for another reason.
+        """
+
+
+def patience_s(size_bytes: int) -> float:
+    """How long to wait for so many bytes to be carried, or read and hashed, before giving up.
+
+    30 s, and a second for each 64 MiB: slower than any volume or network that training can live
+    with.
+    """
+    return _LEAST_S + size_bytes / _SLOWEST_BYTES_PER_S
+
+
+def companions(model: Path) -> Iterator[Path]:
+    """Configuration and tokenizer files of a model directory."""
+    for pattern in _COMPANIONS:
+        for file in sorted(model.glob(pattern)):
+            if not file.name.endswith(".index.json") and file.name != "manifest.json":
+                yield file
+
+
+def describe(new: NewVersion, folder: Path) -> tuple[PolicyVersion, Layout]:
+    """The manifest of a version in memory, and its file's layout; `folder` has its config.json."""
+    layout = plan_layout(new.tensors)
+    by_name = {tensor.name: tensor for tensor in new.tensors}
+    names = [place.name for place in layout.places]
+    digests = in_threads(lambda name: digest_of(by_name[name].data), names)
+    return manifest_of(new, folder, layout, dict(zip(names, digests, strict=True))), layout
+
+
+def manifest_of(
+    new: NewVersion, folder: Path, layout: Layout, digests: Mapping[str, str]
+) -> PolicyVersion:
+    """The manifest, from the tensors' digests by name."""
+    return assemble_manifest(
+        folder,
+        new.version,
+        new.incarnation,
+        [WeightFile(SINGLE_FILE, layout.size_bytes, layout.file_digest(digests))],
+        [WeightTensor(p.name, p.shape, p.dtype, digests[p.name]) for p in layout.places],
+    )
+
+
+def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """`[work(item) for item in items]`, a few at a time: hashing and copying free the interpreter.
+
+    As many threads as this process may use cores, at most four: memory is no faster with more.
+    """
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "weights") as pool:
+        return list(pool.map(work, items))
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of it; one call of the system writes 2 GiB at most."""
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,89 @@
+"""Inference servers as weight-sync knows them, and the state of the current version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal.weights.manifest import PolicyVersion
+
+
+class ServerState(StrEnum):
+    """An inference server's place in life."""
+
+    JOINING = "joining"
+    """Known; not yet at a version that was confirmed."""
+    SYNCING = "syncing"
+    """Weights are being updated and requests should go elsewhere."""
+    SERVING = "serving"
+    """Takes traffic at `version` (or is within moments of a newer one)."""
+    DRAINING = "draining"
+    """Takes no new traffic; leaves when empty or past its deadline."""
+    QUARANTINED = "quarantined"
+    """Failed a probe or an update; retried with backoff, takes no traffic."""
+
+
+@dataclass(frozen=True)
+class InferenceServer:
+    """One server.
+
+    Example:
+        >>> InferenceServer("127.0.0.1:30000", "http://127.0.0.1:30000", ServerState.SERVING, 12)
+    """
+
+    server_id: str
+    """host:port of the url."""
+    url: str
+    state: ServerState = ServerState.JOINING
+    version: int = -1
+    """Confirmed policy version; -1 before the first."""
+    cause: str = ""
+    """Why it is quarantined, or the last error."""
+    since: float = 0.0
+    """Unix seconds when it entered the state."""
+    aborted_requests: int = 0
+    """Requests that updates aborted (paused ones do not count)."""
+
+
+@dataclass(frozen=True)
+class ServerChanges:
+    """An answer to "which servers have changed since?"."""
+
+    servers: tuple[InferenceServer, ...]
+    """Those that have; with `whole` all."""
+    gone: tuple[str, ...] = ()
+    """Ids of servers that are known no longer."""
+    whole: bool = True
+    """Servers that are not in `servers` are known no longer."""
+    as_of: str = ""
+    """To ask with the next time."""
+
+
+@dataclass(frozen=True)
+class SyncStatus:
+    """Where the current version is, over all servers."""
+
+    current: PolicyVersion | None
+    """None until version 0 is published. From a watch it carries neither files nor tensors:
+    those are in `manifest.json` of its path."""
+    confirmed_servers: int = 0
+    """SERVING at the current version."""
+    servers: int = 0
+    """All that are not draining."""
+    confirmed_version: int = -1
+    """Highest version that at least one server has confirmed in this trial."""
+    updates: int = 0
+    """Versions published by the trainer, over the trial."""
+    update_seconds_mean: float = 0.0
+    """From pause to continue, per update of a server that was serving."""
+    aborted_requests: int = 0
+    """By updates, over the trial."""
+    draining: int = 0
+    """Take no new traffic and leave when they are empty."""
+    unstored: bool = False
+    """The current version is only in servers' memory yet."""
+
+    @property
+    def current_version(self) -> int:
+        """-1 before version 0."""
+        return -1 if self.current is None else self.current.version

@@ -1,0 +1,103 @@
+"""Beside an unmodified SGLang: pulls versions into a memory-backed folder that it then loads.
+
+    weight-sync ── POST /stage_weights {"model_path": http://store/versions/NAME} ──> sidecar
+                <─ {"success": true, "model_path": "/dev/shm/areal-weights/NAME"} ──┘
+    weight-sync ── pause, POST /update_weights_from_disk {"model_path": …} ──> SGLang
+
+One sidecar serves all engines of its host (or pod), which must see its folder. It is what
+areal-inference does itself, so weight-sync asks both the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from aiohttp import web
+
+from areal.chassis.http_connections import IDLE_S
+from areal.chassis.logging import configure_logging, get_logger
+from areal.errors import ArealError
+from areal.security import UNAUTHENTICATED, Security, SecurityConfig
+from areal.weights.pull import pull_version
+
+_MAX_BODY_BYTES = 64 << 10
+
+
+class Sidecar:
+    """The HTTP application; one pull at a time, repeated requests for one version share it."""
+
+    def __init__(self, folder: Path, security: Security) -> None:
+        """Keeps the two newest versions below `folder`."""
+        self._folder = folder
+        self._security = security
+        self._pulling = asyncio.Lock()
+        self._log = get_logger("areal.weights.sidecar")
+
+    def app(self) -> web.Application:
+        """Its routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.add_routes([web.post("/stage_weights", self._stage), web.get("/healthz", self._health)])
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"service": "sidecar", "serving": True})
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        if why := self._security.foreign(request.headers.get):
+            return _answer(why, 403)
+        if not self._security.admits(request.headers.get("Authorization")):
+            return _answer(UNAUTHENTICATED, 401)
+        try:
+            source = json.loads(await request.read())["model_path"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            source = None
+        if not isinstance(source, str):
+            return _answer('body: expected {"model_path": "http://host:port/versions/NAME"}', 400)
+        async with self._pulling:
+            try:
+                version = await asyncio.to_thread(
+                    pull_version, source, self._security.headers(), self._folder
+                )
+            except ArealError as error:
+                self._log.warning("pull_failed", source=source, cause=str(error))
+                return _answer(str(error), 400)
+        return web.json_response({"success": True, "message": "", "model_path": version.path})
+
+
+def _answer(message: str, status: int) -> web.Response:
+    return web.json_response({"success": False, "message": message}, status=status)
+
+
+def run(
+    listen: Annotated[str, typer.Option(help="host:port.")] = "127.0.0.1:30900",
+    folder: Annotated[Path, typer.Option(help="Where versions go.")] = Path(
+        "/dev/shm/areal-weights"  # noqa: S108 - memory, and it may be shared on purpose
+    ),
+    token_file: Annotated[str, typer.Option(help="Bearer token; default: AREAL_TOKEN.")] = "",
+    allow_insecure_bind: Annotated[
+        bool, typer.Option(help="Listen where others reach it, without a token.")
+    ] = False,
+) -> None:
+    """Serves until a signal."""
+    configure_logging("sidecar", "")
+    security = Security.load(
+        SecurityConfig(token_file=token_file, allow_insecure_bind=allow_insecure_bind)
+    )
+    host, _, port = listen.rpartition(":")
+    security.check_bind(host, "--listen")
+    web.run_app(
+        Sidecar(folder, security).app(),
+        host=host,
+        port=int(port),
+        access_log=None,
+        print=None,
+        keepalive_timeout=IDLE_S,  # of those that say nothing at all, too
+    )
+
+
+if __name__ == "__main__":
+    typer.run(run)

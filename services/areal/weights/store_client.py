@@ -1,0 +1,185 @@
+"""The weight store's HTTP, as its clients see it: blocking calls for the trainer and the puller.
+
+Bodies go from the caller's memory to the socket and from the socket into the caller's memory; no
+call holds one whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from areal.errors import InvalidInput
+from areal.weights.manifest import MANIFEST, PolicyVersion, WeightFile, from_json
+from areal.weights.publisher import TransportError, patience_s
+from areal.weights.safetensors import digest_of
+
+DIGEST_HEADER = "Areal-Digest"
+CHUNK_BYTES = 32 << 20
+MAX_CHUNK_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 64 << 20
+_MAX_ERROR_BYTES = 4096
+_BLOCK_BYTES = 1 << 20
+
+
+class StoreConnection:
+    """One connection to a weight store; not for several threads at once.
+
+    Example:
+        >>> with StoreConnection("http://10.0.0.7:8500", headers, timeout=30.0) as store:
+        ...     store.manifest("v00000012-inc3")
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
+        """Connects on first use.
+
+        Args:
+            url: http://host:port.
+            headers: The bearer token.
+            timeout: Seconds for each wait on the socket.
+        """
+        try:
+            parts = urlsplit(url)
+            if parts.scheme != "http" or not parts.hostname:
+                raise ValueError
+            self._http = http.client.HTTPConnection(
+                parts.hostname, parts.port or 80, timeout=timeout, blocksize=_BLOCK_BYTES
+            )
+        except (ValueError, http.client.InvalidURL):
+            raise InvalidInput(f"weight store {url[:200]!r}: expected http://host:port") from None
+        self.url = f"http://{parts.netloc}"
+        self._headers = dict(headers)
+        self._timeout = timeout
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection; the next call opens another."""
+        self._http.close()
+
+    def manifest(self, name: str) -> PolicyVersion:
+        """What a version consists of."""
+        response = self._send("GET", f"/versions/{name}/{MANIFEST}")
+        return from_json(self._body(response, MAX_MANIFEST_BYTES))
+
+    def companions(self, name: str) -> list[WeightFile]:
+        """Tokenizer and configuration files beside a version's weights."""
+        response = self._send("GET", f"/versions/{name}")
+        try:
+            entries = json.loads(self._body(response, MAX_MANIFEST_BYTES))["files"]
+            return [
+                WeightFile(str(e["name"]), int(e["size_bytes"]), str(e["digest"])) for e in entries
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"weight store {self.url}: {name}: {error!r}") from None
+
+    def begin(self, name: str, manifest: str) -> None:
+        """Announces an upload."""
+        self._body(self._send("POST", f"/versions/{name}", manifest.encode()), _MAX_ERROR_BYTES)
+
+    def put(self, name: str, file: str, data: memoryview, offset: int, total: int) -> None:
+        """Stores one chunk of a file."""
+        headers = {
+            "Content-Range": f"bytes {offset}-{offset + data.nbytes - 1}/{total}",
+            DIGEST_HEADER: digest_of(data),
+        }
+        response = self._send("PUT", f"/versions/{name}/{file}", data, headers)
+        self._body(response, _MAX_ERROR_BYTES)
+
+    def commit(self, name: str, size_bytes: int = 0) -> str:
+        """Ends an upload of so many bytes, which the store now hashes.
+
+        Returns:
+            The folder's path at the store.
+        """
+        response = self._send("POST", f"/versions/{name}/commit", b"", wait=patience_s(size_bytes))
+        answer: dict[str, Any] = json.loads(self._body(response, _MAX_ERROR_BYTES))
+        return str(answer["path"])
+
+    def read_into(self, name: str, file: str, offset: int, target: memoryview) -> None:
+        """Fills `target` with the bytes of a file from `offset` on.
+
+        Raises:
+            TransportError: The store is away, refuses, or sends fewer or other bytes than asked.
+        """
+        if not target.nbytes:
+            return
+        asked = f"bytes={offset}-{offset + target.nbytes - 1}"
+        response = self._send("GET", f"/versions/{name}/{file}", None, {"Range": asked})
+        given = response.getheader("Content-Range", "")
+        if response.status != 206 or not given.startswith(asked.replace("=", " ") + "/"):
+            self._http.close()
+            raise TransportError(
+                f"{self.url}: {name}/{file}: asked for {asked}, was given "
+                f"HTTP {response.status} {given!r:.80}"
+            )
+        filled = 0
+        since = time.monotonic()
+        try:
+            while filled < target.nbytes:
+                count = response.readinto(target[filled:])
+                if not count:
+                    raise http.client.IncompleteRead(b"", target.nbytes - filled)
+                filled += count
+        except (OSError, http.client.HTTPException) as error:
+            self._http.close()
+            raise TransportError(
+                f"{self.url}: {name}/{file}: {filled} of {target.nbytes} bytes after "
+                f"{time.monotonic() - since:.1f} s: {error or type(error).__name__}"
+            ) from None
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | memoryview | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        wait: float = 0.0,
+    ) -> http.client.HTTPResponse:
+        try:
+            self._http.request(method, path, body, {**self._headers, **(headers or {})})
+            self._http.sock.settimeout(max(wait, self._timeout))
+            response = self._http.getresponse()
+            if self._http.sock is not None:  # else it ends with this answer
+                self._http.sock.settimeout(self._timeout)
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # a host may be no name
+            self._http.close()
+            raise TransportError(
+                f"weight store {self.url}: {error or type(error).__name__}"
+            ) from None
+        if response.status >= 300:
+            text = response.read(_MAX_ERROR_BYTES).decode(errors="replace")
+            self._http.close()
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["error"]
+            raise TransportError(f"weight store {self.url}: HTTP {response.status}: {text}")
+        return response
+
+    def _body(self, response: http.client.HTTPResponse, limit: int) -> bytes:
+        try:
+            body = response.read(limit + 1)
+        except (OSError, http.client.HTTPException) as error:
+            self._http.close()
+            raise TransportError(f"weight store {self.url}: {error}") from None
+        if len(body) > limit:
+            self._http.close()
+            raise TransportError(f"weight store {self.url}: an answer of over {limit} bytes")
+        return body

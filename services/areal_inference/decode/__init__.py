@@ -1,0 +1,1 @@
+"""From requests to tokens: scheduler, runner, sampling."""

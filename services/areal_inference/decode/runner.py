@@ -1,0 +1,132 @@
+"""Runs the model for the scheduler: padded prefill, decode steps, the KV cache's size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from areal_inference.decode.request import Request
+from areal_inference.decode.sampling import SamplingBatch, sample
+from areal_inference.model.kv_cache import KVCache, round_up
+from areal_inference.model.transformer import Model
+from areal_inference.model.weights import Weights
+
+_LOGITS_ROWS = 256
+"""Prompt positions whose logits exist at once: bounds the memory of input logprobs."""
+
+
+class ModelRunner:
+    """`scheduler.Runner` on a real model.
+
+    Args:
+        model: the decoder.
+        cache: its KV cache.
+        max_total_tokens: most rows x row length the cache may grow to.
+        max_prefill_tokens: most tokens (padding included) of one prefill call.
+        seed: of the sampler; None: from the operating system.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        *,
+        max_total_tokens: int,
+        max_prefill_tokens: int,
+        seed: int | None,
+    ):
+        self.model = model
+        self.cache = cache
+        self.max_total_tokens = max_total_tokens
+        self._max_prefill_tokens = max_prefill_tokens
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._sampling = SamplingBatch([])
+
+    def fits(self, rows: int, length: int) -> bool:
+        """A single row always fits: a request longer than the cache was refused on arrival."""
+        return rows == 1 or rows * round_up(length) <= self.max_total_tokens
+
+    def reserve(self, rows: int, length: int) -> None:
+        """See `KVCache.reserve`."""
+        self.cache.reserve(rows, length, self.max_total_tokens)
+
+    def share(self, source: int, targets: list[int], length: int) -> None:
+        """See `KVCache.share`."""
+        self.cache.share(source, targets, length)
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """See `KVCache.move`."""
+        self.cache.move(sources, targets, length)
+
+    def clear(self, row: int) -> None:
+        """See `KVCache.clear`."""
+        self.cache.clear(row)
+
+    def load(self, weights: Weights) -> None:
+        """Use other weights from the next call on."""
+        self.model.weights = weights
+
+    def reset(self) -> None:
+        """Give the cache's memory back."""
+        self.cache.reset()
+
+    def prefill(self, requests: Sequence[Request]) -> None:
+        """Fill each request's row from its prompt and output so far, without the last token."""
+        for group in _similar_lengths(requests, self._max_prefill_tokens):
+            sequences = [(r.input_ids + r.output_ids)[:-1] for r in group]
+            width = max(len(ids) for ids in sequences)
+            hidden = None
+            if width:
+                padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
+                hidden = self.model.prefill(self.cache, [r.row for r in group], padded)
+            for index, request in enumerate(group):
+                if request.logprob_start >= 0 and request.input_logprobs is None:
+                    row = hidden[index] if hidden is not None else None
+                    request.input_logprobs = self._input_logprobs(request, row)
+
+    def _input_logprobs(self, request: Request, hidden: torch.Tensor | None) -> list[float]:
+        """Raw logprobs of the prompt's tokens after logprob_start, a slice of logits at a time."""
+        targets = torch.tensor(request.input_ids[request.logprob_start + 1 :], dtype=torch.int64)
+        found: list[float] = []
+        if hidden is not None and len(targets):
+            at = hidden[request.logprob_start : request.logprob_start + len(targets)]
+            parts = zip(
+                torch.split(at, _LOGITS_ROWS), torch.split(targets, _LOGITS_ROWS), strict=True
+            )
+            for part, ids in parts:
+                logprobs = torch.log_softmax(self.model.logits(part), dim=-1)
+                found += logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
+        return found
+
+    def decode(
+        self, requests: Sequence[Request], *, changed: bool
+    ) -> tuple[list[int], list[float]]:
+        """Next token and its logprob of each request (request i is in row i)."""
+        if changed:
+            self._sampling = SamplingBatch([r.params for r in requests])
+        last = [r.output_ids[-1] if r.output_ids else r.input_ids[-1] for r in requests]
+        positions = [r.length - 1 for r in requests]
+        span = min(round_up(max(positions) + 1), self.cache.length)
+        logits = self.model.decode(self.cache, torch.tensor(last), torch.tensor(positions), span)
+        generated = [len(r.output_ids) for r in requests]
+        tokens, logprobs = sample(logits, self._sampling, generated, self._generator)
+        return tokens.tolist(), logprobs.tolist()
+
+
+def _similar_lengths(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:
+    """Groups for one padded call each: bounded in size, at most half padding."""
+    group: list[Request] = []
+    for request in sorted(requests, key=lambda r: r.length, reverse=True):
+        if group and (
+            2 * request.length < group[0].length or (len(group) + 1) * group[0].length > max_tokens
+        ):
+            yield group
+            group = []
+        group.append(request)
+    if group:
+        yield group

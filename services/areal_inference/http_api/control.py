@@ -1,0 +1,333 @@
+"""Control endpoints: pause, continue, abort, flush, weights and their version."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route as StarletteRoute
+
+from areal.errors import InvalidInput
+from areal.weights.publisher import TransportError
+from areal_inference.api import RequestError, SchemaError
+from areal_inference.decode.scheduler import PAUSE_MODES, Scheduler
+from areal_inference.http_api.requests import COMMON, guarded, json_response, read_object
+from areal_inference.http_api.weight_groups import RECEIVE, GroupRoutes, Groups, MemorySource, done
+from areal_inference.service import Service
+
+if TYPE_CHECKING:
+    from areal_inference.model.sources import Source
+    from areal_inference.model.weights import Weights
+
+_MAX_FLUSH_WAIT_S = 3600.0
+_PAUSE = {**COMMON, "mode": str}
+_CONTINUE = {**COMMON, "torch_empty_cache": bool}
+_ABORT = {
+    "rid": str,
+    "http_worker_ipc": object,
+    "abort_all": bool,
+    "finished_reason": object,
+    "abort_message": str,
+    "weight_versions": object,
+}
+_UPDATE = {
+    **COMMON,
+    "model_path": str,
+    "load_format": str,
+    "abort_all_requests": bool,
+    "weight_version": str,
+    "is_async": bool,
+    "torch_empty_cache": bool,
+    "keep_pause": bool,
+    "recapture_cuda_graph": bool,
+    "token_step": int,
+    "flush_cache": bool,
+    "manifest": dict,
+}
+_STAGE: dict[str, type] = {"model_path": str, **RECEIVE}
+_VERSION = {**COMMON, "new_version": str, "abort_all_requests": bool}
+_CHECKER = {
+    **COMMON,
+    "action": str,
+    "allow_quant_error": bool,
+    "skip_tensor_list": list,
+    "selector": str,
+}
+
+
+def control_routes(service: Service, headers: Mapping[str, str]) -> list[StarletteRoute]:
+    """All control endpoints of a service; `headers` are what a weight store asks for."""
+    control = _Control(service, headers)
+    groups = GroupRoutes(control.groups, service, control.adopt)
+    return [
+        StarletteRoute(path, guarded(handler), methods=methods)
+        for path, handler, methods in (
+            ("/pause_generation", control.pause, ["POST"]),
+            ("/continue_generation", control.resume, ["POST"]),
+            ("/abort_request", control.abort, ["POST"]),
+            ("/flush_cache", control.flush, ["GET", "POST"]),
+            ("/stage_weights", control.stage, ["POST"]),
+            ("/update_weights_from_disk", control.update_from_disk, ["POST"]),
+            ("/init_weights_update_group", groups.join_group, ["POST"]),
+            ("/destroy_weights_update_group", groups.leave_group, ["POST"]),
+            ("/begin_weight_update", groups.begin_update, ["POST"]),
+            ("/update_weights_from_distributed", groups.receive, ["POST"]),
+            ("/end_weight_update", groups.end_update, ["POST"]),
+            ("/update_weight_version", control.update_version, ["POST"]),
+            ("/weights_checker", control.check_weights, ["POST"]),
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights read ahead of their use."""
+
+    stamp: tuple[Any, ...]
+    """What the folder was when it was read; see `folder_stamp`."""
+    weights: Weights
+
+
+def folder_stamp(location: str) -> tuple[Any, ...]:
+    """Differs when a file of the folder was replaced; what is no folder has one too."""
+    try:
+        with os.scandir(location) as entries:
+            files = sorted((e.name, e.stat().st_ino, e.stat().st_mtime_ns) for e in entries)
+    except OSError:
+        files = []
+    return (location, *files)
+
+
+class _Control:
+    def __init__(self, service: Service, headers: Mapping[str, str]):
+        self._service = service
+        self._headers = headers
+        self._timeout = service.config.command_timeout_s
+        self._staged: Staged | None = None
+        self._spare: Weights | None = None  # the set before the current one: the next load fills it
+        self.groups = Groups(service.model)
+
+    async def pause(self, http: HttpRequest) -> Response:
+        """Stop decoding: abort (default), retract or in_place."""
+        body = await read_object(http, _PAUSE)
+        mode = body.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise SchemaError(f"mode: {mode!r}, expected one of {list(PAUSE_MODES)}")
+        self._service.check_ready()
+        await self._service.engine.call(lambda s: s.pause(mode), self._timeout)
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, http: HttpRequest) -> Response:
+        """Go on decoding."""
+        await read_object(http, _CONTINUE)
+        self._service.check_ready()
+        await self._service.engine.call(lambda s: s.resume(), self._timeout)
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort(self, http: HttpRequest) -> Response:
+        """Finish one request, or all, with their partial output; unknown ids are no error."""
+        body = await read_object(http, _ABORT)
+        self._service.check_ready()
+        if body.get("abort_all", False):
+            await self._service.abort(None)
+        elif "rid" in body:
+            await self._service.abort(body["rid"])
+        return Response(status_code=200)
+
+    async def flush(self, http: HttpRequest) -> Response:
+        """Give the cache back; with ?timeout=s wait that long for running requests."""
+        try:
+            timeout = float(http.query_params.get("timeout", "0"))
+        except ValueError:
+            timeout = -1.0
+        if not 0.0 <= timeout <= _MAX_FLUSH_WAIT_S:  # NaN is not, either
+            raise SchemaError(f"timeout: expected 0 to {_MAX_FLUSH_WAIT_S:.0f} seconds")
+        self._service.check_ready()
+        try:
+            flushed = await self._service.engine.call(
+                lambda s: s.flush(), timeout or self._timeout, exclusive=timeout > 0
+            )
+        except TimeoutError:
+            return PlainTextResponse("Timed out waiting for idle state.\n", 400)
+        if not flushed:
+            return PlainTextResponse("Flush cache failed.\n", 400)
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def stage(self, http: HttpRequest) -> Response:
+        """Ours, not SGLang's: read and check weights while requests run; answers their checksums.
+
+        `model_path` is a folder, or a version of a weight store: http://host:port/versions/NAME.
+        With `names` instead (and what else /update_weights_from_distributed takes, and digests)
+        a broadcast is received, and the answer's `model_path` is what it is called from then on.
+
+        An update_weights_from_disk of the same place that follows, with `flush_cache: false`,
+        swaps references between two decode steps: it needs no pause and waits for nobody.
+        """
+        body = await read_object(http, _STAGE)
+        if "model_path" not in body and "names" not in body:
+            raise SchemaError("model_path: missing, expected a folder with safetensors")
+        self._service.check_ready()
+        try:
+            location, source = body.get("model_path", ""), None
+            if not location:
+                location, source = self.groups.location(), MemorySource()
+                await self.groups.receive(body, source)
+            async with self._service.weights_lock:
+                self._staged = await self._read(location, source)
+                checksums = self._staged.weights.checksums()
+        except (InvalidInput, TransportError) as error:
+            return done(str(error), success=False)
+        return _checksums(checksums, model_path=location)
+
+    async def adopt(self, source: MemorySource, body: dict[str, Any]) -> None:
+        """Makes what was received the weights that serve."""
+        body = {"model_path": self.groups.location(), **body}
+        async with self._service.weights_lock:
+            self._staged = await self._read(body["model_path"], source)
+            await self._update(body)
+
+    async def _read(self, location: str, source: Source | None = None) -> Staged:
+        """A checked set that nobody uses yet, and its checksums; called with the lock held."""
+        import torch
+
+        from areal_inference.model.weights import load_weights
+
+        service = self._service
+        dtype: torch.dtype = getattr(torch, service.config.dtype)
+        if self._staged is not None:  # and never asked for
+            self._spare, self._staged = self._staged.weights, None
+
+        def read() -> Staged:
+            stamp = folder_stamp(location)
+            weights = load_weights(
+                location,
+                service.model,
+                dtype,
+                headers=self._headers,
+                spare=self._spare,
+                held=service.runner.model.weights,
+                source=source,
+            )
+            weights.checksums()  # now: later somebody waits for them
+            return Staged(stamp, weights)
+
+        staged = await asyncio.to_thread(read)
+        self._spare = None
+        return staged
+
+    async def update_from_disk(self, http: HttpRequest) -> Response:
+        """Load a checkpoint folder; all of it is checked before anything changes."""
+        body = await read_object(http, _UPDATE)
+        if "model_path" not in body:
+            raise SchemaError("model_path: missing, expected a folder with safetensors")
+        self._service.check_ready()
+        async with self._service.weights_lock:
+            try:
+                count = await self._update(body)
+            except (InvalidInput, TransportError, TimeoutError) as error:
+                return json_response(
+                    {"success": False, "message": str(error), "num_paused_requests": 0}, 400
+                )
+        message = "Succeeded to update model weights."
+        if "weight_version" in body:
+            message += f" Weight version updated to {body['weight_version']}."
+        return json_response({"success": True, "message": message, "num_paused_requests": count})
+
+    async def _update(self, body: dict[str, Any]) -> int:
+        """Returns how many requests keep running on the new weights."""
+        service = self._service
+        if body.get("load_format", "auto") not in ("auto", "safetensors"):
+            raise RequestError(
+                f"load_format: {body['load_format']!r}, expected auto or safetensors"
+            )
+        if "manifest" in body:
+            raise RequestError("manifest: not supported by this engine")
+        began = time.monotonic()
+        location: str = body["model_path"]
+        ahead = self._staged is not None and self._staged.stamp == folder_stamp(location)
+        if not ahead:
+            self._staged = await self._read(location)
+        fresh = self._staged
+        assert fresh is not None
+        flush = body.get("flush_cache", True)
+
+        before = service.runner.model.weights
+
+        def swap(scheduler: Scheduler) -> int:
+            if flush and scheduler.running:
+                raise RequestError(
+                    f"flush_cache: true, but {len(scheduler.running)} requests are paused in place "
+                    "and need their cache; expected false. Nothing was changed."
+                )
+            scheduler.set_weights(
+                fresh.weights, body.get("weight_version"), time.monotonic() - began
+            )
+            if flush:
+                scheduler.flush()
+            return len(scheduler.running)
+
+        if body.get("abort_all_requests", False):
+            await service.abort(None)
+        count = await service.engine.call(swap, self._timeout, exclusive=flush or not ahead)
+        service.model_path = location
+        self._spare, self._staged = before, None
+        return count
+
+    async def update_version(self, http: HttpRequest) -> Response:
+        """Rename the current weights' version; aborts everything unless told not to."""
+        body = await read_object(http, _VERSION)
+        if "new_version" not in body:
+            raise SchemaError("new_version: missing, expected a string")
+        self._service.check_ready()
+        version: str = body["new_version"]
+        if body.get("abort_all_requests", True):
+            await self._service.abort(None)
+
+        def rename(scheduler: Scheduler) -> None:
+            scheduler.weight_version = version
+
+        await self._service.engine.call(rename, self._timeout)
+        return json_response(
+            {
+                "success": True,
+                "message": f"Weight version updated to {version}",
+                "new_version": version,
+            }
+        )
+
+    async def check_weights(self, http: HttpRequest) -> Response:
+        """action=checksum: one per tensor, and one over all of them."""
+        body = await read_object(http, _CHECKER)
+        if body.get("action") != "checksum":
+            raise SchemaError(f"action: {body.get('action')!r}, expected 'checksum'")
+        self._service.check_ready()
+        runner = self._service.runner
+        async with self._service.weights_lock:  # or the set being read might become the spare one
+            weights, version = await self._service.engine.call(
+                lambda s: (runner.model.weights, s.weight_version), self._timeout
+            )
+            checksums = await asyncio.to_thread(weights.checksums)
+        return _checksums(checksums, weight_version=version)
+
+
+def _checksums(checksums: dict[str, str], **more: str) -> Response:
+    """SGLang's answer to /weights_checker: one per tensor, and one over all of them."""
+    total = xxhash.xxh3_128()
+    for name in sorted(checksums):
+        total.update(f"{name} {checksums[name]}\n".encode())
+    return json_response(
+        {
+            "success": True,
+            "message": "",
+            "ranks": [{"rank": 0, "checksums": checksums}],
+            "per_engine_checksum": total.hexdigest(),
+            **more,
+        }
+    )

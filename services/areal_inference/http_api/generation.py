@@ -1,0 +1,120 @@
+"""POST /generate: hand requests to the engine, wait, answer whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
+
+from areal.chassis import tracing
+from areal_inference.api import GenerateCall, parse_generate, render
+from areal_inference.decode.request import Request
+from areal_inference.http_api.requests import Route, guarded, json_response, read_json
+from areal_inference.service import Service
+
+
+def generate_route(service: Service) -> Route:
+    """The /generate endpoint of a service."""
+    encode, decode = service.encode(), service.decode()
+
+    @guarded
+    async def generate(http: HttpRequest) -> Response:
+        call = parse_generate(await read_json(http), service.limits, encode)
+        service.start(call)
+        if call.stream:
+            return StreamingResponse(stream(call), media_type="text/event-stream")
+        watch = asyncio.create_task(_abort_on_disconnect(service, call, http.receive))
+        try:
+            for request in call.requests:
+                await request.woken.wait()
+        finally:
+            watch.cancel()
+            service.finished(call)
+            _note(service, call)
+        answers = [render(request, call, decode) for request in call.requests]
+        return json_response(answers if call.as_list else answers[0])
+
+    async def stream(call: GenerateCall) -> AsyncIterator[bytes]:
+        """Cumulative events, one or more tokens apart; several sequences carry an index."""
+        try:
+            async for index, request in _updates(call.requests):
+                event = render(request, call, decode)
+                if call.as_list:
+                    event["index"] = index
+                yield b"data: " + orjson.dumps(event) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            _abort_unfinished(service, call)
+            service.finished(call)
+            _note(service, call)
+
+    return generate
+
+
+async def _updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]:
+    """Yield each request whenever it has news, and a last time when it has finished."""
+    queue: asyncio.Queue[tuple[int, Request, bool]] = asyncio.Queue()
+
+    async def follow(index: int, request: Request) -> None:
+        finished = False
+        while not finished:
+            await request.woken.wait()
+            request.woken.clear()
+            finished = request.finish is not None
+            await queue.put((index, request, finished))
+
+    followers = [asyncio.create_task(follow(i, r)) for i, r in enumerate(requests)]
+    try:
+        open_count = len(requests)
+        while open_count:
+            index, request, finished = await queue.get()
+            # An event read late shows the newest state: do not repeat a finished one.
+            if request.finish is not None and not finished:
+                continue
+            open_count -= finished
+            yield index, request
+    finally:
+        for follower in followers:
+            follower.cancel()
+
+
+def _note(service: Service, call: GenerateCall) -> None:
+    """What the span of the request says of its first sequence; mostly it is the only one."""
+    if not tracing.recording():
+        return
+    request = call.requests[0]
+    count = len(request.logprobs)
+    starts = [start for _, start in request.spans]
+    tracing.note(
+        {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": service.config.served_model_name or service.config.model_path,
+            "gen_ai.usage.input_tokens": len(request.input_ids),
+            "gen_ai.usage.output_tokens": count,
+            "gen_ai.response.finish_reasons": [(request.finish or {}).get("type", "abort")],
+            "areal.sequences": len(call.requests),
+            "areal.cached_tokens": request.cached_tokens,
+            "areal.queue_seconds": max(0.0, request.started_at - request.received_at),
+            "areal.token_versions": [version for version, _ in request.spans],
+            "areal.token_version_counts": [
+                end - start for start, end in zip(starts, [*starts[1:], count], strict=False)
+            ],
+        }
+    )
+
+
+async def _abort_on_disconnect(service: Service, call: GenerateCall, receive: Receive) -> None:
+    """A client that went away must not keep rows of the cache."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    _abort_unfinished(service, call)
+
+
+def _abort_unfinished(service: Service, call: GenerateCall) -> None:
+    rids = {r.rid for r in call.requests if r.finish is None}
+    if rids:
+        service.engine.tell(lambda s: s.abort(rids, "client disconnected"))

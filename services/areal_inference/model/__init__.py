@@ -1,0 +1,1 @@
+"""The model: configuration, weights, the forward pass and its cache."""

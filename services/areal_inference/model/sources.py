@@ -1,0 +1,264 @@
+"""Where a server's weights come from: a folder, or a weight store over HTTP.
+
+Both give every tensor's place first, so that names, shapes and types are checked before a byte is
+read, and then its bytes, one tensor at a time into memory that is used again. With a manifest each
+tensor's digest is checked by whoever reads it (`weights.load_weights`). Where a version was
+published as what changed since the one that this server holds, only that is read (`DeltaSource`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from areal.errors import InvalidInput
+from areal.weights.delta import FILE, Delta
+from areal.weights.manifest import MANIFEST, PolicyVersion, read_manifest
+from areal.weights.pull import split_location
+from areal.weights.rebuild import open_delta
+from areal.weights.safetensors import (
+    SUFFIX,
+    Layout,
+    TensorPlace,
+    header_length,
+    item_bytes,
+    parse_header,
+    read_layout,
+)
+from areal.weights.store_client import StoreConnection
+from areal_inference.model.config import ModelError
+
+STORE_TIMEOUT_S = 60.0
+"""Each wait on the store's socket."""
+
+
+class WeightError(ModelError):
+    """A source does not hold exactly this model's tensors; names the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a source."""
+
+    file: str
+    place: TensorPlace
+    digest: str
+    """Empty: the source has no manifest."""
+
+
+class Source(Protocol):
+    """Tensors by name; close it after use."""
+
+    tensors: dict[str, Stored]
+
+    def read(self, stored: Stored) -> memoryview:
+        """A tensor's bytes, writable, good until this thread reads the next one."""
+
+    def close(self) -> None:
+        """Lets go of files and connections."""
+
+
+def open_source(location: str, headers: Mapping[str, str]) -> Source:
+    """A folder's path, or http://host:port/versions/NAME.
+
+    Raises:
+        WeightError: There is no complete set of safetensors files.
+        TransportError: The store is away, or refuses.
+    """
+    try:
+        if location.startswith(("http://", "https://")):
+            return StoreSource(location, headers)
+        return FolderSource(Path(location))
+    except InvalidInput as error:
+        raise WeightError(str(error)) from None
+
+
+class FolderSource:
+    """safetensors files, mapped into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = ExitStack()
+        self._mapped: dict[str, mmap.mmap] = {}
+        layouts = {}
+        for file in _files(folder):
+            layouts[file.name] = read_layout(file)
+            try:
+                with file.open("rb") as stream:
+                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise WeightError(f"{file}: {error}") from None
+            self._mapped[file.name] = self._files.enter_context(mapped)
+        manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+        self.tensors = _collect(layouts, manifest, folder)
+
+    def read(self, stored: Stored) -> memoryview:
+        """See `Source`; nothing is copied."""
+        return memoryview(self._mapped[stored.file])[stored.place.begin : stored.place.end]
+
+    def close(self) -> None:
+        """Unmaps."""
+        # While a tensor still looks into a file it stays mapped.
+        with suppress(BufferError):
+            self._files.close()
+
+
+class StoreSource:
+    """Ranges of a weight store's files, a connection and a buffer for each thread that reads."""
+
+    def __init__(self, location: str, headers: Mapping[str, str]) -> None:
+        self._url, self._name = split_location(location)
+        self._headers = headers
+        self._lanes = threading.local()
+        self._open: list[StoreConnection] = []
+        manifest = self._connection().manifest(self._name)
+        layouts = {
+            file.name: self._layout(file.name)
+            for file in manifest.files
+            if file.name.endswith(SUFFIX)
+        }
+        self.tensors = _collect(layouts, manifest, location)
+
+    def read(self, stored: Stored) -> memoryview:
+        """See `Source`; the buffer is this thread's own and grows to the largest tensor."""
+        size = stored.place.end - stored.place.begin
+        buffer: bytearray | None = getattr(self._lanes, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            self._lanes.buffer = buffer = bytearray(size)
+        target = memoryview(buffer)[:size]
+        self._connection().read_into(self._name, stored.file, stored.place.begin, target)
+        return target
+
+    def close(self) -> None:
+        """Closes every connection."""
+        for connection in self._open:
+            connection.close()
+
+    def _layout(self, file: str) -> Layout:
+        connection, where = self._connection(), f"{self._url}/{self._name}/{file}"
+        prefix = bytearray(8)
+        connection.read_into(self._name, file, 0, memoryview(prefix))
+        raw = bytearray(header_length(bytes(prefix), where))
+        connection.read_into(self._name, file, 0, memoryview(raw))
+        return parse_header(bytes(raw), where)
+
+    def _connection(self) -> StoreConnection:
+        found: StoreConnection | None = getattr(self._lanes, "connection", None)
+        if found is None:
+            found = StoreConnection(self._url, self._headers, STORE_TIMEOUT_S)
+            self._lanes.connection = found
+            self._open.append(found)
+        return found
+
+
+class DeltaSource:
+    """The weights that this server holds, with what changed since.
+
+    Args:
+        manifest: Of the new version.
+        delta: From the held weights to it.
+        held: A copy of a held tensor's bytes, writable.
+    """
+
+    def __init__(
+        self, manifest: PolicyVersion, delta: Delta, held: Callable[[str], memoryview]
+    ) -> None:
+        self._delta, self._held = delta, held
+        self.tensors = {}
+        for tensor in manifest.tensors:
+            size = math.prod(tensor.shape) * item_bytes(tensor.dtype)
+            place = TensorPlace(tensor.name, tensor.shape, tensor.dtype, 0, size)
+            if not tensor.digest:
+                raise InvalidInput(f"{FILE}: tensor {tensor.name} cannot be checked: no digest")
+            self.tensors[tensor.name] = Stored(FILE, place, tensor.digest)
+        delta.check_names(self.tensors.keys(), "its manifest")
+
+    def read(self, stored: Stored) -> memoryview:
+        """See `Source`."""
+        data = self._held(stored.place.name)
+        if data.nbytes != stored.place.end:
+            raise InvalidInput(f"{FILE}: tensor {stored.place.name} is of another type than held")
+        self._delta.apply(stored.place.name, stored.place.dtype, data)
+        return data
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_changes(
+    location: str,
+    headers: Mapping[str, str],
+    digest: Callable[[], str],
+    held: Callable[[str], memoryview],
+) -> DeltaSource | None:
+    """A version as what changed since the held one; None: it was not published as that.
+
+    Args:
+        location: As for `open_source`.
+        headers: The weight store's.
+        digest: `PolicyVersion.digest` of the held weights.
+        held: See `DeltaSource`.
+
+    Raises:
+        InvalidInput: The delta is damaged.
+        TransportError: The store is away, or refuses.
+    """
+    if not location.startswith(("http://", "https://")):
+        folder = Path(location)
+        if not (folder / MANIFEST).is_file():
+            return None
+        manifest = read_manifest(folder)
+        if manifest.delta is None or manifest.delta.base_digest != digest():
+            return None
+        try:
+            raw = (folder / FILE).read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"{folder / FILE}: {error.strerror}") from None
+        return DeltaSource(manifest, open_delta(raw, manifest.delta), held)
+    url, name = split_location(location)
+    with StoreConnection(url, headers, STORE_TIMEOUT_S) as store:
+        manifest = store.manifest(name)
+        wanted = manifest.delta
+        if wanted is None or wanted.base_digest != digest():
+            return None
+        if not 0 < wanted.size_bytes <= manifest.size_bytes:
+            raise InvalidInput(f"{location}: a delta of {wanted.size_bytes} bytes")
+        buffer = bytearray(wanted.size_bytes)
+        store.read_into(name, FILE, 0, memoryview(buffer))
+    return DeltaSource(manifest, open_delta(bytes(buffer), wanted), held)
+
+
+def _collect(
+    layouts: Mapping[str, Layout], manifest: PolicyVersion | None, where: object
+) -> dict[str, Stored]:
+    digests = {t.name: t.digest for t in manifest.tensors} if manifest else {}
+    tensors: dict[str, Stored] = {}
+    for file, layout in layouts.items():
+        for place in layout.places:
+            if place.name in tensors:
+                raise WeightError(f"{where}: tensor {place.name} is in two files")
+            tensors[place.name] = Stored(file, place, digests.get(place.name, ""))
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            raise WeightError(f"{folder}: no model.safetensors and no {index.name}")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise WeightError(f"{index}: expected a JSON object with a weight_map") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise WeightError(f"{index}: shard {name!r} is not a file in this folder")
+    return [folder / name for name in names]

@@ -1,0 +1,359 @@
+"""Weights in the layout the forward pass wants, read from a source and checked name by name.
+
+``load_weights`` is both the initial load and every update: it fills a complete set that nobody uses
+(a new one, or the one before last) and the engine swaps the reference between two decode steps. So
+what serves is never half written, and a rejected source leaves no trace.
+
+Layout: projections are stored [in, out] (a decode step multiplies from the left), query, key and
+value side by side, gate and up side by side. The rows of query and key are reordered so that the
+two halves a rotary embedding pairs become neighbors (then the rotation is one complex product);
+attention scores do not change when both sides are reordered alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from areal.chassis.logging import get_logger
+from areal.errors import InvalidInput
+from areal.weights.manifest import PolicyVersion, WeightTensor
+from areal.weights.publisher import TransportError, in_threads
+from areal_inference.model.config import ModelConfig
+from areal_inference.model.sources import Source, Stored, WeightError, open_changes, open_source
+
+__all__ = ["LayerWeights", "WeightError", "Weights", "load_weights", "model_shapes"]
+
+_FLOAT_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _FLOAT_TYPES.items()}
+_TRANSPOSED_ROWS = 64
+"""Rows moved at once between a matrix and its transpose: the lines of both stay in the cache, which
+makes it four times as fast as moving the matrix in one call."""
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Shapes in terms of H hidden, Q query width, K key/value width, I inner."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [H, Q + 2K]
+    qkv_bias: Tensor | None  # [Q + 2K]
+    o: Tensor  # [Q, H]
+    o_bias: Tensor | None  # [H]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [H, 2I]
+    down: Tensor  # [I, H]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All parameters; ``views`` names each checkpoint tensor's place (see `_View`)."""
+
+    embed: Tensor  # [vocab, H]
+    head: Tensor  # [H, vocab]
+    final_norm: Tensor  # [H]
+    layers: tuple[LayerWeights, ...]
+    views: dict[str, _View]
+
+    sums: dict[str, str] = field(default_factory=dict)
+    """Checksums of what the set holds; empty until asked for."""
+
+    def checksums(self) -> dict[str, str]:
+        """xxh3-128 of each checkpoint tensor's bytes, in this engine's dtype and HF's layout.
+
+        Read back from the parameters' memory, once for each time the set is filled.
+        """
+        if not self.sums:
+            digests = in_threads(lambda view: view.digest(), self.views.values())
+            self.sums.update(zip(self.views, digests, strict=True))
+        return self.sums
+
+    def digest(self) -> str:
+        """`PolicyVersion.digest` of what the set holds, where it was published in this dtype."""
+        dtype = _NAMES[self.embed.dtype]
+        tensors = tuple(
+            WeightTensor(name, self.views[name].shape, dtype, digest)
+            for name, digest in self.checksums().items()
+        )
+        return PolicyVersion(0, 0, "", tensors=tensors).digest
+
+    def copy_of(self, name: str) -> memoryview:
+        """A checkpoint tensor's bytes, in this engine's dtype; the caller's own."""
+        return self.views[name].copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Where a checkpoint tensor lives: a view that, read in order, gives the tensor's order."""
+
+    target: Tensor
+    shape: tuple[int, ...]
+
+    def parts(self) -> Iterator[Tensor]:
+        """The view in pieces, in order."""
+        if self.target.dim() < 2:
+            yield self.target
+            return
+        rows = self.target[0].numel() // self.target.shape[-1]
+        yield from torch.split(self.target, max(1, _TRANSPOSED_ROWS // rows))
+
+    def digest(self) -> str:
+        digest = xxhash.xxh3_128()
+        for part in self.parts():
+            digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def copy(self) -> memoryview:
+        flat, offset = torch.empty(math.prod(self.shape), dtype=self.target.dtype), 0
+        for part in self.parts():
+            flat[offset : offset + part.numel()].view(part.shape).copy_(part)
+            offset += part.numel()
+        return flat.view(torch.uint8).numpy().data
+
+
+@torch.inference_mode()
+def load_weights(
+    location: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    headers: Mapping[str, str] | None = None,
+    spare: Weights | None = None,
+    held: Weights | None = None,
+    source: Source | None = None,
+) -> Weights:
+    """Read every tensor of a source into a set of weights.
+
+    A version that was published as what changed since `held` is made from that; when the delta does
+    not fit, or is damaged, and for all others, the whole snapshot is read.
+
+    Args:
+        location: a folder with model.safetensors, or shards and model.safetensors.index.json; or
+            a version of a weight store, http://host:port/versions/NAME.
+        config: the running model; names and shapes must be exactly its own.
+        dtype: type to store; floating-point checkpoints of another type are converted.
+        headers: for the weight store: the bearer token.
+        spare: a set that nobody uses any more, to be filled; None: a new one.
+        held: the set in use, only read.
+        source: what `location` names, opened; None: it is opened here.
+
+    Raises:
+        WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
+            finite, or not the one that the manifest names.
+        TransportError: the weight store is away or sends other bytes than asked for.
+    """
+    expected = model_shapes(config)
+    spare = spare or _allocate(config, dtype, expected)
+    log = get_logger("areal_inference.model.weights")
+    if held is not None and source is None:
+        try:
+            changes = open_changes(location, headers or {}, held.digest, held.copy_of)
+            if changes is not None:
+                _load(location, changes, config, expected, spare)
+                log.info("delta_applied", source=location)
+                return spare
+        except (InvalidInput, TransportError) as error:
+            log.warning("delta_unusable", cause=str(error))
+    source = source or open_source(location, headers or {})
+    try:
+        _load(location, source, config, expected, spare)
+    finally:
+        source.close()
+    return spare
+
+
+def _load(
+    location: str,
+    source: Source,
+    config: ModelConfig,
+    expected: dict[str, tuple[int, ...]],
+    weights: Weights,
+) -> None:
+    """Fills a set from a source."""
+    _check(location, source, expected, config)
+    weights.sums.clear()
+
+    def fill(name: str) -> None:
+        # Inference mode belongs to a thread.
+        with torch.inference_mode():
+            _fill(location, source, source.tensors[name], weights.views[name])
+
+    largest_first = sorted(weights.views, key=lambda name: -weights.views[name].target.numel())
+    in_threads(fill, largest_first)
+    if config.tie_word_embeddings:
+        tied = _View(weights.head.t(), tuple(weights.embed.shape))
+        for part, rows in zip(
+            tied.parts(), torch.split(weights.embed, _TRANSPOSED_ROWS), strict=True
+        ):
+            part.copy_(rows)
+        _check_tied_head(location, source, weights, weights.embed.dtype)
+
+
+def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
+    """Checks and copies one tensor, a block at a time while the block is in the cache."""
+    data = source.read(stored)
+    place = stored.place
+    flat = torch.frombuffer(data, dtype=_FLOAT_TYPES[place.dtype])
+    # A sum is the cheapest pass that NaN and infinity survive (half could overflow).
+    wide = torch.float32 if flat.dtype == torch.float16 else None
+    digest, total, offset = xxhash.xxh3_128(), 0.0, 0
+    for part in view.parts():
+        block = flat[offset : offset + part.numel()]
+        start = offset * flat.element_size()
+        digest.update(data[start : start + block.numel() * flat.element_size()])
+        total += float(block.sum(dtype=wide))
+        part.copy_(block.view(part.shape))
+        offset += part.numel()
+    if stored.digest and digest.hexdigest() != stored.digest:
+        raise WeightError(
+            f"{location}: tensor {place.name} has digest {digest.hexdigest()[:16]}…, expected "
+            f"{stored.digest[:16]}…: not the one that was published"
+        )
+    if not math.isfinite(total):
+        raise WeightError(f"{location}: tensor {place.name} holds NaN or infinity")
+
+
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names and shapes of this model, in checkpoint order."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    wide = config.num_heads * config.head_dim
+    narrow = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {_EMBED: (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        at = f"model.layers.{index}."
+        for name, out, width in (
+            ("self_attn.q_proj", wide, hidden),
+            ("self_attn.k_proj", narrow, hidden),
+            ("self_attn.v_proj", narrow, hidden),
+            ("self_attn.o_proj", hidden, wide),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            shapes[f"{at}{name}.weight"] = (out, width)
+            if config.o_bias if name.endswith("o_proj") else config.qkv_bias and "attn" in name:
+                shapes[f"{at}{name}.bias"] = (out,)
+        shapes[f"{at}input_layernorm.weight"] = (hidden,)
+        shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes[_HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _check(
+    location: str, source: Source, expected: dict[str, tuple[int, ...]], config: ModelConfig
+) -> None:
+    """Everything that can be known from the headers, before any tensor is read."""
+    for name, shape in expected.items():
+        if name not in source.tensors:
+            raise WeightError(f"{location}: tensor {name} is missing, expected shape {list(shape)}")
+        place = source.tensors[name].place
+        if place.shape != shape:
+            raise WeightError(
+                f"{location}: tensor {name} has shape {list(place.shape)}, expected {list(shape)}"
+            )
+        if place.dtype not in _FLOAT_TYPES:
+            raise WeightError(
+                f"{location}: tensor {name} has dtype {place.dtype}, "
+                f"expected one of {sorted(_FLOAT_TYPES)}"
+            )
+    for name in source.tensors.keys() - expected.keys():
+        tied_head = config.tie_word_embeddings and name == _HEAD
+        # Old checkpoints carry this buffer; it follows from config.json.
+        if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+            raise WeightError(f"{location}: tensor {name} is unknown to {config.architecture}")
+
+
+def _check_tied_head(location: str, source: Source, weights: Weights, dtype: torch.dtype) -> None:
+    """A tied checkpoint may repeat the embedding as lm_head, but not contradict it."""
+    stored = source.tensors.get(_HEAD)
+    if stored is None:
+        return
+    place = stored.place
+    repeated = torch.frombuffer(source.read(stored), dtype=_FLOAT_TYPES[place.dtype])
+    if place.shape != tuple(weights.embed.shape) or not torch.equal(
+        repeated.to(dtype).view(place.shape), weights.embed
+    ):
+        raise WeightError(f"{location}: tensor {_HEAD} differs from {_EMBED}, expected them tied")
+
+
+def _allocate(
+    config: ModelConfig, dtype: torch.dtype, expected: dict[str, tuple[int, ...]]
+) -> Weights:
+    """Empty weights, and the view of each checkpoint tensor in them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    wide = config.num_heads * config.head_dim
+    narrow = config.num_kv_heads * config.head_dim
+    total = wide + 2 * narrow
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    embed, head, final_norm = (
+        empty(config.vocab_size, hidden),
+        empty(hidden, config.vocab_size),
+        (empty(hidden)),
+    )
+    layers = tuple(
+        LayerWeights(
+            input_norm=empty(hidden),
+            qkv=empty(hidden, total),
+            qkv_bias=empty(total) if config.qkv_bias else None,
+            o=empty(wide, hidden),
+            o_bias=empty(hidden) if config.o_bias else None,
+            post_norm=empty(hidden),
+            gate_up=empty(hidden, 2 * inner),
+            down=empty(inner, hidden),
+        )
+        for _ in range(config.num_layers)
+    )
+    targets: dict[str, Tensor] = {_EMBED: embed, "model.norm.weight": final_norm}
+    if not config.tie_word_embeddings:
+        targets[_HEAD] = head.t()
+    for index, layer in enumerate(layers):
+        for name, target in _layer_targets(layer, config):
+            targets[f"model.layers.{index}.{name}"] = target
+    views = {name: _View(targets[name], shape) for name, shape in expected.items()}
+    return Weights(embed=embed, head=head, final_norm=final_norm, layers=layers, views=views)
+
+
+def _layer_targets(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    wide = config.num_heads * config.head_dim
+    narrow = config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    yield "input_layernorm.weight", layer.input_norm
+    yield "post_attention_layernorm.weight", layer.post_norm
+    yield "self_attn.o_proj.weight", layer.o.t()
+    yield "mlp.gate_proj.weight", layer.gate_up[:, :inner].t()
+    yield "mlp.up_proj.weight", layer.gate_up[:, inner:].t()
+    yield "mlp.down_proj.weight", layer.down.t()
+    start = 0
+    for name, width, rotary in (("q", wide, True), ("k", narrow, True), ("v", narrow, False)):
+        matrix = layer.qkv[:, start : start + width].t()
+        yield (
+            f"self_attn.{name}_proj.weight",
+            _interleave(matrix, config.head_dim) if rotary else matrix,
+        )
+        if layer.qkv_bias is not None:
+            bias = layer.qkv_bias[start : start + width]
+            yield (
+                f"self_attn.{name}_proj.bias",
+                _interleave(bias, config.head_dim) if rotary else bias,
+            )
+        start += width
+    if layer.o_bias is not None:
+        yield "self_attn.o_proj.bias", layer.o_bias
+
+
+def _interleave(rows: Tensor, head_dim: int) -> Tensor:
+    """View of [heads * head_dim, ...] storage rows (i, half) in checkpoint order (half, i)."""
+    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""The `areal` command: starts, shows and ends stacks, here and on clusters."""

@@ -1,0 +1,1 @@
+"""Where a stack can run besides this machine: Slurm, Ray, Kubernetes."""

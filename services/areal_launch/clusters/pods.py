@@ -1,0 +1,186 @@
+"""Pods as kubectl lists them: their state, and why some do not run.
+
+Pending ── image pulled, Secrets found ──> Running
+└── ErrImagePull, … : `Problem`; the cluster tries again by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from areal_launch.processes.supervisor import ProcessState
+from areal_launch.stack.remote import FollowedProcess
+
+# Registries have bad minutes, and Secrets come late; longer than this a run does not wait for them.
+STUCK_S = 120.0
+# Between two tries a container may look as if it were only starting.
+_FORGET_S = 30.0
+_STARTING = ("PodInitializing", "ContainerCreating")
+_PULL = (
+    "push it to where the nodes pull, or mend image.repository, image.tag, image.references or "
+    "image.pullSecrets"
+)
+# Reason to what a person does about it: no pod gets over these by waiting.
+_MENDS = {
+    "ErrImagePull": _PULL,
+    "ImagePullBackOff": _PULL,
+    "RegistryUnavailable": _PULL,
+    "ImageInspectError": _PULL,
+    "ErrImageNeverPull": "image.pullPolicy is Never: load the image onto the node",
+    "InvalidImageName": "mend image.repository, image.tag or image.references",
+    "CreateContainerConfigError": "make the Secret or ConfigMap; the pod then starts by itself",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why pods of one component do not run, all for the same reason."""
+
+    pods: tuple[str, ...]
+    component: str
+    container: str
+    """"" when the pod itself cannot start."""
+    image: str
+    reason: str
+    message: str
+
+    @property
+    def mend(self) -> str:
+        """What to do about what cannot start; "" for what the cluster may get over by itself."""
+        return _MENDS.get(self.reason, "")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal while it is the same problem: messages count pauses and nodes."""
+        said = () if self.container else (self.message,)
+        return (self.component, self.container, self.image, self.reason, *said)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.pods) - 1} more" if len(self.pods) > 1 else ""
+        where = f"pod {self.pods[0]}{more}"
+        if self.mend:
+            where += f", container {self.container}, image {self.image}"
+        said = f"{where}: {self.reason}: {self.message}".rstrip(": ")
+        return f"{said} ({self.mend})" if self.mend else said
+
+
+def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
+    """What keeps pods from running, one entry per component, container, image and reason.
+
+    Args:
+        pods: As `kubectl get pods -o json` lists them.
+    """
+    found: dict[tuple[str, ...], Problem] = {}
+    for pod in pods:
+        if "deletionTimestamp" in pod["metadata"]:
+            continue
+        for one in _problems(pod):
+            same = found.get(one.key)
+            found[one.key] = one if same is None else _joined(same, one)
+    return list(found.values())
+
+
+def stuck(pods: list[dict[str, Any]]) -> list[Problem]:
+    """Those that stop a whole component: a person must mend them, and none of its pods runs."""
+    runs = {component_of(pod) for pod in pods if _ran(pod)}
+    return [each for each in problems_of(pods) if each.mend and each.component not in runs]
+
+
+class StuckWatch:
+    """How long components have been unable to start.
+
+    Example:
+        >>> watch = StuckWatch()
+        >>> watch.look(pods, time.monotonic())  # None, until it has lasted for STUCK_S
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], tuple[float, float]] = {}
+        """Component and container to when it was seen stuck first and last."""
+
+    def look(self, pods: list[dict[str, Any]], now: float) -> tuple[Problem, float] | None:
+        """What has lasted too long, and since when; None: nothing has.
+
+        Args:
+            pods: All of the release.
+            now: Seconds on the clock of earlier looks.
+        """
+        given_up = None
+        for problem in stuck(pods):
+            name = (problem.component, problem.container)
+            first, last = self._seen.get(name, (now, now))
+            if now - last > _FORGET_S:
+                first = now
+            self._seen[name] = (first, now)
+            if now - first >= STUCK_S:
+                given_up = (problem, first)
+        return given_up
+
+
+def processes_of(pods: list[dict[str, Any]], release: str) -> dict[str, FollowedProcess]:
+    """Pods as the live view shows processes."""
+    shown = {}
+    for pod in pods:
+        statuses = pod.get("status", {}).get("containerStatuses") or []
+        name = pod["metadata"]["name"].removeprefix(f"{release}-").removeprefix("areal-")
+        restarts = sum(status.get("restartCount", 0) for status in statuses)
+        shown[name] = FollowedProcess(_state(pod, statuses), restarts)
+    return dict(sorted(shown.items()))
+
+
+def component_of(content: dict[str, Any]) -> str:
+    """Of any object of the chart; "" where it names none."""
+    labels = content["metadata"].get("labels") or {}
+    return str(labels.get("app.kubernetes.io/component", ""))
+
+
+def _problems(pod: dict[str, Any]) -> Iterable[Problem]:
+    status, name, component = pod.get("status", {}), pod["metadata"]["name"], component_of(pod)
+    for container in _statuses(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        reason = waiting.get("reason")
+        if reason is not None and reason not in _STARTING:
+            said = " ".join(waiting.get("message", "").split())
+            image = container.get("image", "")
+            yield Problem((name,), component, container.get("name", ""), image, reason, said)
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            said = f"{condition.get('message', '')}"
+            yield Problem((name,), component, "", "", str(condition.get("reason")), said)
+
+
+def _joined(one: Problem, other: Problem) -> Problem:
+    return Problem(
+        (*one.pods, *other.pods), one.component, one.container, one.image, one.reason, one.message
+    )
+
+
+def _statuses(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    status = pod.get("status", {})
+    return [
+        *(status.get("initContainerStatuses") or []),
+        *(status.get("containerStatuses") or []),
+    ]
+
+
+def _ran(pod: dict[str, Any]) -> bool:
+    """Whether it has got past its images and Secrets: it runs, or has run."""
+    if pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed"):
+        return not any(problem.mend for problem in _problems(pod))
+    return False
+
+
+def _state(pod: dict[str, Any], statuses: list[dict[str, Any]]) -> ProcessState:
+    if "deletionTimestamp" in pod["metadata"]:
+        return ProcessState.STOPPED
+    if any(
+        s.get("state", {}).get("waiting", {}).get("reason") == "CrashLoopBackOff" for s in statuses
+    ):
+        return ProcessState.BACKOFF
+    phase = pod.get("status", {}).get("phase", "")
+    if phase == "Running" and statuses and all(status.get("ready") for status in statuses):
+        return ProcessState.UP
+    words = {"Succeeded": ProcessState.FINISHED, "Failed": ProcessState.FAILED}
+    return words.get(phase, ProcessState.STARTING)

@@ -1,0 +1,223 @@
+"""Slurm: the job that is submitted, and what the launcher inside it does differently.
+
+    login node                                       first node of the job
+    areal run --on slurm ── sbatch ── job.sh ──> areal run --on slurm ── srun ──> servers, ranks
+        └── follows stack.json and the endpoints <──────┘
+
+Inside an allocation (a job, or `salloc`) `areal run --on slurm` runs the trial on its nodes: stores
+and services beside it, each inference server and the trainer as a step. Outside it submits itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areal.config.experiment import BaseExperimentConfig
+from areal.errors import ArealError, ConfigError
+from areal.security import without_secrets
+from areal_launch.processes.commands import run_command
+from areal_launch.processes.process import Child, ProcessSpec, Slot
+from areal_launch.stack.places import EVERYWHERE, Hosts, assign, shape_of
+
+# Before the time limit: for the step in progress, a checkpoint and the end of everything.
+END_NOTICE_S = 60
+
+QUEUED = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"})
+ACTIVE = QUEUED | {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+
+
+def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process runs in a Slurm allocation."""
+    return "SLURM_JOB_ID" in environment
+
+
+def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) -> str:
+    """The job: the same command again, inside the allocation.
+
+    Args:
+        config: Valid; says which nodes.
+        folder: Where the job's output goes; absolute.
+        experiment: The resolved experiment file; absolute.
+    """
+    slurm, shape = config.stack.slurm, shape_of(config)
+    options = {
+        "job-name": f"areal-{config.experiment_name}-{config.trial_name}",
+        "output": str(folder / "slurm-%j.out"),
+        "open-mode": "append",
+        "nodes": str(shape.nodes),
+        "ntasks-per-node": "1",
+        # To the script alone, which ends the steps in order.
+        "signal": f"B:TERM@{END_NOTICE_S}",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": str(math.ceil(60 * slurm.hours) or ""),
+        "gpus-per-node": str(config.stack.gpus_per_node or ""),
+        "cpus-per-task": str(slurm.cpus_per_node or ""),
+    }
+    lines = [f"#SBATCH --{key}={_plain(key, value)}" for key, value in options.items() if value]
+    if not slurm.cpus_per_node:
+        lines += ["#SBATCH --exclusive", "#SBATCH --mem=0"]
+    for argument in slurm.sbatch:
+        if not argument.startswith("-"):
+            raise ConfigError(f"stack.slurm.sbatch {argument!r}: expected an argument like --qos=x")
+        lines.append(f"#SBATCH {_plain('sbatch', argument)}")
+    command = shlex.join(
+        [
+            *(sys.executable, "-m", "areal_launch.cli", "run", config.recipe),
+            # What may change was asked before the job was submitted.
+            *("--config", str(experiment), "--on", "slurm", "--accept-changes"),
+        ]
+    )
+    source = str(Path(__file__).resolve().parents[2])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            f"export PYTHONPATH={shlex.quote(source)}${{PYTHONPATH:+:$PYTHONPATH}}",
+            *([slurm.setup.rstrip()] if slurm.setup else []),
+            f"exec {command}",
+            "",
+        ]
+    )
+
+
+def submit(script: Path) -> str:
+    """Hands the script to sbatch; returns the job's number."""
+    # Secrets go by files in the run folder: Slurm writes a job's environment down.
+    answer = _run(
+        ["sbatch", "--parsable", f"--chdir={Path.cwd()}", str(script)],
+        environment=without_secrets(os.environ),
+    )
+    job = answer.strip().partition(";")[0]
+    if not job.isdigit():
+        raise ArealError(f"sbatch: expected the number of a job, got {answer.strip()[:200]!r}")
+    return job
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says about a job."""
+
+    state: str
+    """PENDING, RUNNING, COMPLETED, ...; GONE when Slurm has forgotten it."""
+    reason: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it will run, runs or is being ended."""
+        return self.state in ACTIVE
+
+
+def job_state(job: str) -> JobState:
+    """Asks Slurm once."""
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"]
+    try:
+        answer = _run(command).strip()
+    except ArealError as error:
+        if "Invalid job id" in str(error):
+            return JobState("GONE")
+        raise
+    state, _, reason = answer.partition("|")
+    return JobState(state or "GONE", "" if reason == "None" else reason)
+
+
+def end_job(job: str, *, gently: bool) -> None:
+    """Ends a job: `gently` asks its script to end everything, otherwise Slurm does, at once."""
+    how = ["--batch", "--signal=TERM"] if gently else []
+    _run(["scancel", *how, job])
+
+
+def _run(argv: list[str], environment: Mapping[str, str] | None = None) -> str:
+    return run_command(argv, "is this a node of a Slurm cluster?", environment=environment)
+
+
+def _plain(key: str, value: str) -> str:
+    if re.search(r"[\n\r]", value):
+        raise ConfigError(f"stack.slurm {key} {value!r}: expected one line")
+    return value
+
+
+class SlurmPlace:
+    """The nodes of the allocation that this process runs in."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        """`environment`: with what Slurm has put there."""
+        self._job = environment["SLURM_JOB_ID"]
+        self._list = environment.get("SLURM_JOB_NODELIST", "")
+        self._here = environment.get("SLURMD_NODENAME", "")
+
+    async def open(self, config: BaseExperimentConfig) -> Hosts:
+        """Names of nodes as Slurm knows them become addresses; this one goes first."""
+        names = (
+            await asyncio.to_thread(_run, ["scontrol", "show", "hostnames", self._list])
+        ).split()
+        names.sort(key=lambda name: name != self._here)  # stable
+        addresses = await asyncio.to_thread(_addresses, names)
+        return assign(config, [Slot(name, addresses.get(name, name)) for name in names], EVERYWHERE)
+
+    async def spawn(self, spec: ProcessSpec, stack_id: str) -> Child:
+        """A step on the spec's nodes; a child where it has none."""
+        if not spec.slots:
+            return await Child.start(spec, stack_id)
+        return await SlurmChild.start(replace(spec, argv=step_argv(spec)), stack_id)
+
+    def describe(self) -> dict[str, Any]:
+        """The job."""
+        return {"slurm_job": self._job}
+
+    async def close(self) -> None:
+        """The nodes go when the job ends."""
+
+
+def step_argv(spec: ProcessSpec) -> tuple[str, ...]:
+    """The srun command that starts a process on each of its nodes."""
+    count = str(len(spec.slots))
+    # The GPUs that Slurm shows to a step are all of the job: each process is told its own.
+    pairs = [f"{key}={value}" for key, value in spec.environment.items()]
+    return (
+        *("srun", f"--job-name={spec.name}", "--overlap", "--nodes", count, "--ntasks", count),
+        *("--ntasks-per-node=1", f"--nodelist={','.join(slot.node for slot in spec.slots)}"),
+        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--kill-on-bad-exit=1"),
+        *("/bin/sh", "-c", 'export PET_NODE_RANK="$SLURM_PROCID"; exec "$@"', "sh"),
+        *(("env", *pairs) if pairs else ()),
+        *spec.argv,
+    )
+
+
+def _addresses(names: list[str]) -> dict[str, str]:
+    """NodeAddr of each node."""
+    shown = _run(["scontrol", "--oneliner", "show", "node", ",".join(names)])
+    found = {}
+    for line in shown.splitlines():
+        name = re.search(r"\bNodeName=(\S+)", line)
+        address = re.search(r"\bNodeAddr=(\S+)", line)
+        if name and address:
+            found[name[1]] = address[1]
+    return found
+
+
+class SlurmChild(Child):
+    """The srun of a step; what it leaves on the nodes when it is killed is ended with it."""
+
+    async def sweep(self) -> None:
+        """Ends the step too, where srun could not any more."""
+        await super().sweep()
+        if await self.wait() < 0:
+            await asyncio.to_thread(_end_steps, os.environ["SLURM_JOB_ID"], self._spec.name)
+
+
+def _end_steps(job: str, name: str) -> None:
+    listed = _run(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"])
+    for line in listed.splitlines():
+        step, _, step_name = line.strip().partition("|")
+        if step_name == name:
+            _run(["scancel", "--signal=KILL", step])

@@ -1,0 +1,240 @@
+"""`areal status`, `token`, `down`, `logs`: look at a stack, and end it, from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal.config.experiment import load_service_config
+from areal.errors import InvalidInput, NotFound, WaitTimeout
+from areal.security import Security
+from areal.types import TaskState
+from areal_launch.processes.descendants import end_tagged, leaders_of
+from areal_launch.processes.log_tail import LogTail, humanize
+from areal_launch.processes.process import last_lines
+from areal_launch.run_folder import RunFolder, find_run
+from areal_launch.view.poller import Snapshot, StackPoller
+from areal_launch.view.watchdog import ask_waits
+from areal_launch.view.words import state_word
+
+STOP_TIMEOUT_S = 90.0
+KILL_TIMEOUT_S = 30.0
+FOLLOW_INTERVAL_S = 0.3
+
+
+def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
+    """Asks the services of a running stack once."""
+
+    async def ask() -> Snapshot:
+        config = load_service_config(folder.config_file)
+        processes = folder.read_stack().get("processes", {})
+        security = Security.load(config.security)
+        poller = StackPoller(config.endpoints, security, with_trainer="trainer" in processes)
+        addresses = {name: entry["metrics"] for name, entry in processes.items()}
+        try:
+            snapshot, (waits, silent) = await asyncio.gather(
+                poller.refresh(timeout), ask_waits(addresses, timeout, security.headers())
+            )
+            snapshot.waits = waits
+            snapshot.problems = {**silent, **snapshot.problems}
+            return snapshot
+        finally:
+            await poller.close()
+
+    return asyncio.run(ask())
+
+
+def show_status(run: Path | None, *, as_json: bool) -> int:
+    """Prints the state of a stack; exit code 1 when it does not run."""
+    folder = find_run(run)
+    stack = folder.read_stack()
+    if not folder.held():
+        raise NotFound(f"{folder.path}: not running (last state: {stack.get('state')})")
+    snapshot = look(folder)
+    if as_json:
+        print(json.dumps({**stack, **_as_json(snapshot)}, indent=2))  # noqa: T201
+    else:
+        _print_status(folder, stack, snapshot)
+    return 0
+
+
+def show_token(run: Path | None) -> int:
+    """Prints what a running stack asks for."""
+    folder = find_run(run)
+    if not folder.held():
+        raise NotFound(f"{folder.path}: not running, and each start makes its own token")
+    token = Security.load(load_service_config(folder.config_file).security).token
+    if not token:
+        raise NotFound(f"{folder.path}: this stack asks for no token")
+    print(token)  # noqa: T201 - what was asked for
+    return 0
+
+
+def _as_json(snapshot: Snapshot) -> dict[str, Any]:
+    ledger, sync, trainer = snapshot.ledger, snapshot.sync, snapshot.trainer
+    return {
+        "trainer": trainer
+        and {
+            "state": trainer.state,
+            "step": trainer.step,
+            "total_steps": trainer.total_steps,
+            "detail": trainer.detail,
+        },
+        "last_row": snapshot.rows[-1] if snapshot.rows else None,
+        "accounting": ledger
+        and {
+            "submitted": ledger.submitted,
+            **{state.value: ledger.counts[state] for state in TaskState},
+        },
+        "staleness": ledger
+        and {
+            "mean": ledger.staleness_mean,
+            "max": ledger.staleness_max,
+            "bound": ledger.staleness_bound,
+        },
+        "failures": [asdict(failure) for failure in snapshot.failures],
+        "policy_version": sync and sync.current_version,
+        "servers": [
+            {
+                "url": server.url,
+                "state": server.state.value,
+                "version": server.version,
+                "cause": server.cause,
+            }
+            for server in snapshot.servers
+        ],
+        "waits": {name: [asdict(wait) for wait in waits] for name, waits in snapshot.waits.items()},
+        "problems": snapshot.problems,
+    }
+
+
+def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) -> None:
+    console = Console()
+    console.print(
+        f"[bold]{stack['experiment']}/{stack['trial']}[/] {stack['state']}   "
+        f"launcher pid {stack['launcher']['pid']}   dashboard {stack['dashboard']}"
+    )
+    console.print(f"run folder {folder.path}", style="bright_black")
+    trainer, ledger = snapshot.trainer, snapshot.ledger
+    if trainer is not None:
+        doing = f"{trainer.state}: {trainer.detail}" if trainer.detail else trainer.state
+        console.print(f"trainer    step {trainer.step}/{trainer.total_steps}, {doing}")
+    if ledger is not None:
+        counts = ", ".join(
+            f"{ledger.counts[s]} {state_word(s)}" for s in TaskState if ledger.counts[s]
+        )
+        console.print(f"tasks      {ledger.submitted} submitted: {counts or 'none'}")
+    for failure in snapshot.failures:
+        told = f"failing    {failure} ({failure.attempts} attempts)"
+        console.print(told, style="red", soft_wrap=True, markup=False)
+    for server in snapshot.servers:
+        cause = f" ({server.cause})" if server.cause else ""
+        console.print(f"server     {server.url} {server.state} at version {server.version}{cause}")
+    waiting = {name: waits[0] for name, waits in snapshot.waits.items() if waits}
+    for name, wait in sorted(waiting.items(), key=lambda each: -each[1].seconds):
+        console.print(f"waits      {name}: {wait}", soft_wrap=True, markup=False)
+    for service, problem in snapshot.problems.items():
+        console.print(f"[yellow]{service}[/]: {problem}", soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for header in ("process", "state", "pid", "restarts", "address", "metrics"):
+        table.add_column(header)
+    for name, entry in stack["processes"].items():
+        values = (entry[key] for key in ("state", "pid", "restarts", "address", "metrics"))
+        table.add_row(name, *(str(value) for value in values))
+    console.print(table)
+
+
+def stop_stack(run: Path | None) -> int:
+    """Asks the launcher to end the stack, waits, and if it does not, ends everything by force.
+
+    Raises:
+        WaitTimeout: Even that did not help.
+    """
+    folder = find_run(run)
+    stack = folder.read_stack()
+    if job := stack["launcher"].get("slurm_job"):
+        return _end_slurm_job(folder, str(job))
+    pid = int(stack["launcher"]["pid"])
+    if not folder.held():
+        leftovers = end_tagged(stack["stack_id"], leaders=leaders_of(stack))
+        ended = f"; ended {leftovers} leftover processes" if leftovers else ""
+        print(f"{folder.path}: not running{ended}")  # noqa: T201
+        return 0
+    since = time.monotonic()
+    _signal(pid, signal.SIGTERM)
+    if not _wait_released(folder, STOP_TIMEOUT_S):
+        print(f"launcher {pid} does not end: killing the stack")  # noqa: T201
+        _signal(pid, signal.SIGKILL)
+        end_tagged(stack["stack_id"], leaders=leaders_of(stack))
+        if not _wait_released(folder, KILL_TIMEOUT_S):
+            raise WaitTimeout(f"the end of {folder.path}", on=f"launcher {pid}", since=since)
+    print(f"{folder.path}: stopped in {time.monotonic() - since:.1f} s")  # noqa: T201
+    return 0
+
+
+def _end_slurm_job(folder: RunFolder, job: str) -> int:
+    """The same for a stack that a Slurm job runs, from any node."""
+    from areal_launch.clusters.slurm import end_job, job_state
+
+    since = time.monotonic()
+    for gently, limit in ((True, STOP_TIMEOUT_S), (False, KILL_TIMEOUT_S)):
+        if not job_state(job).active:
+            break
+        end_job(job, gently=gently)
+        while job_state(job).active and time.monotonic() - since < limit:
+            time.sleep(1.0)
+    if job_state(job).active:
+        raise WaitTimeout(f"the end of {folder.path}", on=f"Slurm job {job}", since=since)
+    print(f"{folder.path}: Slurm job {job} ended")  # noqa: T201
+    return 0
+
+
+def _signal(pid: int, signum: signal.Signals) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return  # its guard holds the lock and cleans up
+
+
+def _wait_released(folder: RunFolder, timeout: float) -> bool:
+    """Whether the run's lock became free in time: then nothing of the stack lives."""
+    deadline = time.monotonic() + timeout
+    while folder.held():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -> int:
+    """Prints the end of one log or of all, and with `follow` what is added, until Ctrl-C."""
+    folder = find_run(run, live=False)
+    files = {file.stem: file for file in sorted(folder.logs.glob("*.log"))}
+    if name is not None and name not in files:
+        raise InvalidInput(f"NAME {name!r}: no such log; there is {', '.join(files) or 'none'}")
+    chosen = {name: files[name]} if name is not None else files
+    tails = {each: LogTail(file, from_end=True) for each, file in chosen.items()}
+    width = max((len(each) for each in chosen), default=0)
+
+    def show(each: str, line: str) -> None:
+        prefix = f"{each:<{width}} | " if len(chosen) > 1 else ""
+        print(prefix + humanize(line), flush=True)  # noqa: T201
+
+    for each, file in chosen.items():
+        for line in last_lines(file, count=lines, limit=1000 * lines):
+            show(each, line)
+    while follow:
+        for each, tail in tails.items():
+            for line in tail.read():
+                show(each, line)
+        time.sleep(FOLLOW_INTERVAL_S)  # a file cannot tell that it has grown
+    return 0

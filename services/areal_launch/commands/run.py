@@ -1,0 +1,54 @@
+"""`areal run --on …`: the same experiment, elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from areal_launch.commands.stack import read_experiment, resolve_run, run_foreground
+from areal_launch.stack.places import Place
+from areal_launch.stack.recipe_check import refuse_failing
+from areal_launch.stack.trial_config import check_unchanged
+
+
+def run_on(
+    on: str,
+    recipe: Path,
+    config: Path | None,
+    overrides: list[str],
+    *,
+    as_json: bool,
+    keep: bool,
+    accept_changes: bool = False,
+) -> int:
+    """Resolves the experiment and runs it there: local, slurm, ray or kubernetes; the exit code."""
+    if on == "kubernetes":
+        from areal_launch.commands.kubernetes import run_on_kubernetes
+
+        # The model lies on the cluster's volume: whether it is here does not matter.
+        experiment, _ = read_experiment(recipe, config, overrides)
+        return run_on_kubernetes(experiment, as_json=as_json, keep=keep)
+    resolved = resolve_run(recipe, config, overrides)
+    place: Place | None = None
+    if on == "slurm":
+        from areal_launch.clusters.slurm import SlurmPlace, in_allocation
+
+        if not in_allocation():
+            from areal_launch.commands.slurm import submit_and_follow
+
+            check_unchanged(resolved.config, accept=accept_changes)
+            return submit_and_follow(resolved.config, as_json=as_json)
+        place = SlurmPlace()
+    elif on == "ray":
+        from areal_launch.clusters.ray import RayPlace
+
+        place = RayPlace()
+    else:
+        asyncio.run(refuse_failing(resolved.config, model_later=resolved.prepare))
+    return run_foreground(
+        resolved,
+        with_trainer=True,
+        as_json=as_json,
+        place=place,
+        accept_changes=accept_changes,
+    )

@@ -1,0 +1,41 @@
+"""`areal scale inference=N`: tells the launcher of a running stack, and shows what it does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from areal.config.experiment import load_service_config
+from areal.errors import InvalidInput, NotFound
+from areal_launch.run_folder import find_run
+from areal_launch.stack.control_socket import ask
+
+# Beside starting (stack.ready_timeout_s): draining, and an earlier command that still runs.
+_MARGIN_S = 120.0
+
+
+def scale_stack(run: Path | None, targets: list[str]) -> int:
+    """Returns once there are so many servers, all of them at the current version.
+
+    Raises:
+        InvalidInput: Not `inference=N`, or the launcher could not do it; with its reason.
+        NotFound: No stack runs there.
+    """
+    if len(targets) != 1:
+        raise InvalidInput(f"{' '.join(targets)!r}: expected one of inference=N")
+    name, _, count = targets[0].partition("=")
+    if name != "inference" or not count.isdigit():
+        raise InvalidInput(f"{targets[0]!r}: expected inference=N")
+    folder = find_run(run)
+    if not folder.held():
+        raise NotFound(f"{folder.path}: not running")
+    timeout = load_service_config(folder.config_file).stack.ready_timeout_s + _MARGIN_S
+    request = {"scale": {"inference": int(count)}}
+    try:
+        said = asyncio.run(ask(folder.control_file, request, print, timeout))
+    except NotFound as error:
+        if not (job := folder.read_stack().get("launcher", {}).get("slurm_job")):
+            raise
+        raise NotFound(f"{error}; run it on the first node of Slurm job {job}") from None
+    print(said)  # noqa: T201
+    return 0

@@ -1,0 +1,379 @@
+"""`areal run` and `areal up`: resolve, start, show, stop, sum up.
+
+    resolve (nothing started) ──> open ──> start ──> ready ──> wait ──┐
+                                   │ Ctrl-C, SIGTERM, failure ────────┤
+                                   v                                  v
+                                  last look ──> stop ──> summary.json, reward.png, last screen
+
+| state   | consumes     | waits for                     | unblocked by                        |
+|---------|--------------|-------------------------------|-------------------------------------|
+| running | the terminal | the work or a signal          | trainer's end, failure, signal      |
+| stopping| grace time   | LocalStack.stop               | processes end, or a second signal   |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from areal.chassis import endless
+from areal.chassis.logging import configure_logging, get_logger
+from areal.config.experiment import (
+    BaseExperimentConfig,
+    GRPOConfig,
+    as_yaml,
+    build_config,
+    cautions,
+)
+from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
+from areal.recipe import Recipe, find_config_class, load_recipe
+from areal.security import Security
+from areal.types import TaskState
+from areal_launch.commands.dead_letters import keep_dead_letters
+from areal_launch.doctor.preflight import check_start
+from areal_launch.processes.descendants import end_tagged
+from areal_launch.processes.process import last_lines, python_environment
+from areal_launch.processes.usage import UsageSampler
+from areal_launch.run_folder import RunFolder, write_json
+from areal_launch.stack.events import EventLog
+from areal_launch.stack.local import PREPARE_TIMEOUT_S, LocalStack
+from areal_launch.stack.places import Place
+from areal_launch.stack.plan import missing_model
+from areal_launch.stack.trial_config import check_unchanged
+from areal_launch.view.display import Display, choose_display
+from areal_launch.view.poller import Snapshot, StackPoller
+from areal_launch.view.summary import build_summary, continue_summary, read_results, read_rows
+
+PLOT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked experiment, before anything is started."""
+
+    config: BaseExperimentConfig
+    prepare: bool
+    """Whether the recipe makes the model, which is not there yet."""
+
+
+def resolve_run(
+    recipe: Path, config: Path | None, overrides: list[str], *, with_trainer: bool = True
+) -> Resolved:
+    """Loads the recipe and the experiment file.
+
+    Raises:
+        InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
+        CannotStart: The model, or what else a run takes, is not there.
+    """
+    resolved, module = read_experiment(recipe, config, overrides)
+    can_prepare = callable(getattr(module, "prepare_model", None))
+    return _with_model(resolved, can_prepare=can_prepare, with_trainer=with_trainer)
+
+
+def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
+    """Prints the resolved experiment file; whether its model is there is not asked."""
+    sys.stdout.write(as_yaml(read_experiment(recipe, config, overrides)[0]))
+    return 0
+
+
+def read_experiment(
+    recipe: Path, config: Path | None, overrides: list[str]
+) -> tuple[BaseExperimentConfig, ModuleType]:
+    """The resolved experiment and its recipe's module; whether the model is there is not asked."""
+    source = Recipe.read(recipe)
+    module = load_recipe(source.source, str(recipe))
+    if not callable(getattr(module, "main", None)):
+        raise InvalidInput(f"recipe {str(recipe)!r}: expected a function main(argv)")
+    file, beside = config, recipe.with_suffix(".yaml")
+    if file is None and beside.is_file():
+        file = beside
+    resolved = build_config(find_config_class(module, GRPOConfig), file, overrides)
+    resolved.recipe = str(recipe.resolve())
+    if file is None and not (resolved.model.path or resolved.endpoints.inference):
+        raise ConfigError(
+            f"experiment file {str(beside)!r}: not there, and no --config names another, so every "
+            "key has its default and model.path is empty; write it, or give model.path=DIRECTORY"
+        )
+    return resolved, module
+
+
+def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -> Resolved:
+    """The same for a stack without trainer, where a recipe is optional."""
+    if recipe is not None:
+        return resolve_run(recipe, config, overrides, with_trainer=False)
+    resolved = build_config(GRPOConfig, config, overrides)
+    return _with_model(resolved, can_prepare=False, with_trainer=False)
+
+
+def _with_model(config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool) -> Resolved:
+    why = "" if config.endpoints.inference else missing_model(config)
+    if why and not (can_prepare and config.model.path):
+        # No model named is bad input; one that is not there may be there tomorrow.
+        raise (CannotStart if config.model.path else ConfigError)(why)
+    check_start(config, will_prepare=bool(why), with_trainer=with_trainer)
+    return Resolved(config, prepare=bool(why))
+
+
+def run_foreground(
+    resolved: Resolved,
+    *,
+    with_trainer: bool,
+    as_json: bool = False,
+    ready_fd: int | None = None,
+    place: Place | None = None,
+    accept_changes: bool = False,
+) -> int:
+    """Runs a stack from this process until it ends; returns the exit code.
+
+    `place`: lends the nodes; None: this machine. `accept_changes`: of the configuration, in a
+    trial that has trained already.
+    """
+    folder = RunFolder(resolved.config.run_dir)
+    changes = check_unchanged(resolved.config, accept=accept_changes)
+    _make_logs(folder)
+    # Open until this process ends: libraries may log to the very last.
+    log = folder.log_of("launcher").open("a", buffering=1)
+    configure_logging("launcher", resolved.config.namespace, stream=log)
+    if changes:
+        get_logger("areal.launcher").warning("configuration_changed", changes=changes)
+    display = choose_display(as_json=as_json, quiet=ready_fd is not None)
+    session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd, place=place)
+    return asyncio.run(session.run())
+
+
+def _make_logs(folder: RunFolder) -> None:
+    """Raises CannotStart in one line where `preflight` could not know (a full disk, a quota)."""
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotStart(
+            f"run folder {str(folder.logs)!r}: {error.strerror}; choose another with run_root=DIR"
+        ) from None
+
+
+class Session:
+    """One invocation of `areal run` or `areal up`."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        display: Display,
+        *,
+        with_trainer: bool,
+        ready_fd: int | None,
+        place: Place | None = None,
+    ) -> None:
+        """Starts nothing."""
+        self._resolved = resolved
+        self._display = display
+        self._with_trainer = with_trainer
+        self._ready_fd = ready_fd
+        self._place = place
+
+    async def run(self) -> int:
+        """Start to end; returns the exit code."""
+        began = time.monotonic()
+        interrupt = asyncio.Event()
+        stack = LocalStack(
+            self._resolved.config, EventLog(), with_trainer=self._with_trainer, place=self._place
+        )
+        self._handle_signals(interrupt, stack)
+        usage = UsageSampler(stack.pids)
+        await stack.open()
+        stack.folder.dead_letters_file.unlink(missing_ok=True)
+        poller = StackPoller(
+            stack.config.endpoints,
+            Security.load(stack.config.security),
+            with_trainer=self._with_trainer,
+        )
+
+        def ended(error: BaseException) -> None:
+            stack.events.report("error", "launcher", f"{type(error).__name__}: {error}")
+
+        background = [endless.keep(usage.run(), "usage", ended)]
+        status, error = "failed", None
+        try:
+            poller.listen_notices(lambda text: stack.events.report("warning", "recipe", text))
+            poller.start()
+            self._display.begin(stack, poller, usage)
+            for caution in cautions(stack.config) if self._with_trainer else ():
+                stack.events.report("warning", "config", caution)
+            background.append(endless.keep(self._display.run(), "display", ended))
+            status, error = await self._work(stack, interrupt)
+            stack.cause = str(error or "")
+            if stack.supervisor.processes:
+                await poller.refresh(timeout=3.0)
+                await self._keep_dead_letters(stack, poller.snapshot)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await poller.close()
+            self._display.end("stopping")
+            await stack.stop(failed=status == "failed")
+        if isinstance(error, (CannotStart, InvalidInput)):
+            raise error
+        if self._with_trainer:
+            took = time.monotonic() - began
+            summary = self._sum_up(status, stack, poller, usage, took, str(error or ""))
+            self._display.summary(stack, summary, error)
+        elif error is not None:
+            raise error
+        return {"finished": 0, "interrupted": 130 if self._with_trainer else 0}.get(status, 1)
+
+    @staticmethod
+    async def _keep_dead_letters(stack: LocalStack, snapshot: Snapshot) -> None:
+        if snapshot.ledger is None or not snapshot.ledger.counts[TaskState.DEAD_LETTERED]:
+            return
+        try:
+            await keep_dead_letters(
+                stack.folder, stack.config.endpoints.buffer, Security.load(stack.config.security)
+            )
+        except ArealError as error:
+            stack.events.report("warning", "buffer", f"dead letters were not written: {error}")
+
+    async def _work(
+        self, stack: LocalStack, interrupt: asyncio.Event
+    ) -> tuple[str, ArealError | None]:
+        """Until the trainer ends, something fails, or a signal comes."""
+
+        async def work() -> None:
+            await stack.start(prepare=self._resolved.prepare)
+            self._tell_ready("ready")
+            await stack.wait()
+
+        working = asyncio.create_task(work())
+        interrupted = asyncio.create_task(interrupt.wait())
+        either: set[asyncio.Task[Any]] = {working, interrupted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        interrupted.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            return "interrupted", None
+        error = working.exception()
+        if error is None:
+            return "finished", None
+        if isinstance(error, ArealError):
+            self._tell_ready(str(error))
+            return "failed", error
+        raise error
+
+    def _handle_signals(self, interrupt: asyncio.Event, stack: LocalStack) -> None:
+        def handle() -> None:
+            if interrupt.is_set():  # the second one: no more patience
+                end_tagged(stack.stack_id, leaders=stack.leaders())
+            interrupt.set()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, handle)
+
+    def _tell_ready(self, word: str) -> None:
+        if self._ready_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._ready_fd, f"{word}\n".encode())
+                os.close(self._ready_fd)
+            self._ready_fd = None
+
+    def _sum_up(
+        self,
+        status: str,
+        stack: LocalStack,
+        poller: StackPoller,
+        usage: UsageSampler,
+        wall_s: float,
+        cause: str,
+    ) -> dict[str, Any]:
+        """Writes summary.json and reward.png; the run's, over all its invocations."""
+        folder = stack.folder
+        summary = build_summary(
+            status=status,
+            rows=read_rows(folder.metrics_file),
+            results=read_results(folder.trainer_file),
+            snapshot=poller.snapshot,
+            wall_s=wall_s,
+            cpu_s=usage.cpu_seconds(),
+            memory_mb=usage.peak_mb,
+            restarts={n: p.restarts for n, p in stack.supervisor.processes.items()},
+            cause=cause,
+        )
+        earlier = read_results(folder.summary_file)
+        summary = continue_summary(earlier, summary, began=stack.started)
+        write_json(folder.summary_file, summary)
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            subprocess.run(  # noqa: S603 - our own module
+                [sys.executable, "-m", "areal_launch.view.plots", str(folder.path)],
+                timeout=PLOT_TIMEOUT_S,
+                check=False,
+                capture_output=True,
+                env=python_environment(),
+            )
+        return summary
+
+
+def run_detached(resolved: Resolved, arguments: list[str]) -> int:
+    """Starts `areal up` in a session of its own; returns once it is ready.
+
+    Raises:
+        ArealError: What the other process says, or the end of its output.
+    """
+    folder = RunFolder(resolved.config.run_dir)
+    # Refuses at once what the other one would refuse.
+    check_unchanged(resolved.config, accept="--accept-changes" in arguments)
+    _make_logs(folder)
+    os.close(folder.lock(wait_s=0.0))
+    output = folder.log_of("up")
+    reading, writing = os.pipe()
+    try:
+        with output.open("ab") as log:
+            process = subprocess.Popen(  # noqa: S603 - our own module
+                [
+                    *(sys.executable, "-m", "areal_launch.cli"),
+                    *("up", *arguments, "--ready-fd", str(writing)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=python_environment(),
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+    finally:
+        os.close(writing)
+    limit = resolved.config.stack.ready_timeout_s + 30.0
+    limit += PREPARE_TIMEOUT_S if resolved.prepare else 0.0
+    answer = _read_line(reading, limit)
+    os.close(reading)
+    if answer != "ready":
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60.0)  # it cleans up by itself
+        raise ArealError(answer or f"the stack did not start ({' | '.join(last_lines(output))})")
+    stack = folder.read_stack()
+    print(f"ready: {stack['dashboard']}  (its form takes what `areal token` prints)")  # noqa: T201
+    print("next: areal status, areal submit, areal down")  # noqa: T201
+    print(f"run folder: {folder.path}")  # noqa: T201
+    return 0
+
+
+def _read_line(descriptor: int, timeout: float) -> str:
+    """One line from a pipe; "" at its end or when time is over."""
+    deadline = time.monotonic() + timeout
+    text = b""
+    while b"\n" not in text:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        chunk = os.read(descriptor, 4096) if ready else b""
+        if not chunk:
+            break
+        text += chunk
+    return text.decode(errors="replace").strip()

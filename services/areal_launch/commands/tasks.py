@@ -1,0 +1,350 @@
+"""`areal submit`: tasks in, results out, through the services' APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from areal.clients.backoff import Backoff
+from areal.clients.buffer import BufferClient
+from areal.clients.rollout import RolloutClient
+from areal.config.experiment import GRPOConfig, load_service_config
+from areal.errors import CapacityExceeded, InvalidInput, NotFound, Unavailable, WaitTimeout
+from areal.protocol.leases import TaskRecord
+from areal.recipe import Recipe, load_recipe
+from areal.security import Security
+from areal.types import GenerationHyperparameters, Purpose, Task, TaskState, WorkflowSpec
+from areal.workflows.specs import build_workflow, find_workflow
+from areal_launch.run_folder import find_run
+
+# The keys that may stand beside "data"; without "data" the whole line is the row.
+_TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
+_TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+# Tasks per call: far below the largest message that a service accepts.
+_CHUNK = 2000
+
+Describe = Callable[[str], WorkflowSpec]
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """What the command line says for all lines."""
+
+    workflow: str = "rlvr"
+    reward: str = ""
+    """A built-in's name; empty: the recipe's `reward_fn` if it has one, else "math"."""
+    recipe: Path | None = None
+    wait: bool = False
+    timeout_s: float = 3600.0
+    as_json: bool = False
+
+
+def parse_tasks(
+    lines: Iterable[str],
+    source: str,
+    default: WorkflowSpec,
+    prefix: str,
+    describe: Describe,
+) -> list[Task]:
+    """Reads JSON Lines; blank lines are skipped.
+
+    Args:
+        lines: One JSON object each.
+        source: The file's name, for errors.
+        default: The workflow of rows that name none, and the recipe of all.
+        prefix: Of the ids of rows that have none: `prefix-LINE`.
+        describe: A workflow by its name, with the arguments of rows that give no `kwargs`.
+
+    Raises:
+        InvalidInput: `source:LINE:` and what is wrong there.
+    """
+    tasks = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{source}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InvalidInput(f"{where}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise InvalidInput(f"{where}: expected a JSON object, got {type(row).__name__}")
+        tasks.append(_parse_task(row, where, default, f"{prefix}-{number}", describe))
+    if not tasks:
+        raise InvalidInput(f"{source}: no tasks in it")
+    return tasks
+
+
+def _parse_task(
+    row: dict[str, Any], where: str, default: WorkflowSpec, name: str, describe: Describe
+) -> Task:
+    if "data" not in row:
+        task_id = row.pop("task_id", name)
+        row = {"task_id": task_id, "data": row}
+    if unknown := sorted(set(row) - _TASK_KEYS):
+        raise InvalidInput(
+            f"{where}: unknown key {unknown[0]!r} beside 'data'; "
+            f"expected {', '.join(sorted(_TASK_KEYS))}"
+        )
+    task_id = row.get("task_id", name)
+    if not isinstance(task_id, str) or not _TASK_ID.fullmatch(task_id):
+        raise InvalidInput(
+            f"{where}: task_id {task_id!r}: expected 1 to 200 of letters, digits and ._:-"
+        )
+    if not isinstance(row["data"], dict):
+        raise InvalidInput(f"{where}: data: expected a JSON object")
+    purpose = row.get("purpose", Purpose.SERVE.value)
+    if purpose not in list(Purpose):
+        raise InvalidInput(f"{where}: purpose {purpose!r}: expected {' or '.join(Purpose)}")
+    lifetime = row.get("time_to_live_s")
+    if lifetime is not None and (not isinstance(lifetime, int | float) or lifetime <= 0):
+        raise InvalidInput(f"{where}: time_to_live_s {lifetime!r}: expected a number above 0")
+    return Task(
+        task_id=task_id,
+        purpose=Purpose(purpose),
+        workflow=_parse_workflow(row, where, default, describe),
+        data=row["data"],
+        time_to_live_s=lifetime,
+    )
+
+
+def _parse_workflow(
+    row: dict[str, Any], where: str, default: WorkflowSpec, describe: Describe
+) -> WorkflowSpec:
+    name, kwargs = row.get("workflow", default.name), row.get("kwargs")
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(f"{where}: workflow {name!r}: expected a name")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise InvalidInput(f"{where}: kwargs: expected a JSON object")
+    if kwargs is None:
+        try:
+            return describe(name)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from None
+    return WorkflowSpec(
+        name=name, recipe_digest=default.recipe_digest, kwargs_json=json.dumps(kwargs)
+    )
+
+
+def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
+    """Submits a file's tasks; exit code 1 when some that were waited for were not delivered."""
+    folder = find_run(run)
+    if not folder.held():
+        raise NotFound(f"{folder.path}: not running")
+    config = load_service_config(folder.config_file)
+    if str(file) == "-":
+        text = sys.stdin.read()
+    else:
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"{file}: {error}") from None
+    recipe = Recipe.read(options.recipe) if options.recipe is not None else None
+    default = WorkflowSpec(options.workflow, recipe.digest if recipe is not None else "")
+    describe = partial(describe_workflow_named, recipe, config.gconfig, options.reward)
+    prefix = f"submit-{uuid.uuid4().hex[:8]}"
+    tasks = parse_tasks(text.splitlines(), str(file), default, prefix, cache(describe))
+    return asyncio.run(_submit(config, tasks, recipe, options))
+
+
+def describe_workflow_named(
+    recipe: Recipe | None, gconfig: GenerationHyperparameters, reward: str, workflow: str
+) -> WorkflowSpec:
+    """A workflow by its name, with those of the arguments below that its constructor takes.
+
+    Args:
+        recipe: Defines the workflow, or its reward; None: built-ins only.
+        gconfig: The stack's.
+        reward: A built-in's name; empty: the recipe's `reward_fn` if it has one, else "math".
+        workflow: A built-in's name, or a class of the recipe.
+
+    Raises:
+        InvalidInput: The recipe does not load, or it has no such workflow or reward.
+    """
+    module = load_recipe(recipe.source, recipe.file_name) if recipe is not None else None
+    accepted = inspect.signature(find_workflow(workflow, module)).parameters
+    kwargs: dict[str, Any] = {}
+    if "gconfig" in accepted:
+        kwargs["gconfig"] = asdict(gconfig)
+    if "reward_fn" in accepted:
+        own = callable(getattr(module, "reward_fn", None)) and not reward
+        kwargs["reward_fn"] = {"$function": "reward_fn"} if own else (reward or "math")
+    elif reward:
+        raise InvalidInput(f"--reward {reward!r}: workflow {workflow!r} takes no reward_fn")
+    spec = WorkflowSpec(
+        name=workflow,
+        recipe_digest=recipe.digest if recipe is not None else "",
+        kwargs_json=json.dumps(kwargs),
+    )
+    build_workflow(spec, module)  # what a worker would refuse is refused here
+    return spec
+
+
+async def _submit(
+    config: GRPOConfig, tasks: list[Task], recipe: Recipe | None, options: SubmitOptions
+) -> int:
+    if recipe is not None:
+        buffer = BufferClient(config.endpoints.buffer, Security.load(config.security))
+        try:
+            await buffer.put_recipe(recipe.file_name, recipe.source)
+        finally:
+            await buffer.close()
+    client = RolloutClient(config.endpoints.rollout, Security.load(config.security))
+    try:
+        return await _Submission(client, tasks, options).run()
+    finally:
+        await client.close()
+
+
+class _Submission:
+    """Tasks on their way in, and on their way out: results that are read make room for more tasks.
+
+    | wait     | on      | unblocked by                   | deadline  |
+    |----------|---------|--------------------------------|-----------|
+    | room     | ledger  | the time that its refusal says | --timeout |
+    | the ends | rollout | the end of any task            | --timeout |
+    """
+
+    def __init__(self, client: RolloutClient, tasks: list[Task], options: SubmitOptions) -> None:
+        self._client = client
+        self._tasks = tasks
+        self._options = options
+        self._remaining = {task.task_id for task in tasks}
+        self._known = 0
+        self._states: dict[TaskState, int] = {}
+        self._rewards: list[float] = []
+        # Accepted, and not watched yet.
+        self._accepted: list[str] = []
+
+    async def run(self) -> int:
+        """Submits all, waits if asked to; the exit code."""
+        options = self._options
+        try:
+            async with asyncio.timeout(options.timeout_s), asyncio.TaskGroup() as watchers:
+                await self._send_all(watchers)
+                if options.as_json:
+                    _print(
+                        {
+                            "event": "submitted",
+                            "tasks": len(self._tasks),
+                            "known_already": self._known,
+                        }
+                    )
+                else:
+                    note = f", {self._known} known already" if self._known else ""
+                    _say(f"submitted {len(self._tasks) - self._known} tasks{note}")
+                self._watch_accepted(watchers)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{len(self._remaining)} of {len(self._tasks)} tasks, e.g. {min(self._remaining)}",
+                on=f"rollout {self._client.address}",
+                hint=f"--timeout {options.timeout_s:.0f}; see `areal status`",
+            ) from None
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return self._sum_up() if options.wait else 0
+
+    async def _send_all(self, watchers: asyncio.TaskGroup) -> None:
+        told = False
+        for start in range(0, len(self._tasks), _CHUNK):
+            chunk = self._tasks[start : start + _CHUNK]
+            while chunk:
+                try:
+                    flags = await self._client.submit_tasks(chunk)
+                except CapacityExceeded as error:
+                    if error.retry_after_s is None:
+                        raise
+                    if not told and not self._options.as_json:
+                        _say(f"waiting for room: {error}")
+                    told = True
+                    # The first of them may have found room.
+                    found = await self._client.get_tasks([task.task_id for task in chunk])
+                    inside = {record.task.task_id for record in found}
+                    self._accepted += inside
+                    chunk = [task for task in chunk if task.task_id not in inside]
+                    self._watch_accepted(watchers)
+                    await asyncio.sleep(error.retry_after_s)
+                else:
+                    self._known += flags.count(False)
+                    self._accepted += [task.task_id for task in chunk]
+                    break
+
+    def _watch_accepted(self, watchers: asyncio.TaskGroup) -> None:
+        if not self._options.wait:
+            return
+        for start in range(0, len(self._accepted), _CHUNK):
+            watchers.create_task(self._follow(set(self._accepted[start : start + _CHUNK])))
+        self._accepted = []
+
+    async def _follow(self, task_ids: set[str]) -> None:
+        """Prints each task as it ends."""
+        async for record in _watch(self._client, task_ids):
+            self._remaining.discard(record.task.task_id)
+            self._states[record.state] = self._states.get(record.state, 0) + 1
+            samples = record.group.trajectories if record.group is not None else []
+            self._rewards += [t.reward for t in samples]
+            if self._options.as_json:
+                _print(
+                    {
+                        "event": "task",
+                        "task_id": record.task.task_id,
+                        "state": record.state.value,
+                        "reason": record.reason,
+                        "samples": [
+                            {"reward": t.reward, "completion": t.completion_text} for t in samples
+                        ],
+                    }
+                )
+            elif record.state is not TaskState.DELIVERED:
+                _say(f"{record.task.task_id}: {record.state.value} {record.reason}")
+
+    def _sum_up(self) -> int:
+        states, rewards = self._states, self._rewards
+        counts = {state.value: count for state, count in states.items()}
+        mean = sum(rewards) / len(rewards) if rewards else None
+        if self._options.as_json:
+            _print(
+                {
+                    "event": "summary",
+                    "counts": counts,
+                    "samples": len(rewards),
+                    "reward_mean": mean,
+                }
+            )
+        else:
+            ended = ", ".join(f"{count} {name}" for name, count in counts.items())
+            score = (
+                f"; mean reward {mean:.3f} of {len(rewards)} samples" if mean is not None else ""
+            )
+            _say(ended + score)
+        return 0 if set(states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
+
+
+async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[TaskRecord]:
+    """Each task once, when it has ended; a service that restarts meanwhile is asked again."""
+    backoff = Backoff()
+    while remaining:
+        try:
+            async for record in client.watch_tasks(sorted(remaining), include_trajectories=True):
+                backoff.reset()
+                remaining.discard(record.task.task_id)
+                yield record
+        except Unavailable:
+            await backoff.sleep()  # the caller has the deadline
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - output for people
+
+
+def _print(content: dict[str, Any]) -> None:
+    print(json.dumps(content, separators=(",", ":")), flush=True)  # noqa: T201 - the output

@@ -1,0 +1,128 @@
+"""`areal versions`: what a run has published, and which servers serve it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal.clients.weight_sync import WeightSyncClient
+from areal.config.experiment import BaseExperimentConfig, load_service_config
+from areal.errors import ArealError, NotFound
+from areal.security import Security, SecurityConfig
+from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions, version_name
+from areal.weights.servers import ServerState
+from areal_launch.run_folder import find_run
+
+_ASK_TIMEOUT_S = 5.0
+
+
+def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int:
+    """Prints every version that is kept, oldest first."""
+    versions, serving, problem = _look(run, endpoint)
+    if as_json:
+        rows = [_as_json(version, serving[version.version]) for version in versions]
+        for row in rows:
+            del row["tensors"]
+        print(json.dumps(rows, indent=2))  # noqa: T201
+        return 0
+    console, now = Console(), time.time()
+    table = Table(box=None, header_style="bold")
+    for title in ("version", "age", "MiB", "encoding", "digest", "served by"):
+        table.add_column(title, no_wrap=title != "served by")
+    for version in versions:
+        table.add_row(
+            version_name(version.version, version.incarnation),
+            f"{now - version.publish_time:.0f} s",
+            f"{version.size_bytes / 2**20:.1f}",
+            encoding(version),
+            version.digest[:12],
+            ", ".join(serving[version.version]) or "-",
+        )
+    console.print(table)
+    if problem:
+        console.print(f"who serves what is not known: {problem}")
+    return 0
+
+
+def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
+    """Prints one version's manifest as JSON, and who serves it.
+
+    Raises:
+        NotFound: It is not kept.
+    """
+    versions, serving, _ = _look(run, endpoint)
+    found = [each for each in versions if each.version == version]
+    if not found:
+        kept = ", ".join(str(each.version) for each in versions)
+        raise NotFound(f"version {version}: not kept; there are {kept}")
+    # Of several incarnations the last one is the one that counts.
+    print(json.dumps(_as_json(found[-1], serving[version]), indent=2))  # noqa: T201
+    return 0
+
+
+def encoding(version: PolicyVersion) -> str:
+    """How it travelled."""
+    if version.delta is None:
+        return "full"
+    return f"delta of {version.delta.base}, {version.delta.size_bytes / 2**20:.2f} MiB"
+
+
+def kept_versions(config: BaseExperimentConfig) -> list[PolicyVersion]:
+    """The configured model, then what lies in the weights folder, oldest first."""
+    root = Path(config.weight_sync.path or config.run_dir / "weights").resolve()
+    model = Path(config.model.path).resolve()
+    first = [build_manifest(model, 0, 0)] if (model / "config.json").is_file() else []
+    return [*first, *stored_versions(root)]
+
+
+def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:
+    """Versions, who serves each, and why that is not known."""
+    serving: dict[int, list[str]] = defaultdict(list)
+    if endpoint:  # a stack on other machines: weight-sync tells both
+        return *asyncio.run(_ask(endpoint, Security.load(SecurityConfig()))), ""
+    folder = find_run(run, live=False)
+    config = load_service_config(folder.config_file)
+    versions = kept_versions(config)
+    if not folder.held():
+        return versions, serving, f"{folder.path}: not running"
+    try:
+        _, serving = asyncio.run(_ask(config.endpoints.weight_sync, Security.load(config.security)))
+    except ArealError as error:
+        return versions, serving, str(error)
+    return versions, serving, ""
+
+
+async def _ask(
+    address: str, security: Security
+) -> tuple[list[PolicyVersion], dict[int, list[str]]]:
+    client = WeightSyncClient(address, security)
+    serving: dict[int, list[str]] = defaultdict(list)
+    try:
+        versions = await client.list_versions(timeout=_ASK_TIMEOUT_S)
+        servers, _ = await client.list_servers(timeout=_ASK_TIMEOUT_S)
+    finally:
+        await client.close()
+    for server in servers:
+        if server.state is ServerState.SERVING:
+            serving[server.version].append(server.server_id)
+    return versions, serving
+
+
+def _as_json(version: PolicyVersion, servers: list[str]) -> dict[str, Any]:
+    name = version_name(version.version, version.incarnation)
+    return {
+        "name": name,
+        **asdict(version),
+        "digest": version.digest,
+        "size_bytes": version.size_bytes,
+        "encoding": "full" if version.delta is None else "delta",
+        "served_by": servers,
+    }

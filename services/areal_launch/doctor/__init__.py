@@ -1,0 +1,1 @@
+"""What a run needs, looked at before it starts."""

@@ -1,0 +1,361 @@
+"""`areal doctor --on kubernetes`: what the rendered chart needs, against what the cluster has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from areal.errors import ArealError, NotFound
+from areal_launch.clusters.kubernetes import Release
+from areal_launch.doctor.local import Finding, examine, missing, note, ok
+from areal_launch.processes.commands import run_command
+
+OLDEST = (1, 20)
+_TRAINER_KINDS = ("kubeflow.org/v1/PyTorchJob", "trainer.kubeflow.org/v1alpha1/TrainJob")
+_CRD_SOURCES = {
+    "kubeflow.org": "install the Kubeflow training operator, or set trainer.workload=Job",
+    "trainer.kubeflow.org": "install Kubeflow Trainer 2, or set trainer.workload=Job",
+    "monitoring.coreos.com": "install the Prometheus operator, or turn the metrics values off",
+    "keda.sh": "install KEDA, or set autoscaling.type=HPA",
+}
+_RDMA = re.compile(r"rdma|infiniband|/hca|efa|/ib", re.IGNORECASE)
+
+
+class ClusterDoctor:
+    """One release that is not there yet, and one cluster."""
+
+    def __init__(self, release: Release) -> None:
+        """Asks nothing yet."""
+        self._release = release
+        self._settings = release.config.stack.kubernetes
+
+    def examine(self) -> list[Finding]:
+        """All lines; without a cluster or a chart that renders there is nothing more to ask."""
+        first: list[Finding] = []
+        for name, check in {"cluster": self._cluster, "chart": self._chart}.items():
+            first += examine({name: check})
+            if first[-1].verdict != "ok":
+                return first
+        return first + examine(
+            {
+                "API versions": self._kinds,
+                "permissions": self._permissions,
+                "storage class": self._storage,
+                "images": self._images,
+                "GPUs": self._gpus,
+                "network": self._network,
+                "secrets": self._secrets,
+                "quota": self._quota,
+            }
+        )
+
+    def _cluster(self) -> Finding:
+        content = json.loads(self._release.kubectl("version", "-o", "json"))
+        version = content["serverVersion"]["gitVersion"]
+        match = re.match(r"v(\d+)\.(\d+)", version)
+        if match is None or (int(match[1]), int(match[2])) < OLDEST:
+            return missing("cluster", version, f"Kubernetes {OLDEST[0]}.{OLDEST[1]} or newer")
+        return ok("cluster", version)
+
+    def _chart(self) -> Finding:
+        return ok("chart", f"{self._settings.chart} renders {len(self._objects)} objects")
+
+    @cached_property
+    def _objects(self) -> list[dict[str, Any]]:
+        """Rendered for this cluster's version and APIs.
+
+        By helm's own look at the cluster; where that refuses, for what is missing is not installed,
+        with what the cluster serves added to the kinds that helm takes for granted.
+        """
+        command = [*self._release.helm_command, "template", *self._release.chart_arguments()]
+        hint = "stack.kubernetes.helm names it, `make setup` brings one"
+        try:
+            text = run_command([*command, "--validate", "--is-upgrade"], hint)
+        except NotFound:
+            raise
+        except ArealError:
+            text = run_command([*command, *self._capabilities()], hint)
+        return [each for each in yaml.safe_load_all(text) if each]
+
+    def _capabilities(self) -> list[str]:
+        version = json.loads(self._release.kubectl("version", "-o", "json"))["serverVersion"]
+        # Both forms: a chart may ask for a group's version or for a kind in it.
+        served = [
+            name for v, kinds in self._served.items() for name in (v, *(f"{v}/{k}" for k in kinds))
+        ]
+        # The chart refuses to render without its trainer's kind; here that is one finding of many.
+        served += _TRAINER_KINDS
+        return [
+            *("--kube-version", version["gitVersion"]),
+            *(part for each in served for part in ("--api-versions", each)),
+        ]
+
+    def _kinds(self) -> Finding:
+        wanted = {(each["apiVersion"], each["kind"]) for each in self._objects}
+        absent = sorted((v, k) for v, k in wanted if k not in self._served.get(v, ()))
+        if not absent:
+            return ok("API versions", f"all {len(wanted)} kinds are served")
+        fixes = {
+            _CRD_SOURCES.get(version.partition("/")[0], "a newer cluster, or other values")
+            for version, _ in absent
+        }
+        names = ", ".join(f"{version} {kind}" for version, kind in absent)
+        return missing("API versions", f"not served: {names}", "; ".join(sorted(fixes)))
+
+    @cached_property
+    def _served(self) -> dict[str, set[str]]:
+        """Group and version to its kinds."""
+        served = {}
+        for version in self._release.kubectl("api-versions").split():
+            path = f"/apis/{version}" if "/" in version else f"/api/{version}"
+            try:
+                listed = json.loads(self._release.kubectl("get", "--raw", path))
+            except ArealError:
+                continue  # an aggregated API that is down
+            served[version] = {each["kind"] for each in listed["resources"]}
+        return served
+
+    def _permissions(self) -> Finding:
+        kinds = ("deployments", "statefulsets", "services", "secrets", "configmaps", "roles")
+        refused = []
+        for kind in kinds:
+            try:
+                self._release.kubectl("auth", "can-i", "create", kind, "--quiet")
+            except ArealError:
+                refused.append(kind)
+        if refused:
+            fix = "a role that may create them in the namespace"
+            return missing("permissions", f"may not create {', '.join(refused)}", fix)
+        return ok("permissions", "may create what the chart holds")
+
+    def _storage(self) -> Finding:
+        claims = [each["spec"] for each in self._objects if each["kind"] == "PersistentVolumeClaim"]
+        for each in self._objects:
+            claims += [c["spec"] for c in each.get("spec", {}).get("volumeClaimTemplates") or []]
+        if not claims:
+            return ok("storage class", "no claims: folders of the node, or existing claims")
+        classes = json.loads(self._release.kubectl("get", "storageclass", "-o", "json"))["items"]
+        names = {each["metadata"]["name"] for each in classes}
+        default = [
+            each["metadata"]["name"]
+            for each in classes
+            if (each["metadata"].get("annotations") or {}).get(
+                "storageclass.kubernetes.io/is-default-class"
+            )
+            == "true"
+        ]
+        wanted = {claim.get("storageClassName") or "" for claim in claims}
+        absent = sorted(each for each in wanted if each and each not in names)
+        fix = "storage.storageClass and redis.storageClass, or storage.hostPath on one node"
+        if absent:
+            return missing("storage class", f"no class {', '.join(absent)}", fix)
+        if "" in wanted and not default:
+            return missing("storage class", "no default class", fix)
+        modes = sorted({mode for claim in claims for mode in claim["accessModes"]})
+        used = ", ".join(sorted((wanted - {""}) | set(default[:1] if "" in wanted else [])))
+        if "ReadWriteMany" in modes:
+            return note(
+                "storage class",
+                f"{used}; the class does not say whether it can do ReadWriteMany",
+                "a class on NFS, CephFS, EFS or Filestore; or storage.existingClaim",
+            )
+        return ok("storage class", used)
+
+    def _images(self) -> Finding:
+        wanted = {container["image"] for _, spec in self._pods() for container in _containers(spec)}
+        nodes = self._nodes
+        present = {
+            name
+            for node in nodes
+            for each in node["status"].get("images") or []
+            for name in each["names"]
+        }
+        absent = sorted(image for image in wanted if not ({image, f"docker.io/{image}"} & present))
+        if not absent:
+            return ok("images", f"all {len(wanted)} are on a node")
+        fix = "push them where nodes pull (image.repository, image.pullSecrets), or load them there"
+        policies = {
+            container.get("imagePullPolicy")
+            for _, spec in self._pods()
+            for container in _containers(spec)
+        }
+        if "Never" in policies:
+            return missing("images", f"on no node: {', '.join(absent)}", fix)
+        return note("images", f"to be pulled at the start: {', '.join(absent)}", fix)
+
+    def _gpus(self) -> Finding:
+        wanted: dict[str, int] = {}
+        for replicas, spec in self._pods():
+            for container in _containers(spec):
+                limits = (container.get("resources") or {}).get("limits") or {}
+                for name, amount in limits.items():
+                    if "/" in name:
+                        wanted[name] = wanted.get(name, 0) + replicas * int(amount)
+        if not wanted:
+            return ok("GPUs", "none asked for")
+        found = {
+            name: sum(int(node["status"]["allocatable"].get(name, 0)) for node in self._nodes)
+            for name in wanted
+        }
+        said = ", ".join(f"{found[name]} {name} of {wanted[name]}" for name in wanted)
+        if any(found[name] < wanted[name] for name in wanted):
+            fix = "nodes with GPUs and their device plugin, gpuResource, or a smaller allocation"
+            return missing("GPUs", said, fix)
+        return ok("GPUs", said)
+
+    def _network(self) -> Finding:
+        trainer = self._release.config.stack.gpus_per_node
+        ranks = self._release.config.allocation_mode
+        if not trainer:
+            return ok("network", "ranks on CPUs talk by TCP")
+        fast = sorted(
+            {
+                name
+                for node in self._nodes
+                for name, amount in node["status"]["allocatable"].items()
+                if _RDMA.search(name) and str(amount) != "0"
+            }
+        )
+        if fast:
+            return ok("network", f"for NCCL: {', '.join(fast)} (ask for it in trainer.resources)")
+        return note(
+            "network",
+            f"no RDMA resource on any node; NCCL of {ranks} uses TCP between nodes",
+            "the vendor's RDMA or EFA device plugin, or one node for all ranks",
+        )
+
+    def _secrets(self) -> Finding:
+        own = {each["metadata"]["name"] for each in self._objects if each["kind"] == "Secret"}
+        wanted: dict[str, set[str]] = {}
+        for name, key in _references([spec for _, spec in self._pods()]):
+            if name not in own:
+                wanted.setdefault(name, set()).update({key} - {""})
+        said, absent = [], []
+        for name, keys in sorted(wanted.items()):
+            try:
+                content = json.loads(self._release.kubectl("get", "secret", name, "-o", "json"))
+            except ArealError:
+                absent.append(name)
+                continue
+            lost = sorted(keys - set(content.get("data") or {}))
+            absent += [f"{name}.{key}" for key in lost]
+            said.append(name)
+        if absent:
+            fix = "kubectl create secret generic NAME --from-file=KEY=FILE"
+            return missing("secrets", f"not there: {', '.join(absent)}", fix)
+        return ok("secrets", ", ".join(said) or "the chart makes its own")
+
+    def _quota(self) -> Finding:
+        quotas = json.loads(self._release.kubectl("get", "resourcequota", "-o", "json"))["items"]
+        if not quotas:
+            return self._room()
+        wanted = self._requests()
+        for quota in quotas:
+            status = quota.get("status", {})
+            for name, amount in wanted.items():
+                hard = status.get("hard", {}).get(f"requests.{name}") or status.get("hard", {}).get(
+                    name
+                )
+                if hard is None:
+                    continue
+                used = status.get("used", {}).get(f"requests.{name}") or status["used"].get(
+                    name, "0"
+                )
+                left = quantity(hard) - quantity(used)
+                if amount > left:
+                    return missing(
+                        "quota",
+                        f"{quota['metadata']['name']}: {name} {amount:g} wanted, {left:g} left",
+                        "a larger quota, or smaller resources.requests",
+                    )
+        return ok("quota", f"{len(quotas)} quotas leave room")
+
+    def _room(self) -> Finding:
+        wanted = self._requests()
+        free = {
+            name: sum(quantity(node["status"]["allocatable"][name]) for node in self._nodes)
+            for name in wanted
+        }
+        try:
+            pods = json.loads(self._release.kubectl("get", "pods", "-A", "-o", "json"))["items"]
+        except ArealError:
+            pods = []  # not ours to see: what others use is not known then
+        for pod in pods:
+            if pod["spec"].get("nodeName") and pod["status"]["phase"] in ("Pending", "Running"):
+                for name, amount in _asked(pod["spec"]).items():
+                    free[name] -= amount
+        said = (
+            f"no quota; requests are {wanted['cpu']:g} CPUs of {free['cpu']:g} free, "
+            f"{wanted['memory'] / 2**30:.1f} GiB of {free['memory'] / 2**30:.1f}"
+        )
+        if any(wanted[name] > free[name] for name in wanted):
+            return missing("quota", said, "more nodes, or smaller resources.requests")
+        return ok("quota", said)
+
+    def _requests(self) -> dict[str, float]:
+        total = {"cpu": 0.0, "memory": 0.0}
+        for replicas, spec in self._pods():
+            for name, amount in _asked(spec).items():
+                total[name] += replicas * amount
+        return total
+
+    @cached_property
+    def _nodes(self) -> list[dict[str, Any]]:
+        listed = json.loads(self._release.kubectl("get", "nodes", "-o", "json"))["items"]
+        nodes: list[dict[str, Any]] = listed
+        return nodes
+
+    def _pods(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(replicas, pod spec) of everything in the chart that makes pods, but its tests."""
+        for each in self._objects:
+            spec = each.get("spec") or {}
+            for replica in [spec, *(spec.get("pytorchReplicaSpecs") or {}).values()]:
+                pod = (replica.get("template") or {}).get("spec") or {}
+                if "containers" in pod:
+                    count = replica.get("replicas", replica.get("completions", 1))
+                    yield int(count if count is not None else 1), pod
+
+
+def quantity(text: str) -> float:
+    """A Kubernetes quantity as a number: 500m, 2, 4Gi."""
+    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", text)
+    units = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    units |= {f"{unit}i": 1024.0 ** (i + 1) for i, unit in enumerate("KMGTP")}
+    if match is None or match[2] not in units:
+        raise ArealError(f"quantity {text!r}: expected e.g. 500m, 2 or 4Gi")
+    return float(match[1]) * units[match[2]]
+
+
+def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*(spec.get("initContainers") or []), *spec["containers"]]
+
+
+def _asked(spec: dict[str, Any]) -> dict[str, float]:
+    """CPUs and bytes that a pod requests."""
+    total = {"cpu": 0.0, "memory": 0.0}
+    for container in spec["containers"]:
+        requests = (container.get("resources") or {}).get("requests") or {}
+        for name in total:
+            total[name] += quantity(str(requests.get(name, "0")))
+    return total
+
+
+def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(Secret, key) that pods refer to; key "" for a whole Secret."""
+    for spec in specs:
+        for pull in spec.get("imagePullSecrets") or []:
+            yield pull["name"], ""
+        for volume in spec.get("volumes") or []:
+            if "secret" in volume:
+                items = volume["secret"].get("items") or [{"key": ""}]
+                yield from ((volume["secret"]["secretName"], item["key"]) for item in items)
+        for container in _containers(spec):
+            for variable in container.get("env") or []:
+                reference = (variable.get("valueFrom") or {}).get("secretKeyRef")
+                if reference:
+                    yield reference["name"], reference["key"]

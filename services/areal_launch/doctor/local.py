@@ -1,0 +1,342 @@
+"""`areal doctor`: would a run work here? Looks, changes nothing, starts nothing.
+
+Each finding is ok, missing (a run would fail) or a note (it would work, with the loss named).
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions, parse_allocation
+from areal.errors import ArealError, InvalidInput
+from areal.security import Security
+from areal_launch.doctor import memory
+from areal_launch.doctor.memory import ModelShape
+from areal_launch.doctor.preflight import (
+    answers_problem,
+    dataset_problem,
+    gateway_problem,
+    run_root_problem,
+    tokenizer_problem,
+    weights_problem,
+)
+from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
+from areal_launch.stack.places import shape_of
+from areal_launch.stack.plan import missing_model
+from areal_launch.stack.stores import find_nats_server, find_redis_server
+
+_GIB = 1024**3
+# Besides the model: services, logs, stores of a small run.
+_BASE_DISK, _BASE_MEMORY = 1 * _GIB, 1 * _GIB
+# An estimate so far above what there is would not fit if it were wrong by all of its error.
+_SURELY = 1.3
+# Of a GPU: what SGLang takes for weights and cache (--mem-fraction-static, which it chooses).
+_SERVERS_SHARE = 0.88
+
+
+class Verdict(StrEnum):
+    """What a finding means for a run."""
+
+    OK = "ok"
+    NOTE = "note"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    """How to get it; empty when ok."""
+
+
+def ok(name: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Verdict.OK, found)
+
+
+def note(name: str, found: str, fix: str) -> Finding:
+    """Works, with a loss."""
+    return Finding(name, Verdict.NOTE, found, fix)
+
+
+def missing(name: str, found: str, fix: str) -> Finding:
+    """A run would fail."""
+    return Finding(name, Verdict.MISSING, found, fix)
+
+
+Check = Callable[[], Finding]
+
+
+def examine(checks: dict[str, Check]) -> list[Finding]:
+    """Runs checks; one that fails is a finding itself."""
+    findings = []
+    for name, check in checks.items():
+        try:
+            findings.append(check())
+        except ArealError as error:
+            findings.append(missing(name, str(error), "see the message"))
+    return findings
+
+
+def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Finding]:
+    """This machine.
+
+    Args:
+        config: Valid.
+        can_prepare: The recipe makes its model.
+    """
+    model, shape = _model_bytes(config), _shape(config)
+    devices: dict[str, Check] = {}
+    if shape is not None and config.stack.gpus_per_node:
+        if isinstance(config, GRPOConfig):
+            devices["trainer memory"] = partial(_trainer_memory, config, shape)
+        if not config.endpoints.inference:
+            devices["server memory"] = partial(_server_memory, config, shape)
+    return examine(
+        {
+            "python": _python,
+            "torch": _torch,
+            "gpus": lambda: _gpus(config),
+            "redis": lambda: _program("redis", config.endpoints.redis, find_redis_server),
+            "nats": lambda: _program("nats", config.endpoints.nats, find_nats_server),
+            "ports": _ports,
+            "disk": lambda: _disk(config, model),
+            "memory": lambda: _memory(config, shape),
+            **devices,
+            "model": lambda: _model(config, can_prepare=can_prepare),
+            "tokenizer": lambda: _tokenizer(config, can_prepare=can_prepare),
+            "dataset": lambda: _known("dataset", dataset_problem(config), _dataset_found(config)),
+            "answers": lambda: _known("answers", answers_problem(config), _answers_found(config)),
+            "run folder": lambda: _known(
+                "run folder",
+                run_root_problem(config) or weights_problem(config),
+                str(config.run_dir),
+            ),
+            "dashboard": lambda: _known("dashboard", gateway_problem(config), _dashboard(config)),
+            "secrets": lambda: _secrets(config),
+            "config": lambda: _config(config),
+        }
+    )
+
+
+def _python() -> Finding:
+    # An older one would not have come this far: pyproject.toml refuses it.
+    return ok("python", f"{platform.python_version()} in {sys.prefix}")
+
+
+def _torch() -> Finding:
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        fix = "pip install 'areal[cpu]', or your CUDA build of torch and 'areal[trainer]'"
+        return missing("torch", "not installed", fix)
+    absent = [name for name in ("transformers", "safetensors") if not _installed(name)]
+    if absent:
+        return missing("torch", f"no {', '.join(absent)}", "pip install 'areal[trainer]'")
+    return ok("torch", version)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _gpus(config: BaseExperimentConfig) -> Finding:
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    wanted = config.stack.gpus_per_node
+    if wanted > devices:
+        return missing("gpus", f"{devices} here", f"stack.gpus_per_node={devices}, or a driver")
+    if wanted:
+        nodes = shape_of(config).nodes
+        if nodes > 1:
+            fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
+            return missing("gpus", f"one node of the {nodes} that the allocation takes", fix)
+        return ok("gpus", f"{devices} here, {wanted} used at most")
+    if devices:
+        return note("gpus", f"{devices} here, unused", f"stack.gpus_per_node={devices}")
+    return ok("gpus", "none, none asked for")
+
+
+def _program(name: str, endpoint: str, find: Callable[[], str]) -> Finding:
+    if endpoint:
+        return ok(name, f"endpoints.{name} is set")
+    try:
+        return ok(name, find())
+    except ArealError as error:
+        return missing(name, str(error), f"install it, or set endpoints.{name}")
+
+
+def _ports() -> Finding:
+    try:
+        port = PortPicker().pick("doctor")
+    except OSError as error:
+        return missing("ports", str(error), "end what listens there")
+    return ok("ports", f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
+
+
+def _model_bytes(config: BaseExperimentConfig) -> int:
+    return sum(file.stat().st_size for file in Path(config.model.path or ".").glob("*.safetensors"))
+
+
+def _disk(config: BaseExperimentConfig, model: int) -> Finding:
+    # Published versions, and checkpoints with two moments of the optimizer in float32.
+    versions = config.weight_sync.keep_versions + 1
+    needed = _BASE_DISK + model * versions + 6 * model * (config.checkpoint.keep + 1)
+    folder = Path(config.run_root).resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    found = f"{free / _GIB:.1f} GiB free in {folder}"
+    if free < needed:
+        fix = f"about {needed / _GIB:.1f} GiB, or fewer checkpoint.keep, weight_sync.keep_versions"
+        return missing("disk", found, fix)
+    return ok("disk", f"{found}, about {needed / _GIB:.1f} needed")
+
+
+def _shape(config: BaseExperimentConfig) -> ModelShape | None:
+    """None: the model is not there, or of no kind whose memory can be told."""
+    try:
+        return ModelShape.read(Path(config.model.path)) if config.model.path else None
+    except InvalidInput:
+        return None
+
+
+def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
+    """This machine's own memory: on CPUs all of a run, with GPUs what starts and publishes."""
+    allocation = parse_allocation(config.allocation_mode)
+    needed = _BASE_MEMORY + config.buffer.max_memory_mb * 1024**2 // 8
+    said = [f"services {needed / _GIB:.1f}"]
+    servers = 0 if config.endpoints.inference else allocation.inference_replicas
+    if shape is None:
+        said.append("and a model whose sizes are not known yet")
+    elif config.stack.gpus_per_node:
+        ranks = min(allocation.trainer_ranks, config.stack.gpus_per_node)
+        node = memory.host(config, shape, ranks=ranks)
+        needed += node.total
+        said.append(f"trainer {node}")
+    else:
+        if servers:
+            one = memory.server(config, shape, gpu=False)
+            needed += servers * one.total
+            said.append(f"each of {servers} servers {one}")
+        if isinstance(config, GRPOConfig):
+            rank = memory.trainer_rank(config, shape, gpu=False)
+            needed += allocation.trainer_ranks * rank.total
+            said.append(f"each of {allocation.trainer_ranks} trainer ranks {rank}")
+    there = psutil.virtual_memory()
+    found = (
+        f"{there.available / _GIB:.1f} GiB available, about {needed / _GIB:.1f} needed: "
+        f"{'; '.join(said)}"
+    )
+    fix = "fewer servers or ranks in allocation_mode, smaller micro-batches, or another machine"
+    if needed > _SURELY * there.total:
+        return missing("memory", found, fix)
+    return note("memory", found, fix) if needed > there.available else ok("memory", found)
+
+
+def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
+    """A rank's GPU."""
+    need, there = memory.trainer_rank(config, shape, gpu=True), memory.gpu_bytes()
+    found = f"each rank about {need}"
+    if not there:
+        return ok("trainer memory", f"{found}; no GPU here to compare with")
+    found += f" of {there / _GIB:.1f} on its GPU"
+    if need.total <= there:
+        return ok("trainer memory", found)
+    largest = max(need.parts, key=lambda part: need.parts[part])
+    fix = {
+        "activations": "actor.gradient_checkpointing=true, smaller actor.mb_spec.max_tokens_per_mb",
+        "logits": "a smaller actor.logits_chunk_elements",
+        "reference": "ref.offload=true",
+    }.get(largest, "more trainer ranks in allocation_mode (fsdp:dN), or a smaller model")
+    return missing("trainer memory", found, fix)
+
+
+def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
+    """A server's GPUs."""
+    need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
+    found = f"each server about {need} on each of its GPUs"
+    if not there:
+        return ok("server memory", f"{found}; no GPU here to compare with")
+    running, cache = config.stack.inference_max_running, need.parts["cache"]
+    room = int(_SERVERS_SHARE * there) - (need.total - cache)
+    fits = max(0, room) * running // max(cache, 1)
+    found += f", {there / _GIB:.1f} there"
+    if fits < 1:
+        fix = "more GPUs per server (sglang:dNtM), or a smaller model.context_length"
+        return missing("server memory", f"{found}: no request of full length fits", fix)
+    if fits < running:
+        found += f": {fits} of {running} requests of full length fit, the others wait"
+    return ok("server memory", found)
+
+
+def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
+    if config.endpoints.inference and not config.model.path:
+        return ok("model", "servers have their own")
+    why = missing_model(config)
+    if not why:
+        return ok("model", config.model.path)
+    if can_prepare and config.model.path:
+        return ok("model", f"the recipe makes it in {config.model.path}")
+    return missing("model", why, "model.path=DIRECTORY with config.json and *.safetensors")
+
+
+def _known(name: str, problem: str, found: str) -> Finding:
+    """A check that says itself what to do instead."""
+    return missing(name, problem, "see the message") if problem else ok(name, found)
+
+
+def _tokenizer(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
+    will_prepare = can_prepare and bool(missing_model(config))
+    problem = tokenizer_problem(config, will_prepare=will_prepare)
+    found = "the recipe makes it" if will_prepare else str(config.tokenizer_dir)
+    return _known("tokenizer", problem, found)
+
+
+def _dataset_found(config: BaseExperimentConfig) -> str:
+    path = config.train_dataset.path if isinstance(config, GRPOConfig) else ""
+    return path or "the recipe's own"
+
+
+def _answers_found(config: BaseExperimentConfig) -> str:
+    longest = config.gconfig.max_new_tokens if isinstance(config, GRPOConfig) else 0
+    return f"{longest} tokens at most, of {config.model.context_length} with the prompt"
+
+
+def _dashboard(config: BaseExperimentConfig) -> str:
+    if config.endpoints.gateway:
+        return f"at {config.endpoints.gateway}; none is started"
+    port = config.stack.gateway_port
+    return f"on port {port}" if port else "on a free port (stack.gateway_port chooses one)"
+
+
+def _secrets(config: BaseExperimentConfig) -> Finding:
+    security = Security.load(config.security)
+    for key in ("token_file", "redis_password_file", "nats_token_file", "tls_key"):
+        file = getattr(config.security, key)
+        if file and Path(file).stat().st_mode & 0o077:
+            return note("secrets", f"security.{key}: others may read {file}", f"chmod 600 {file}")
+    return ok("secrets", "a token" if security.token else "no token: everything on loopback")
+
+
+def _config(config: BaseExperimentConfig) -> Finding:
+    if found := cautions(config):
+        return note("config", "; ".join(found), "as it says, if it is not meant")
+    return ok("config", "valid")

@@ -1,0 +1,58 @@
+"""`areal doctor DIRECTORY`: can this model be trained? In a process of its own, which has torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from areal.errors import WaitTimeout
+from areal_launch.doctor.local import Finding, examine, missing, note, ok
+
+_DEADLINE_S = 600.0
+_GIB = 1024**3
+
+
+def examine_model(directory: Path) -> list[Finding]:
+    """What a trainer would say of a model's directory."""
+    return examine({"architecture": lambda: architecture(directory)})
+
+
+def architecture(directory: Path) -> Finding:
+    """Load the model and compare packed sequences with each alone, as a trainer does at start.
+
+    Raises:
+        WaitTimeout: it took ten minutes.
+    """
+    name = "architecture"
+    # 16-bit weights are loaded in 32 bits.
+    needed = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    free = psutil.virtual_memory().available
+    if needed > free:
+        found = f"not tried: about {needed / _GIB:.0f} GiB of memory, {free / _GIB:.0f} available"
+        return note(name, found, "nothing: a trainer tries it at start")
+    since = time.monotonic()
+    command = [sys.executable, "-m", "areal.engines.fsdp.examine", str(directory)]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module
+            command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise WaitTimeout("the self-test", on=str(directory), since=since) from None
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return missing(name, last, "pip install 'areal[trainer]', or see the message")
+    result = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in result:
+        return missing(name, result["refused"], "another model; docs/models.md lists them")
+    weights = "random weights" if result["random_weights"] else "its weights"
+    return ok(
+        name,
+        f"{result['architecture']}: packed logprobs are within {result['difference']:.1g} nats of "
+        f"each sequence alone (at most {result['tolerance']:g}; {result['dtype']}, {weights}, "
+        f"{result['layers'] or 'all'} layers, {result['seconds']:.1f} s)",
+    )

@@ -1,0 +1,121 @@
+"""What would end a run later, found before anything starts. Looks, and changes nothing.
+
+Each check returns one line naming the key, the value and what was expected; "" when all is well.
+`areal run` stops at the first; `areal doctor` shows them all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig
+from areal.errors import CannotStart, ConfigError
+from areal.types import GenerationHyperparameters
+from areal_launch.processes.free_ports import port_is_free
+
+# A data set's path that ends so is a file; any other may be a name that the recipe understands.
+_FILES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def check_start(
+    config: BaseExperimentConfig, *, will_prepare: bool, with_trainer: bool = True
+) -> None:
+    """Refuses a stack that could not work.
+
+    Args:
+        config: Valid, and its model is there or will be made.
+        will_prepare: The recipe makes the model, and its tokenizer, first.
+        with_trainer: False: nothing is trained, so rows and answers are the clients' business.
+
+    Raises:
+        CannotStart: What is missing or in the way, the first of it in one line.
+        ConfigError: Two values that contradict each other.
+    """
+    checks: tuple[Callable[[], str], ...] = (
+        lambda: run_root_problem(config),
+        lambda: weights_problem(config),
+        lambda: tokenizer_problem(config, will_prepare=will_prepare),
+        lambda: gateway_problem(config),
+    )
+    if with_trainer:
+        checks += (lambda: dataset_problem(config),)
+    for check in checks:
+        if why := check():
+            raise CannotStart(why)
+    if with_trainer and (why := answers_problem(config)):
+        raise ConfigError(why)
+
+
+def run_root_problem(config: BaseExperimentConfig) -> str:
+    """Why the run's folder cannot be made."""
+    why = _unwritable(config.run_dir)
+    return f"run_root {config.run_root!r}: {why}; choose a folder with run_root=DIR" if why else ""
+
+
+def weights_problem(config: BaseExperimentConfig) -> str:
+    """Why versions cannot be published."""
+    path = config.weight_sync.path
+    why = _unwritable(Path(path)) if path else ""
+    return f"weight_sync.path {path!r}: {why}; versions are published there" if why else ""
+
+
+def tokenizer_problem(config: BaseExperimentConfig, *, will_prepare: bool) -> str:
+    """Why rollout workers would not find a tokenizer."""
+    made = will_prepare and not config.model.tokenizer_path
+    if made or config.endpoints.rollout or (config.tokenizer_dir / "tokenizer.json").is_file():
+        return ""
+    key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
+    return (
+        f"{key} {str(config.tokenizer_dir)!r}: no tokenizer.json there; copy it beside the model, "
+        "or name its folder with model.tokenizer_path=DIR"
+    )
+
+
+def dataset_problem(config: BaseExperimentConfig) -> str:
+    """Why the training rows cannot be read; a name that only the recipe understands is fine."""
+    path = config.train_dataset.path if isinstance(config, GRPOConfig) else ""
+    if not path.endswith(_FILES) or Path(path).is_file():
+        return ""
+    return f"train_dataset.path {path!r}: no such file (relative paths start at {Path.cwd()})"
+
+
+def answers_problem(config: BaseExperimentConfig) -> str:
+    """Why answers would be cut off long before the limit that was asked for."""
+    if not isinstance(config, GRPOConfig):
+        return ""
+    longest, room = config.gconfig.max_new_tokens, config.model.context_length
+    # The default means: as many as fit. A number that somebody wrote means itself.
+    if longest < room or longest == GenerationHyperparameters().max_new_tokens:
+        return ""
+    return (
+        f"gconfig.max_new_tokens {longest}: expected less than model.context_length {room}, "
+        "which prompt and answer share"
+    )
+
+
+def gateway_problem(config: BaseExperimentConfig) -> str:
+    """Why the dashboard cannot have the port that was asked for."""
+    port = config.stack.gateway_port
+    if not port or config.endpoints.gateway or port_is_free(port):
+        return ""
+    return (
+        f"stack.gateway_port {port}: something listens there already; choose another, "
+        "or 0 for any free one"
+    )
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing could be written in a folder that may not exist yet; "" when it could."""
+    nearest = folder.absolute()
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+    except OSError as error:
+        return f"{nearest}: {error.strerror}"
+    if not nearest.is_dir():
+        return f"{nearest} is a file, expected a folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"this user may not write in {nearest}"
+    return ""

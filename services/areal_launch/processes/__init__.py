@@ -1,0 +1,1 @@
+"""One process and its end: supervision, probes, logs, leftovers."""

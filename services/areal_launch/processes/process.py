@@ -1,0 +1,209 @@
+"""One child process under its keeper: what to start, and one life of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol, Self
+
+import areal
+from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.security import without_secrets
+from areal_launch.processes.descendants import STACK_VARIABLE, end_tagged
+from areal_launch.processes.keeper import keeper_argv
+from areal_launch.processes.log_tail import read_end
+from areal_launch.processes.probes import Probe
+
+# Many processes share few cores: each one's thread pools would fight the others'.
+_CHILD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# A keeper needs some 0.1 s to start its process, and less to end what the process has left.
+_KEEPER_S = 60.0
+_SWEEP_S = 6.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a process runs: a node, and the GPUs of it that the process may use.
+
+    Example:
+        >>> Slot("node07", "10.0.0.7", gpus=(0, 1))
+    """
+
+    node: str = ""
+    """As the place (Slurm, Ray) calls it; empty: beside the launcher."""
+    address: str = "127.0.0.1"
+    """At which the others reach it."""
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to start and how to know that it is up."""
+
+    name: str
+    """Unique in the stack, e.g. "inference-0"."""
+    argv: tuple[str, ...]
+    log: Path
+    """Both output streams are appended here; what no longer fits is in its predecessor."""
+    probe: Probe | None = None
+    """None: up as soon as it is started."""
+    address: str = ""
+    """Where it serves, for people and stack.json."""
+    metrics: str = ""
+    """host:port of its /metrics; may be empty."""
+    job: bool = False
+    """Exit code 0 is success, not a death to recover from (the trainer)."""
+    stop_grace_s: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+    """The nodes that start it, one each, the first with node rank 0; empty: beside the launcher."""
+    verdict: Path | None = None
+    """Where a process below it says that its input is bad (see `areal.chassis.bad_input`)."""
+
+
+def python_environment() -> dict[str, str]:
+    """Our environment, with this very `areal` importable."""
+    source = str(Path(areal.__file__).parent.parent)
+    inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *inherited])}
+
+
+def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: ours without secrets, bounded thread pools, the stack's tags."""
+    tags = {STACK_VARIABLE: stack_id, PROCESS_VARIABLE: process}
+    return {**without_secrets(python_environment()), **_CHILD_ENVIRONMENT, **tags, **extra}
+
+
+class Child:
+    """One life of a process, in a session of its own so that the terminal's Ctrl-C spares it."""
+
+    def __init__(self, spec: ProcessSpec, stack_id: str, keeper: asyncio.subprocess.Process):
+        """Use `start`."""
+        self._spec = spec
+        self._stack_id = stack_id
+        self._keeper = keeper
+        self.pid = 0
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, stack_id: str) -> Self:
+        """Starts the process; raises OSError when its program cannot be executed."""
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        reading, writing = os.pipe()
+        try:
+            with spec.log.open("ab") as log:
+                keeper = await asyncio.create_subprocess_exec(
+                    *keeper_argv(spec.log, spec.argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=writing,
+                    stderr=log,
+                    env=child_environment(stack_id, spec.name, spec.environment),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        child = cls(spec, stack_id, keeper)
+        try:
+            child.pid = await child._hear_pid(reading)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                keeper.kill()  # and the process with it
+            await keeper.wait()
+            raise
+        return child
+
+    async def _hear_pid(self, pipe: int) -> int:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            partial(asyncio.StreamReaderProtocol, reader), os.fdopen(pipe, "rb", buffering=0)
+        )
+        try:
+            said = await asyncio.wait_for(reader.readline(), _KEEPER_S)
+        except TimeoutError:
+            why = f"its keeper had not started it after {_KEEPER_S:.0f} s"
+            raise OSError(errno.ETIMEDOUT, why) from None
+        finally:
+            transport.close()
+        word, _, number = said.decode().strip().partition(" ")
+        if word == "error":
+            raise OSError(int(number), os.strerror(int(number)), self._spec.argv[0])
+        if word != "pid":
+            raise OSError(errno.ECHILD, f"its keeper ended with {await self._keeper.wait()}")
+        return int(number)
+
+    async def wait(self) -> int:
+        """The exit code, once nothing of it is left; -N when signal N ended it."""
+        return await self._keeper.wait()
+
+    async def stop(self, grace_s: float | None = None) -> int:
+        """SIGTERM, then SIGKILL to it and all its descendants; returns the exit code.
+
+        Args:
+            grace_s: Seconds between the two; None: the spec's.
+        """
+        grace_s = self._spec.stop_grace_s if grace_s is None else grace_s
+        if grace_s > 0 and self._keeper.returncode is None:
+            self._signal(signal.SIGCONT)
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._keeper.wait(), grace_s)
+        await self.sweep()
+        return await self._keeper.wait()
+
+    async def sweep(self) -> None:
+        """Kills what is left of it; returns once its keeper has ended all the rest."""
+        self._signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._keeper.wait(), _SWEEP_S)
+        await asyncio.to_thread(end_tagged, self._stack_id, self._spec.name)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, signum)
+        except (ProcessLookupError, PermissionError):
+            return  # gone: that is what we want
+
+
+class Life(Protocol):
+    """What the supervisor needs of a process that was started: `Child`, or one elsewhere."""
+
+    pid: int
+    """On this machine; 0: on another."""
+
+    async def wait(self) -> int:
+        """As `Child.wait`."""
+        ...
+
+    async def stop(self, grace_s: float | None = None) -> int:
+        """As `Child.stop`."""
+        ...
+
+    async def sweep(self) -> None:
+        """As `Child.sweep`."""
+        ...
+
+
+Spawn = Callable[[ProcessSpec, str], Awaitable[Life]]
+"""Starts one life of a process of a stack, given the stack's id."""
+
+
+def last_lines(log: Path, count: int = 3, limit: int = 16384) -> list[str]:
+    """The end of a log: at most `count` lines out of its last `limit` bytes."""
+    text = read_end(log, limit).decode(errors="replace")
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return lines[-count:]

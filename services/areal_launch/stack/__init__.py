@@ -1,0 +1,1 @@
+"""A stack: its plan, its run folder, its processes as a whole."""

@@ -1,0 +1,383 @@
+"""The whole stack as processes of this machine, and of the nodes that its place lends.
+
+    lock, guard -> prepare model -> redis, nats --> buffer, weight-sync --> reward, rollout, gateway
+                                |                             |                       |
+                                |                             +--> trainer            v
+                                +--> inference servers --> registered, SERVING --> ready
+
+| state    | consumes        | waits for                         | unblocked by                   |
+|----------|-----------------|-----------------------------------|--------------------------------|
+| starting | ports, CPU      | each process up, servers SERVING  | probes; stack.ready_timeout_s  |
+| ready    | what it runs    | the trainer's end, or a failure   | exit 0, or a process given up  |
+|          |                 | commands (`control.py`)           | `areal scale`                  |
+| stopping | its grace time  | each stage's processes            | their exit, or SIGKILL         |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from areal.clients.weight_sync import WeightSyncClient
+from areal.config.experiment import BaseExperimentConfig, save_config
+from areal.errors import CannotStart, InvalidInput, NotFound, WaitTimeout
+from areal.security import Security
+from areal_launch.processes.guarding import Guard
+from areal_launch.processes.log_tail import LogTail, humanize
+from areal_launch.processes.process import ProcessSpec
+from areal_launch.processes.supervisor import RestartPolicy, Supervised, Supervisor
+from areal_launch.run_folder import RunFolder, remove_secrets
+from areal_launch.stack.control_socket import ControlSocket, Say
+from areal_launch.stack.events import EventLog, StackEvent
+from areal_launch.stack.places import LocalPlace, Place
+from areal_launch.stack.plan import StackPlan, missing_model, plan_stack, ports_of
+from areal_launch.stack.recipe_check import refuse_failing
+from areal_launch.stack.scaling import Scaler
+
+PREPARE_TIMEOUT_S = 1800.0
+
+
+class StackState(StrEnum):
+    """The stack as a whole."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class LocalStack:
+    """Starts, supervises and ends one run's processes.
+
+    Example:
+        stack = LocalStack(config, events, with_trainer=True)
+        await stack.open()
+        try:
+            await stack.start()
+            await stack.wait()
+        finally:
+            await stack.stop()
+    """
+
+    interrupt_hint = "Ctrl-C stops everything"
+
+    def __init__(
+        self,
+        config: BaseExperimentConfig,
+        events: EventLog,
+        *,
+        with_trainer: bool,
+        place: Place | None = None,
+    ) -> None:
+        """`config`: valid; endpoints that are set are used, the others are started."""
+        self._place = place or LocalPlace()
+        self.folder = RunFolder(config.run_dir)
+        self.config = config
+        self.state = StackState.STOPPED
+        self.stack_id = f"{config.namespace}:{uuid.uuid4().hex}"
+        self.plan = StackPlan(config)
+        self.cause = ""
+        """Why it failed, for stack.json."""
+        self.started = time.time()
+        self.ready_seconds: float | None = None
+        """From the first process (a model that had to be made does not count) to serving."""
+        self.supervisor = Supervisor(
+            self.stack_id,
+            RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
+            events.report,
+            self._place.spawn,
+        )
+        self.events = events
+        self._with_trainer = with_trainer
+        self._lock: int | None = None
+        self._guard: Guard | None = None
+        self._control = ControlSocket(self.folder.control_file, self._obey)
+        events.listen(self._on_event)
+
+    async def open(self) -> None:
+        """Takes the run folder, starts the guard, fills in the endpoints; starts no service.
+
+        Raises:
+            CannotStart: The run is held by another launcher, or a program is missing.
+        """
+        self._check_recover()
+        elsewhere = self.config.endpoints.gateway
+        self._lock = self.folder.lock()
+        self.started = time.time()
+        try:
+            self.plan = plan_stack(
+                self.config,
+                self.folder,
+                with_trainer=self._with_trainer,
+                preferred_ports=self._earlier_ports(),
+                hosts=await self._place.open(self.config),
+            )
+            self.config = self.plan.config
+            self._save_config()
+            self._write_stack()  # the guard reads it
+            self._guard = Guard(
+                self.stack_id, self.folder.stack_file, self._lock, self.events.report
+            )
+            await self._guard.start()
+        except BaseException:
+            remove_secrets(self.folder)
+            await self._place.close()
+            os.close(self._lock)
+            self._lock = None
+            raise
+        self._set(StackState.STARTING)
+        if elsewhere:
+            self.events.report(
+                "info",
+                "gateway",
+                f"endpoints.gateway is set, so none is started here: the dashboard is {elsewhere} "
+                "(to choose the port of one of ours: stack.gateway_port=PORT)",
+            )
+
+    async def start(self, *, prepare: bool = False) -> None:
+        """Returns when the stack is ready.
+
+        Args:
+            prepare: Let the recipe make the model first (its `prepare_model`).
+
+        Raises:
+            CannotStart: There is no model.
+            StackFailure | WaitTimeout: Names the process, its log and its last lines.
+        """
+        if prepare:
+            await self._prepare_model()
+            if self._with_trainer:
+                await refuse_failing(self.config, model_later=False)
+        if self.plan.inference and (why := missing_model(self.config)):
+            raise CannotStart(why)
+        began = time.monotonic()
+        await self._start_all(began + self.config.stack.ready_timeout_s)
+        self.ready_seconds = round(time.monotonic() - began, 2)
+        self.events.report("info", "stack", f"ready after {self.ready_seconds:.1f} s")
+        self._set(StackState.READY)
+        await self._control.open()
+
+    async def _obey(self, request: dict[str, Any], say: Say) -> str:
+        """What `areal scale` asks for."""
+        wanted = request.get("scale")
+        if not isinstance(wanted, dict) or not isinstance(wanted.get("inference"), int):
+            raise InvalidInput('request: expected {"scale": {"inference": COUNT}}')
+
+        def tell(text: str) -> None:
+            self.events.report("info", "scale", text)
+            say(text)
+
+        client = WeightSyncClient(
+            self.config.endpoints.weight_sync, Security.load(self.config.security)
+        )
+        try:
+            scaler = Scaler(self.plan, self.supervisor, client)
+            return await scaler.scale(wanted["inference"], tell)
+        finally:
+            await client.close()
+            self._write_stack()
+
+    async def wait(self) -> None:
+        """Returns when the trainer has finished; without one, never.
+
+        Raises:
+            StackFailure: A process was given up.
+        """
+        trainer = self.supervisor.processes.get("trainer")
+        forever: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting = trainer.ended if trainer is not None else forever
+        await self.supervisor.or_failure(asyncio.shield(waiting))
+
+    async def stop(self, *, grace_s: float | None = None, failed: bool = False) -> None:
+        """Ends everything, stage by stage; idempotent.
+
+        Args:
+            grace_s: Seconds between SIGTERM and SIGKILL; None: each process's own.
+            failed: What stack.json says afterwards.
+        """
+        if self._lock is None:
+            return
+        self._set(StackState.STOPPING)
+        await self._control.close()
+        await self.supervisor.stop(self.plan.stop_order(), grace_s)
+        if self._guard is not None:
+            await self._guard.stop()
+        await self._place.close()
+        remove_secrets(self.folder)
+        self._set(StackState.FAILED if failed else StackState.STOPPED)
+        os.close(self._lock)
+        self._lock = None
+
+    @property
+    def processes(self) -> Mapping[str, Supervised]:
+        """By name."""
+        return self.supervisor.processes
+
+    def pids(self) -> dict[str, int]:
+        """Process name to pid, of those that run now."""
+        return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
+
+    def leaders(self) -> dict[int, float]:
+        """Their pids and when each was started, as `tags.end_tagged` takes them."""
+        return {p.pid: p.spawned for p in self.supervisor.processes.values() if p.pid}
+
+    async def _start_all(self, deadline: float) -> None:
+        supervisor, plan = self.supervisor, self.plan
+        # Importing torch takes longest: those go first, and overlap with everything else.
+        supervisor.start(*plan.inference)
+        supervisor.start(*plan.stores)
+        await supervisor.wait_up([s.name for s in plan.stores], deadline - time.monotonic())
+        supervisor.start(*plan.services)
+        first = [s.name for s in plan.services if s.name in ("buffer", "weight-sync")]
+        await supervisor.wait_up(first, deadline - time.monotonic())
+        if plan.trainer is not None:
+            supervisor.start(plan.trainer)
+        others = [s.name for s in plan.services if s.name not in first]
+        await supervisor.or_failure(
+            asyncio.gather(
+                supervisor.wait_up(others, deadline - time.monotonic()),
+                self._bring_servers_in(deadline),
+            )
+        )
+
+    async def _bring_servers_in(self, deadline: float) -> None:
+        """Registers our inference servers as they come up; waits until all serve."""
+        urls = self.plan.inference_urls
+        if not urls:
+            return
+        client = WeightSyncClient(
+            self.config.endpoints.weight_sync, Security.load(self.config.security)
+        )
+        try:
+            # Servers of an earlier run of this trial are in Redis still, on ports now gone.
+            for server in (await client.list_servers(retry_for=30.0))[0]:
+                if server.url not in urls.values():
+                    await client.drain_server(server.server_id, deadline=0.0)
+
+            async def bring(name: str, url: str) -> None:
+                await self.supervisor.wait_up([name], deadline - time.monotonic())
+                await client.register_server(url)
+
+            await asyncio.gather(*(bring(name, url) for name, url in urls.items()))
+            await self._wait_serving(client, len(urls), deadline)
+        finally:
+            await client.close()
+
+    async def _wait_serving(self, client: WeightSyncClient, count: int, deadline: float) -> None:
+        what = f"{count} inference servers at the current version"
+        try:
+            await client.wait_for(
+                what,
+                lambda status: status.confirmed_servers >= count,
+                timeout=max(1.0, deadline - time.monotonic()),
+            )
+        except WaitTimeout as error:
+            servers, _ = await client.list_servers()
+            states = "; ".join(
+                f"{s.url} {s.state}{': ' + s.cause if s.cause else ''}" for s in servers
+            )
+            log = self.folder.log_of("weight-sync")
+            raise WaitTimeout(f"{error}: {states}", on=f"weight-sync, log {log}") from None
+
+    async def _prepare_model(self) -> None:
+        """Runs the recipe's `prepare_model` in a process of its own (it imports torch)."""
+        spec = ProcessSpec(
+            name="prepare",
+            argv=(
+                *(sys.executable, "-m", "areal_trainer.prepare"),
+                *("--config", str(self.folder.config_file)),
+            ),
+            log=self.folder.log_of("prepare"),
+            job=True,
+        )
+        self.events.report("info", "prepare", "making the model of version 0")
+        tail = LogTail(spec.log, from_end=True)
+        self.supervisor.start(spec)
+        process = self.supervisor.processes["prepare"]
+        since = time.monotonic()
+        done: set[asyncio.Future[int]] = set()
+        while not done and time.monotonic() - since < PREPARE_TIMEOUT_S:
+            done, _ = await asyncio.wait({process.ended}, timeout=0.5)
+            for line in tail.read():
+                self.events.report("info", "prepare", humanize(line))
+        if not done:
+            raise WaitTimeout(
+                "the recipe's prepare_model",
+                on="prepare",
+                since=since,
+                hint=process.last_words(),
+            )
+        process.ended.result()
+        del self.supervisor.processes["prepare"]
+
+    def _check_recover(self) -> None:
+        never = self._with_trainer and self.config.checkpoint.recover == "never"
+        if never and (self.folder.path / "redis").exists():
+            raise CannotStart(
+                f"checkpoint.recover 'never': {str(self.folder.path)!r} holds an earlier run of "
+                "this trial; choose another trial_name, or recover=auto to resume it"
+            )
+
+    def _earlier_ports(self) -> dict[str, int]:
+        try:
+            return ports_of(self.folder.read_stack())
+        except NotFound:
+            return {}
+
+    def _save_config(self) -> None:
+        # It may hold a store's password: nobody else may read it, not even for a moment.
+        self.folder.config_file.touch(mode=0o600)
+        self.folder.config_file.chmod(0o600)
+        save_config(self.config, self.folder.config_file)
+
+    def _set(self, state: StackState) -> None:
+        self.state = state
+        self._write_stack()
+
+    def _on_event(self, event: StackEvent) -> None:
+        if event.level == "state" and self._lock is not None:
+            try:
+                self._write_stack()
+            except OSError as error:  # a full disk; it is written again at the next change
+                self.events.report("warning", "stack", f"stack.json is not current: {error}")
+
+    def _write_stack(self) -> None:
+        self.folder.write_stack(
+            {
+                "stack_id": self.stack_id,
+                "experiment": self.config.experiment_name,
+                "trial": self.config.trial_name,
+                "state": self.state.value,
+                "cause": self.cause,
+                "started": self.started,
+                "ready_seconds": self.ready_seconds,
+                "launcher": {
+                    "pid": os.getpid(),
+                    "log": str(self.folder.log_of("launcher")),
+                    **self._place.describe(),
+                },
+                "guard": {"pid": self._guard.pid if self._guard else 0},
+                "config": str(self.folder.config_file),
+                "dashboard": self.config.endpoints.gateway,
+                "processes": {
+                    name: {
+                        "pid": process.pid,
+                        "spawned": process.spawned,
+                        "state": process.state.value,
+                        "address": process.spec.address,
+                        "metrics": process.spec.metrics,
+                        "log": str(process.spec.log),
+                        "restarts": process.restarts,
+                        "since": process.since,
+                    }
+                    for name, process in self.supervisor.processes.items()
+                },
+            }
+        )

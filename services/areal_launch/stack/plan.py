@@ -1,0 +1,291 @@
+"""Which processes a stack needs, where they listen, and how each is started. Starts nothing."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from areal.chassis.bad_input import VERDICT_VARIABLE
+from areal.config.experiment import BaseExperimentConfig, parse_allocation
+from areal.errors import ConfigError
+from areal.models.directory import serving_dtype
+from areal_launch.processes.free_ports import PortPicker
+from areal_launch.processes.probes import http_probe
+from areal_launch.processes.process import ProcessSpec, Slot
+from areal_launch.run_folder import RunFolder
+from areal_launch.stack.places import LOCAL, Hosts
+from areal_launch.stack.secret_files import place_secrets, sglang_config
+from areal_launch.stack.stores import nats_spec, redis_spec
+
+# Services that take part in gRPC: process name to module and to the key in `endpoints`.
+_SERVICES = {
+    "buffer": ("areal_buffer", "buffer"),
+    "weight-sync": ("areal_weight_sync", "weight_sync"),
+    "reward": ("areal_reward", "reward"),
+}
+
+# organization/model, as the Hub writes it.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass
+class StackPlan:
+    """What to start, in stages.
+
+    `config` has every endpoint filled in, except `endpoints.inference`: the servers we start are
+    registered with weight-sync once they are up.
+    """
+
+    config: BaseExperimentConfig
+    stores: list[ProcessSpec] = field(default_factory=list)
+    inference: list[ProcessSpec] = field(default_factory=list)
+    services: list[ProcessSpec] = field(default_factory=list)
+    trainer: ProcessSpec | None = None
+    make_inference: Callable[[int], ProcessSpec] | None = None
+    """By index; None where we start no inference servers."""
+    ports: PortPicker | None = None
+    """Keeps the ports promised while the plan lives."""
+    capacity: int | None = None
+    """Servers that the nodes have GPUs for; None: it does not depend on GPUs."""
+
+    def add_inference(self) -> ProcessSpec:
+        """One more, with the lowest name that is free, on a port of its own."""
+        assert self.make_inference is not None, "this stack starts no inference servers"
+        taken = {spec.name for spec in self.inference}
+        free = next(index for index in itertools.count() if f"inference-{index}" not in taken)
+        self.inference.append(self.make_inference(free))
+        return self.inference[-1]
+
+    @property
+    def inference_urls(self) -> dict[str, str]:
+        """Process name to http://host:port of each inference server that we start."""
+        return {spec.name: f"http://{spec.address}" for spec in self.inference}
+
+    def stop_order(self) -> list[list[str]]:
+        """Stages of process names: who calls goes before who is called."""
+        rollout = [s.name for s in self.services if s.name.startswith("rollout")]
+        backends = [s.name for s in self.services if s.name in _SERVICES]
+        return [
+            ["trainer"],
+            [*rollout, "gateway"],
+            [s.name for s in self.inference],
+            backends,
+            [s.name for s in self.stores],
+        ]
+
+
+def plan_stack(
+    config: BaseExperimentConfig,
+    folder: RunFolder,
+    *,
+    with_trainer: bool,
+    preferred_ports: Mapping[str, int] | None = None,
+    hosts: Hosts = LOCAL,
+) -> StackPlan:
+    """Plans everything whose endpoint is empty.
+
+    Args:
+        config: Resolved and valid; a copy of it gets the endpoints.
+        folder: Of the run.
+        with_trainer: False: `areal up`.
+        preferred_ports: Ports of an earlier run of this trial, by process name.
+        hosts: Where things run.
+
+    Raises:
+        ConfigError: A store's program is missing, or a secret's file, or `stack.inference_command`
+            is no command.
+    """
+    config = copy.deepcopy(config)
+    plan = StackPlan(config)
+    security = place_secrets(config, folder)
+    plan.ports = picker = PortPicker(preferred_ports)
+    endpoints = config.endpoints
+    if not endpoints.redis:
+        plan.stores.append(redis_spec(folder, picker.pick("redis"), security.redis_password, hosts))
+        endpoints.redis = f"redis://{plan.stores[-1].address}/0"
+    if not endpoints.nats:
+        plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token, hosts))
+        endpoints.nats = f"nats://{plan.stores[-1].address}"
+    if not endpoints.inference:
+        count = parse_allocation(config.allocation_mode).inference_replicas
+        plan.make_inference = partial(_inference, config, folder, picker, hosts)
+        plan.capacity = count if config.stack.gpus_per_node else None
+        for _ in range(count):
+            plan.add_inference()
+    endpoints.weight_store = endpoints.weight_store or _weight_store(config, picker, hosts)
+    for name, (module, key) in _SERVICES.items():
+        if not getattr(endpoints, key):
+            spec = _service(name, module, folder, picker, hosts)
+            plan.services.append(spec)
+            setattr(endpoints, key, spec.address)
+    if not endpoints.rollout:
+        for index in range(config.stack.rollout_workers):
+            plan.services.append(
+                _service(f"rollout-{index}", "areal_rollout", folder, picker, hosts)
+            )
+            endpoints.rollout = endpoints.rollout or plan.services[-1].address
+    if not endpoints.trainer:
+        endpoints.trainer = f"{hosts.trainer[0].address}:{picker.pick('trainer')}"
+    if not endpoints.gateway:
+        port = config.stack.gateway_port
+        plan.services.append(_service("gateway", "areal_gateway", folder, picker, hosts, port))
+        endpoints.gateway = f"http://{plan.services[-1].address}"
+    if with_trainer:
+        plan.trainer = _trainer(config, folder, picker, hosts)
+    return plan
+
+
+def _weight_store(config: BaseExperimentConfig, picker: PortPicker, hosts: Hosts) -> str:
+    """Where the weight-sync that we start keeps its store; another one's is its own business."""
+    if config.endpoints.weight_sync:
+        return ""
+    return f"http://{hosts.control}:{picker.pick('weight-sync.store')}"
+
+
+def _service(
+    name: str, module: str, folder: RunFolder, picker: PortPicker, hosts: Hosts, port: int = 0
+) -> ProcessSpec:
+    """`port`: 0 for a free one."""
+    port, metrics_port = port or picker.pick(name), picker.pick(f"{name}.metrics")
+    return ProcessSpec(
+        name=name,
+        argv=(
+            *(sys.executable, "-m", module, "--config", str(folder.config_file)),
+            *("--listen", f"{hosts.bind}:{port}", "--metrics", f"{hosts.bind}:{metrics_port}"),
+            *("--grace", "8"),
+        ),
+        log=folder.log_of(name),
+        probe=http_probe(hosts.control, metrics_port, "/healthz"),
+        address=f"{hosts.control}:{port}",
+        metrics=f"{hosts.control}:{metrics_port}",
+    )
+
+
+def _inference(
+    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, hosts: Hosts, index: int
+) -> ProcessSpec:
+    name = f"inference-{index}"
+    port = picker.pick(name)
+    slot = hosts.inference[index % len(hosts.inference)]
+    try:
+        command = shlex.split(config.stack.inference_command)
+    except ValueError as error:
+        raise ConfigError(
+            f"stack.inference_command {config.stack.inference_command!r}: {error}"
+        ) from None
+    arguments = {
+        "model-path": config.model.path,
+        "host": hosts.bind,
+        "port": str(port),
+        "dtype": _dtype(config, own_engine=not command),
+        "context-length": str(config.model.context_length),
+        "max-running-requests": str(config.stack.inference_max_running),
+        # Servers must differ, and a rerun should not.
+        "random-seed": str(1_000 * config.seed + index),
+    }
+    if config.security.token_file and not command:
+        arguments["token-file"] = config.security.token_file
+    elif config.security.token_file:
+        command, arguments["config"] = sglang_config(config, folder, command)
+    if command and (width := parse_allocation(config.allocation_mode).inference_gpus) > 1:
+        arguments["tensor-parallel-size"] = str(width)
+    return ProcessSpec(
+        name=name,
+        argv=(
+            *(command or (sys.executable, "-m", "areal_inference")),
+            *(part for key, value in arguments.items() for part in (f"--{key}", value)),
+        ),
+        log=folder.log_of(name),
+        probe=http_probe(slot.address, port, "/health"),
+        address=f"{slot.address}:{port}",
+        metrics=f"{slot.address}:{port}",
+        environment=_devices(slot),
+        slots=_remote(slot),
+    )
+
+
+def _dtype(config: BaseExperimentConfig, *, own_engine: bool) -> str:
+    """For `--dtype`. The CPU engine decides when it loads the model, which may not be made yet."""
+    model, gpu = config.model, config.stack.gpus_per_node > 0
+    return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
+
+
+def _trainer(
+    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, hosts: Hosts
+) -> ProcessSpec:
+    ranks = parse_allocation(config.allocation_mode).trainer_ranks
+    nodes, first = len(hosts.trainer), hosts.trainer[0]
+    launch: tuple[str, ...] = ()
+    if ranks > 1:
+        # On several nodes each finds its rank among them in PET_NODE_RANK.
+        launch = (
+            "torch.distributed.run",
+            *("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes)),
+            *("--master-addr", first.address, "--master-port", str(picker.pick("torchrun")), "-m"),
+        )
+    metrics_port = picker.pick("trainer.metrics")
+    return ProcessSpec(
+        name="trainer",
+        argv=(
+            *(sys.executable, "-m", *launch, "areal_trainer", "--config", str(folder.config_file)),
+            *("--listen", f"{hosts.bind}:{config.endpoints.trainer.rpartition(':')[2]}"),
+            *("--metrics", f"{hosts.bind}:{metrics_port}"),
+        ),
+        log=folder.log_of("trainer"),
+        probe=http_probe(first.address, metrics_port, "/healthz"),
+        address=config.endpoints.trainer,
+        metrics=f"{first.address}:{metrics_port}",
+        job=True,
+        stop_grace_s=30.0,
+        environment={
+            VERDICT_VARIABLE: str(folder.verdict_file.resolve()),
+            **_devices(first),
+        },
+        slots=_remote(*hosts.trainer),
+        verdict=folder.verdict_file,
+    )
+
+
+def _devices(slot: Slot) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus))} if slot.gpus else {}
+
+
+def _remote(*slots: Slot) -> tuple[Slot, ...]:
+    return slots if slots[0].node else ()
+
+
+def ports_of(stack: Mapping[str, object]) -> dict[str, int]:
+    """The ports in an earlier stack.json, by process name, for `preferred_ports`."""
+    ports: dict[str, int] = {}
+    processes = stack.get("processes")
+    for name, entry in processes.items() if isinstance(processes, dict) else ():
+        for key, suffix in (("address", ""), ("metrics", ".metrics")):
+            port = str(entry.get(key, "")).rpartition(":")[2]
+            if port.isdigit():
+                ports[f"{name}{suffix}"] = int(port)
+    return ports
+
+
+def missing_model(config: BaseExperimentConfig) -> str:
+    """Why version 0 cannot be served from `model.path`; "" when it can."""
+    if not config.model.path:
+        return "model.path '': expected a Hugging Face model directory"
+    path = Path(config.model.path)
+    if not path.exists() and _HUB_NAME.fullmatch(config.model.path):
+        return (
+            f"model.path {config.model.path!r}: no such folder; if that is a model of the Hugging "
+            f"Face Hub, `hf download {config.model.path} --local-dir models/{path.name}` and then "
+            f"model.path=models/{path.name}"
+        )
+    if not (path / "config.json").is_file():
+        return f"model.path {config.model.path!r}: no config.json there"
+    if not any(path.glob("*.safetensors")):
+        return f"model.path {config.model.path!r}: no *.safetensors there"
+    return ""

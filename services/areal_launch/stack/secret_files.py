@@ -1,0 +1,129 @@
+"""Secrets of a stack on this machine: files that only their owner reads.
+
+Children find them by the experiment file, which names files; so nothing secret is in an argument
+list, in config.yaml or in a child's environment. What the launcher makes lies in `secrets/` of the
+run folder and goes when the stack ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal.config.experiment import BaseExperimentConfig
+from areal.errors import ConfigError
+from areal.security import Security
+from areal_launch.run_folder import RunFolder
+
+_CONFIG = "--config"
+_FILES = ("token_file", "redis_password_file", "nats_token_file", "tls_cert", "tls_key", "tls_ca")
+
+
+def place_secrets(
+    config: BaseExperimentConfig, folder: RunFolder, *, make_token: bool = True
+) -> Security:
+    """Makes `config.security` name a file for every secret there is.
+
+    Secrets of the environment are written to files. A stack that was given no token gets one:
+    every user of a machine reaches its loopback addresses. Where there is a token, stores that the
+    stack will start get a fresh password each.
+
+    Args:
+        config: Its `security` is changed.
+        folder: Of the run; its `secrets/` takes what is made.
+        make_token: False: only what is given; the job that starts the stack makes the rest.
+
+    Raises:
+        ConfigError: A named file cannot be read, or what it holds is no token.
+    """
+    given, section = Security.load(config.security), config.security
+    token = given.token or (secrets.token_urlsafe(32) if make_token else "")
+    made = {
+        "token_file": token,
+        "redis_password_file": given.redis_password
+        or (secrets.token_urlsafe(32) if token and not config.endpoints.redis else ""),
+        "nats_token_file": given.nats_token
+        or (secrets.token_urlsafe(32) if token and not config.endpoints.nats else ""),
+    }
+    for key, value in made.items():
+        if value and not getattr(section, key):
+            setattr(section, key, str(write_secret(folder, key.removesuffix("_file"), value)))
+    for key in _FILES:
+        if file := getattr(section, key):
+            setattr(section, key, str(Path(file).resolve()))
+    return Security.load(section)
+
+
+def write_secret(folder: RunFolder, name: str, text: str) -> Path:
+    """Writes a file that was never readable for others, not even for a moment."""
+    folder.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder.secrets / name
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        os.fchmod(descriptor, 0o600)  # it may be there already
+        stream.write(text + "\n")
+    return file
+
+
+def redis_conf(folder: RunFolder, password: str) -> tuple[str, ...]:
+    """Arguments that let Redis read its password from a file; none without a password."""
+    if not password:
+        return ()
+    # Both stores understand a JSON string.
+    return (str(write_secret(folder, "redis.conf", f"requirepass {json.dumps(password)}")),)
+
+
+def nats_conf(folder: RunFolder, token: str) -> tuple[str, ...]:
+    """The same for NATS."""
+    if not token:
+        return ()
+    text = f"authorization {{ token: {json.dumps(token)} }}"
+    return ("--config", str(write_secret(folder, "nats.conf", text)))
+
+
+def sglang_config(
+    config: BaseExperimentConfig, folder: RunFolder, command: list[str]
+) -> tuple[list[str], str]:
+    """A file for SGLang's `--config` that holds the token as its `--api-key`.
+
+    At the level `info` SGLang logs all its arguments, the key among them; hence `log-level`.
+
+    Args:
+        config: Names the token's file.
+        folder: Of the run.
+        command: The user's, which may name a file of its own; what that says is kept.
+
+    Returns:
+        The command without its own `--config`, and our file.
+
+    Raises:
+        ConfigError: The command's own file cannot be read, or is no mapping.
+    """
+    content: dict[str, Any] = {}
+    parts = [piece for part in command for piece in _split(part)]
+    if _CONFIG in parts[:-1]:
+        at = parts.index(_CONFIG)
+        content, command = _mapping(parts[at + 1]), parts[:at] + parts[at + 2 :]
+    content |= {"api-key": Security.load(config.security).token, "log-level": "warning"}
+    return command, str(write_secret(folder, "sglang.yaml", yaml.safe_dump(content)))
+
+
+def _split(part: str) -> list[str]:
+    return part.split("=", 1) if part.startswith(f"{_CONFIG}=") else [part]
+
+
+def _mapping(file: str) -> dict[str, Any]:
+    key = f"stack.inference_command: --config {file!r}"
+    try:
+        content = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: expected a mapping of SGLang's flags")
+    # As SGLang takes both spellings, one of them would win by chance.
+    return {str(name).replace("_", "-"): value for name, value in content.items()}

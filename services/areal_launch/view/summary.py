@@ -1,0 +1,241 @@
+"""summary.json: a run in one page of numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal.types import TaskState
+from areal_launch.view.poller import Snapshot
+from areal_launch.view.words import pause_words, state_word
+
+# Steps over which the first and the last reward are averaged.
+REWARD_WINDOW = 20
+
+_ACCOUNTS = (
+    TaskState.TRAINED,
+    TaskState.DELIVERED,
+    TaskState.REJECTED,
+    TaskState.CANCELLED,
+    TaskState.EXPIRED,
+    TaskState.DEAD_LETTERED,
+    TaskState.QUEUED,
+    TaskState.RUNNING,
+    TaskState.COMPLETED,
+    TaskState.BATCHED,
+)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl by step; of a step that was repeated the last one counts.
+
+    A line cut off by a crash is left out.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            try:
+                row = json.loads(line)
+                rows[int(row["step"])] = row
+            except (ValueError, KeyError, TypeError):
+                continue
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """What the recipe recorded in trainer.json; empty when there is none."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def build_summary(
+    *,
+    status: str,
+    rows: list[dict[str, Any]],
+    results: Mapping[str, Any],
+    snapshot: Snapshot,
+    wall_s: float,
+    cpu_s: float,
+    memory_mb: Mapping[str, float],
+    restarts: Mapping[str, int],
+    cause: str = "",
+) -> dict[str, Any]:
+    """Puts the summary together; what is unknown is null, never left out.
+
+    Args:
+        status: finished, interrupted or failed.
+        rows: Of metrics.jsonl.
+        results: Of trainer.json; every key is taken over.
+        snapshot: The stack just before it was stopped.
+        wall_s: Seconds of this invocation.
+        cpu_s: CPU seconds of all its processes.
+        memory_mb: Peak resident memory by process, and "total" at one instant.
+        restarts: By process; those above 0 are listed.
+        cause: Why it failed, if it did.
+    """
+    rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
+    ledger, sync = snapshot.ledger, snapshot.sync
+    accounting: dict[str, int | None] = {"submitted": ledger.submitted if ledger else None}
+    for state in _ACCOUNTS:
+        accounting[state.value] = ledger.counts.get(state, 0) if ledger else None
+    return {
+        "status": status,
+        "cause": cause or None,
+        "steps": rows[-1]["step"] if rows else 0,
+        "wall_s": round(wall_s, 2),
+        "cpu_s": round(cpu_s, 2),
+        "reward_first": mean(rewards[:REWARD_WINDOW]),
+        "reward_last": mean(rewards[-REWARD_WINDOW:]),
+        "heldout_before": None,
+        "heldout_after": None,
+        **results,
+        "samples": sum(int(row.get("samples", 0)) for row in rows),
+        "tokens_generated": ledger.generated_tokens if ledger else None,
+        "accounting": accounting,
+        "recipe_failures": [
+            {
+                "site": failure.site,
+                "attempts": failure.attempts,
+                "first_task_id": failure.task_id,
+                "detail": failure.detail,
+            }
+            for failure in snapshot.failures
+        ],
+        "staleness": {
+            "max": ledger.staleness_max if ledger else None,
+            "mean": ledger.staleness_mean if ledger else None,
+        },
+        "weight_updates": {
+            "count": sync.updates if sync else None,
+            "seconds_mean": sync.update_seconds_mean if sync else None,
+            "aborted_requests": sync.aborted_requests if sync else None,
+        },
+        "restarts": {name: count for name, count in restarts.items() if count},
+        "memory_mb": {name: round(value, 1) for name, value in memory_mb.items()},
+    }
+
+
+def continue_summary(
+    earlier: Mapping[str, Any], latest: Mapping[str, Any], *, began: float
+) -> dict[str, Any]:
+    """The run's summary after one more invocation: nothing that was measured before is lost.
+
+    Steps, rewards, tasks and updates are counted over the trial already. What belongs to one
+    invocation is listed under `invocations`; times, CPU and restarts are their sums, memory is
+    their largest. An invocation that found the run finished leaves everything else as it was.
+
+    Args:
+        earlier: What summary.json said; empty when there was none.
+        latest: From `build_summary`, of this invocation alone.
+        began: Unix time of its start.
+    """
+    before: list[dict[str, Any]] = list(earlier.get("invocations", ()))
+    from_step = int(earlier.get("steps", 0)) if before else 0
+    invocation = {
+        "began": round(began, 3),
+        "status": latest["status"],
+        "from_step": min(from_step, latest["steps"]),
+        "to_step": latest["steps"],
+        "wall_s": latest["wall_s"],
+        "cpu_s": latest["cpu_s"],
+    }
+    invocations = [*before, invocation]
+    if before and earlier.get("status") == "finished" and latest["steps"] <= from_step:
+        return {**earlier, "invocations": invocations}
+    restarts: dict[str, int] = dict(earlier.get("restarts", {})) if before else {}
+    for name, count in latest["restarts"].items():
+        restarts[name] = restarts.get(name, 0) + count
+    memory: dict[str, float] = dict(earlier.get("memory_mb", {})) if before else {}
+    for name, size in latest["memory_mb"].items():
+        memory[name] = max(memory.get(name, 0.0), size)
+    return {
+        **latest,
+        "wall_s": round(sum(each["wall_s"] for each in invocations), 2),
+        "cpu_s": round(sum(each["cpu_s"] for each in invocations), 2),
+        "restarts": restarts,
+        "memory_mb": memory,
+        "invocations": invocations,
+    }
+
+
+def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
+    """How the time is made up, where the run was started more than once."""
+    if len(invocations) < 2:
+        return ""
+    last = invocations[-1]
+    steps = f"steps {last['from_step'] + 1} to {last['to_step']}"
+    if last["to_step"] == last["from_step"]:
+        steps = "no step" + (": none was left" if last["status"] == "finished" else "")
+    return f", over {len(invocations)} invocations; this one {last['wall_s']:.0f} s, {steps}"
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, text) pairs for people."""
+
+    def number(value: Any, form: str = ".3f") -> str:
+        return "?" if value is None else format(value, form)
+
+    accounting = summary["accounting"]
+    ended = ", ".join(
+        f"{accounting[s.value]} {state_word(s)}" for s in _ACCOUNTS if accounting[s.value]
+    )
+    updates = summary["weight_updates"]
+    lines = [
+        ("status", f"{summary['status']} after {summary['steps']} steps"),
+        (
+            "reward",
+            f"{number(summary['reward_first'])} → {number(summary['reward_last'])} "
+            f"(mean of the first and last {REWARD_WINDOW} steps)",
+        ),
+    ]
+    if summary["heldout_before"] is not None or summary["heldout_after"] is not None:
+        lines.append(
+            (
+                "held out",
+                f"{number(summary['heldout_before'])} → {number(summary['heldout_after'])}",
+            )
+        )
+    lines += [
+        (
+            "time",
+            f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU seconds in all processes"
+            f"{_invocations(summary.get('invocations', ()))}",
+        ),
+        (
+            "generated",
+            f"{summary['samples']:,} samples trained, "
+            f"{number(summary['tokens_generated'], ',d')} tokens sampled",
+        ),
+        ("tasks", f"{number(accounting['submitted'], ',d')} submitted: {ended or 'none'}"),
+        (
+            "staleness",
+            f"mean {number(summary['staleness']['mean'], '.2f')}, "
+            f"max {number(summary['staleness']['max'], 'd')}",
+        ),
+        (
+            "weights",
+            f"{number(updates['count'], 'd')} versions, "
+            + (f"{pause_words(updates['seconds_mean'] or 0)}, " if updates["count"] else "")
+            + f"{number(updates['aborted_requests'], 'd')} requests aborted",
+        ),
+    ]
+    if accounting[TaskState.DEAD_LETTERED.value]:
+        again = "; mended, the same command tries them again" if summary.get("cause") else ""
+        lines.append(("given up", f"areal dead-letters list says why, with tracebacks{again}"))
+    if summary["restarts"]:
+        lines.append(
+            ("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items()))
+        )
+    if total := summary["memory_mb"].get("total"):
+        lines.append(("memory", f"{total / 1024:.2f} GiB resident at the peak"))
+    return lines

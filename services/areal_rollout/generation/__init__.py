@@ -1,0 +1,1 @@
+"""The client side of SGLang: servers, routing, streaming, answers."""

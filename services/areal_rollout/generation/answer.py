@@ -1,0 +1,91 @@
+"""Reading the body of a /generate answer: whole, or as a stream of which the newest event counts.
+
+    data: {"output_ids": [5, 7], …}      each event repeats all before it: only the newest is kept,
+    data: {"output_ids": [5, 7, 2], …}   none but the last is parsed
+    data: [DONE]
+
+SGLang says which version sampled which token (`weight_versions`) in the last event only; before it
+there is `weight_version`, the newest that any token of the event can have. So while it is the
+version that the server had confirmed when the request began, all tokens are of that version; from
+the first event that names another one on it is unknown which are. When a stream breaks, what is
+kept is the newest event of the known ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+import aiohttp
+
+from areal_rollout.generation.protocol import ServerError
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+STREAM_FROM = 256
+"""Requests that may bring fewer tokens are not streamed: little is lost with their server."""
+EVENTS = 32
+"""Of a request that uses all its tokens. The bytes are those of one answer times half of this."""
+
+_VERSION = re.compile(rb'"weight_version":\s*"([^"]*)"')
+
+
+def stream_interval(tokens: int) -> int:
+    """Tokens from one event to the next; 0: do not stream."""
+    return 0 if tokens < STREAM_FROM else max(STREAM_FROM // 8, tokens // EVENTS)
+
+
+class Answer:
+    """The body of one answer, and what can be kept if it breaks off.
+
+    Args:
+        version: What the server had confirmed when the request was sent.
+    """
+
+    __slots__ = ("partial", "version")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.partial: bytes | None = None
+        """The newest event whose tokens are all of that version."""
+
+    async def read(self, http: aiohttp.ClientResponse) -> bytes:
+        """The whole answer as JSON.
+
+        Raises:
+            ServerError: Too long, or the stream ended without saying so.
+        """
+        if http.content_type == "text/event-stream":
+            return await self._last_event(http)
+        length = http.content_length
+        if length is not None and length <= MAX_ANSWER_BYTES:
+            return await http.read()
+        whole = bytearray()
+        async for part in http.content.iter_any():
+            whole += part
+            _check_size(whole)
+        return bytes(whole)
+
+    async def _last_event(self, http: aiohttp.ClientResponse) -> bytes:
+        buffer, seen, newest, known = bytearray(), 0, b"", True
+        version = str(self.version).encode()
+        async for part in http.content.iter_any():
+            buffer += part
+            while (end := buffer.find(b"\n\n", max(0, seen - 1))) >= 0:
+                event = bytes(buffer[:end]).strip().removeprefix(b"data:").strip()
+                del buffer[: end + 2]
+                seen = 0
+                if event == b"[DONE]":
+                    self.partial = None
+                    return newest
+                newest = event
+                found = _VERSION.search(event)
+                known = known and found is not None and found[1] == version
+                if known:
+                    self.partial = event
+            seen = len(buffer)
+            _check_size(buffer)
+        raise ServerError("the stream ended before [DONE]")
+
+
+def _check_size(body: bytearray) -> None:
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ServerError(f"answer longer than {MAX_ANSWER_BYTES} bytes")

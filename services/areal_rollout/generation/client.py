@@ -1,0 +1,410 @@
+"""Generation on SGLang-protocol servers, through interruptions of every kind.
+
+    generate ──> choose a server ──> POST /generate ──┬─ stop, length ─────────> done
+        ^              │ none                         ├─ abort (update, drain) ─> again
+        │              v                              ├─ failure, server lost ──> report, again
+        └──────── table.changed                       └─ 400 ───────────────────> InvalidInput
+
+| step      | consumes          | waits for                | unblocked by                          |
+|-----------|-------------------|--------------------------|---------------------------------------|
+| choosing  | the server table  | a server at min_version  | table update, setup_timeout_s         |
+| posting   | one HTTP response | the server               | answer, quarantine, request_timeout_s |
+| interrupt | running requests  | their partial answers    | /abort_request, its deadline          |
+
+Every token keeps the version that sampled it (`meta_info.weight_versions`), whatever happened in
+between: a continued request sends prompt + tokens so far and asks for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Protocol
+
+import aiohttp
+import orjson
+
+from areal.chassis import tracing
+from areal.chassis.logging import get_logger
+from areal.errors import InvalidInput, Unavailable, WaitTimeout
+from areal.types import LLMRequest, LLMResponse, StopReason
+from areal_rollout.generation import trace
+from areal_rollout.generation.answer import Answer, stream_interval
+from areal_rollout.generation.connections import Connections
+from areal_rollout.generation.protocol import (
+    FINAL,
+    ModelLimits,
+    ServerBusy,
+    ServerError,
+    append_answer,
+    append_partial,
+    error_message,
+    refusal,
+    sampling_params,
+)
+from areal_rollout.generation.routing import Server
+from areal_rollout.generation.server_table import ServerTable, give_up
+
+_MAX_FAILURES = 8
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class GenerationFailed(Unavailable):
+    """Servers failed again and again.
+
+    Attributes:
+        failed_server: The last that failed.
+    """
+
+    def __init__(self, message: str, failed_server: str) -> None:
+        super().__init__(message)
+        self.failed_server = failed_server
+
+
+class Interrupted(Unavailable):
+    """The worker is draining: the response holds what there is."""
+
+
+class GenerationObserver(Protocol):
+    """Where the client's figures go."""
+
+    def request_done(self, seconds: float, tokens: int) -> None:
+        """A request has ended well."""
+
+    def interruption(self, kind: str) -> None:
+        """A running request was aborted, failed, lost its server, or found a full queue."""
+
+    def salvaged(self, tokens: int) -> None:
+        """A broken stream had brought so many tokens, which are kept."""
+
+
+class SGLangClient:
+    """Generates on whatever servers the table admits; one per process."""
+
+    def __init__(
+        self,
+        table: ServerTable,
+        limits: ModelLimits,
+        *,
+        report: Callable[[str, str], Awaitable[None]],
+        observer: GenerationObserver,
+        request_timeout_s: float,
+        setup_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        connections: int = 10_000,
+    ) -> None:
+        """Opens no connection yet.
+
+        Args:
+            table: Fed by someone else.
+            limits: Of the model.
+            report: Tells weight-sync (url, cause) of a server that failed.
+            observer: For metrics.
+            request_timeout_s: One request, from sending to its last token.
+            setup_timeout_s: How long to wait for an admissible server.
+            headers: Sent with every request: the bearer token.
+            connections: Requests at once; more wait for one to end.
+        """
+        self.table = table
+        self.limits = limits
+        self._report = report
+        self._observer = observer
+        self._request_timeout_s = request_timeout_s
+        self._setup_timeout_s = setup_timeout_s
+        self._connections = Connections(headers or {}, connections)
+        self._log = get_logger("areal_rollout.generation.client")
+        self._running: dict[str, tuple[Server, asyncio.Timeout]] = {}
+        self._idle = asyncio.Event()
+        self._draining = False
+        self._reports: dict[str, asyncio.Task[None]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._name = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Opens the connection pool."""
+        await self._connections.open()
+
+    async def close(self) -> None:
+        """Closes the connection pool."""
+        for task in [*self._reports.values(), *self._aborts]:
+            task.cancel()
+        await self._connections.close()
+
+    async def wait_ready(self, timeout: float) -> bool:
+        """Whether any server takes traffic, after waiting up to `timeout` seconds for one."""
+        await self._connections.calm(timeout)  # a burst is spread: who would bring more waits
+        if not len(self.table):
+            await self.table.changed(timeout)
+        return len(self.table) > 0
+
+    async def generate(
+        self,
+        request: LLMRequest,
+        response: LLMResponse,
+        *,
+        min_version: int = 0,
+        avoid: Collection[str] = (),
+    ) -> LLMResponse:
+        """Completes a request.
+
+        Args:
+            request: What to generate.
+            response: Filled in; may already hold tokens of an earlier attempt, and holds what was
+                generated so far whenever this raises.
+            min_version: Version below which no server may work on it.
+            avoid: Servers on which it failed before; taken only if there is no other.
+
+        Returns:
+            The same response.
+
+        Raises:
+            InvalidInput: See `ModelLimits.check`, or the server refused it as malformed.
+            GenerationFailed: Servers failed again and again; names each cause.
+            WaitTimeout: No admissible server, or no answer, in time.
+            Interrupted: `interrupt` was called.
+        """
+        self.limits.check(request)
+        began = time.monotonic()
+        deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+        with trace.generation(self.limits.model, request, response):
+            await self._connections.take(deadline)
+            try:
+                await self._complete(request, response, min_version, avoid, deadline)
+            finally:
+                self._connections.free()
+        response.latency_s += time.monotonic() - began
+        self._observer.request_done(response.latency_s, len(response.output_tokens))
+        return response
+
+    async def interrupt(self, timeout: float) -> None:
+        """Stops all generation for good; running requests end with the tokens they have.
+
+        Returns when every `generate` has its partial answer, at the latest after `timeout`
+        seconds; then whatever has not answered is given up.
+        """
+        self._draining = True
+        self.table.wake()
+        for rid, (server, _) in list(self._running.items()):
+            self._abort(server, rid)
+        try:
+            async with asyncio.timeout(timeout):
+                while self._running:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            for _, scope in self._running.values():
+                give_up(scope)
+
+    # ------------------------------------------------------------ inside
+
+    async def _complete(
+        self,
+        request: LLMRequest,
+        response: LLMResponse,
+        min_version: int,
+        avoid: Collection[str],
+        deadline: float,
+    ) -> None:
+        """Server after server, until the last token."""
+        began = time.monotonic()
+        prompt = len(request.input_ids)
+        most = min(request.gconfig.max_new_tokens, self.limits.room(prompt))
+        failures: list[str] = []
+        fruitless = 0
+        while True:
+            sampled = len(response.output_tokens)
+            if sampled >= most:
+                response.stop_reason = StopReason.LENGTH
+                break
+            cost = prompt + most
+            server = await self._server(min_version, request.affinity_key, cost, avoid)
+            server.outstanding += cost
+            try:
+                with trace.segment(self.limits.model, server, request, response):
+                    finish = await self._post(
+                        server, request, response, min_version, most, deadline
+                    )
+            except ServerBusy:  # a moment later, or elsewhere
+                self._observer.interruption("busy")
+                continue
+            except ServerError as error:
+                failures.append(f"{server.url}: {error}")
+                self._observer.interruption("failure")
+                if self._draining:
+                    raise Interrupted("the worker is draining") from None
+                if len(failures) >= _MAX_FAILURES:
+                    raise GenerationFailed(
+                        f"generation failed {len(failures)} times: {'; '.join(failures)}",
+                        server.url,
+                    ) from None
+                response.interruptions += 1
+                avoid = {*avoid, server.url}
+                continue
+            finally:
+                server.outstanding -= cost
+            if finish != "abort":
+                response.stop_reason = FINAL[finish]
+                break
+            self._observer.interruption("abort")
+            if self._draining:
+                raise Interrupted("the worker is draining")
+            response.interruptions += 1
+            # A server that aborts everything at once (it is leaving) must not spin us.
+            fruitless = 0 if len(response.output_tokens) > sampled else fruitless + 1
+            if fruitless:
+                with tracing.span("wait_server"):
+                    await self.table.changed(min(0.02 * 2**fruitless, 1.0))
+                if asyncio.get_running_loop().time() > deadline:
+                    hint = "only aborts came"
+                    raise WaitTimeout("generation", on=server.url, since=began, hint=hint)
+
+    async def _server(
+        self, min_version: int, affinity_key: str, cost: int, avoid: Collection[str]
+    ) -> Server:
+        server = (
+            None if self._draining else self.table.choose(min_version, affinity_key, cost, avoid)
+        )
+        if server is not None:
+            return server
+        since = time.monotonic()
+        with tracing.span("wait_server", {"areal.min_version": min_version}):
+            while not self._draining:
+                remaining = since + self._setup_timeout_s - time.monotonic()
+                if remaining <= 0:
+                    raise WaitTimeout(
+                        f"an inference server at version {min_version} or newer",
+                        on="weight-sync",
+                        since=since,
+                        hint=self.table.describe(),
+                    )
+                await self.table.changed(remaining)
+                server = self.table.choose(min_version, affinity_key, cost, avoid)
+                if server is not None and not self._draining:
+                    return server
+            raise Interrupted("the worker is draining")
+
+    async def _post(
+        self,
+        server: Server,
+        request: LLMRequest,
+        response: LLMResponse,
+        min_version: int,
+        most: int,
+        deadline: float,
+    ) -> str:
+        """One /generate call; appends its tokens and returns the finish reason's type."""
+        sampled = len(response.output_tokens)
+        # The number first: SGLang aborts by prefix, so no id may begin another.
+        rid = f"{next(self._numbers)}-{self._name}-{request.rid or 'areal'}"
+        interval = stream_interval(most - sampled)
+        body = orjson.dumps(
+            {
+                "rid": rid,
+                "input_ids": [*request.input_ids, *response.output_tokens],
+                "extra_key": str(server.version),
+                "sampling_params": sampling_params(
+                    request.gconfig, self.limits, sampled, most - sampled, interval
+                ),
+                "return_logprob": True,
+                "stream": interval > 0,
+            }
+        )
+        began = time.monotonic()
+        answer = Answer(server.version)
+        scope = asyncio.timeout_at(deadline)
+        self._running[rid] = (server, scope)
+        server.running.add(scope)
+        try:
+            async with scope:
+                raw = await self._exchange(server, body, answer)
+            finish = append_answer(response, raw, min_version, self.limits.vocab_size)
+            trace.finished(finish)
+        except BaseException as error:
+            self._salvage(response, answer, server)
+            if isinstance(error, ServerBusy):
+                self.table.failed(server)
+                raise
+            if isinstance(error, asyncio.CancelledError) or scope.expired():
+                self._abort(server, rid)
+            failure = self._judged(error, server, scope, deadline, began)
+            if failure is error:
+                raise
+            raise failure from None
+        finally:
+            server.running.discard(scope)
+            self._running.pop(rid, None)
+            if not self._running:
+                self._idle.set()
+        server.failures = 0
+        return finish
+
+    async def _exchange(self, server: Server, body: bytes, answer: Answer) -> bytes:
+        session = self._connections.session
+        more = tracing.headers()
+        headers = {**_HEADERS, **dict(more)} if more else _HEADERS
+        async with session.post(server.generate_url, data=body, headers=headers) as http:
+            raw = await answer.read(http)
+        if http.status == 400:
+            raise InvalidInput(f"{server.url} refuses the request: {error_message(raw)}")
+        if http.status != 200:
+            raise refusal(http.status, raw)
+        return raw
+
+    def _judged(
+        self,
+        error: BaseException,
+        server: Server,
+        scope: asyncio.Timeout,
+        deadline: float,
+        began: float,
+    ) -> BaseException:
+        """What went wrong, in our words; a server that is to blame is reported."""
+        if isinstance(error, TimeoutError) and not scope.expired():  # aiohttp's own
+            error = ServerError("no connection within 5 s")
+        elif isinstance(error, TimeoutError):
+            if asyncio.get_running_loop().time() < deadline:  # not too late, but given up
+                return ServerError(f"given up: {server.note}")
+            hint = "rollout.request_timeout_s"
+            error = WaitTimeout("its tokens", on=server.url, since=began, hint=hint)
+        elif isinstance(error, (aiohttp.ClientError, OSError)):
+            error = ServerError(f"{type(error).__name__}: {error}")
+        if isinstance(error, (ServerError, WaitTimeout)):
+            self._failed(server, str(error))
+        return error
+
+    def _salvage(self, response: LLMResponse, answer: Answer, server: Server) -> None:
+        """Keeps what a broken stream has brought."""
+        if answer.partial is None:
+            return
+        vocabulary = self.limits.vocab_size
+        try:
+            kept = append_partial(response, answer.partial, answer.version, vocabulary)
+        except ServerError as error:
+            self._log.warning("partial_answer_dropped", url=server.url, cause=str(error)[:500])
+        else:
+            self._observer.salvaged(kept)
+
+    def _failed(self, server: Server, cause: str) -> None:
+        """Keeps new requests away for a moment and tells weight-sync, once at a time."""
+        if not self.table.failed(server) or server.url in self._reports:
+            return
+        self._log.warning("server_failed", url=server.url, cause=cause[:500])
+        task = asyncio.create_task(self._tell(server.url, cause))
+        self._reports[server.url] = task
+        task.add_done_callback(lambda _: self._reports.pop(server.url, None))
+
+    async def _tell(self, url: str, cause: str) -> None:
+        try:
+            await self._report(url, cause)
+        except Exception as error:  # its own probes will find out
+            self._log.info("server_report_failed", url=url, error=str(error))
+
+    def _abort(self, server: Server, rid: str) -> None:
+        """Tells a server, in the background, that nobody waits for a request any more."""
+        task = asyncio.create_task(self._connections.abort(server.abort_url, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)

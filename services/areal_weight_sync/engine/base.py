@@ -1,0 +1,92 @@
+"""What the coordinator asks of an inference server; `http_engine` says it in SGLang's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from areal.weights.broadcast import Seat
+from areal.weights.manifest import PolicyVersion
+
+
+class Fault(StrEnum):
+    """Kinds of failure: the metric's label; the message carries the details."""
+
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    HTTP_STATUS = "http_status"
+    GARBAGE = "garbage"
+    UPDATE_REFUSED = "update_refused"
+    WRONG_VERSION = "wrong_version"
+    WRONG_WEIGHTS = "wrong_weights"
+
+
+class EngineError(Exception):
+    """A server did not do what it should have; `str(error)` is the cause people read."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Equal weights give equal digests on servers of one layout.
+
+    Example:
+        >>> Fingerprint(layout="tp1:290", digest="9f86d081…")
+    """
+
+    layout: str
+    """How the engine splits the model; digests of different layouts cannot be compared."""
+    digest: str
+
+
+class Engine(Protocol):
+    """One inference server. Every call has a deadline and raises EngineError."""
+
+    ranks: int
+    """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+
+    async def weight_version(self, timeout: float = 2.0) -> str:
+        """What the server says it serves."""
+
+    async def boot_id(self) -> str:
+        """Changes whenever the server's process is started anew."""
+
+    async def running(self) -> int:
+        """Requests running or waiting, asked of the scheduler itself."""
+
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
+        """Has a version's files read ahead, while requests run; of the weights read.
+
+        A `load` without flushing then swaps them in between two steps and needs no pause. None:
+        the engine cannot (SGLang); then `load` needs the pause and reads the files in it.
+        """
+
+    async def receive(
+        self, version: PolicyVersion, seat: Seat, *, timeout: float
+    ) -> Fingerprint | None:
+        """Joins a trainer's group and takes part in its broadcast, while requests run.
+
+        As `stage`: None when the engine can receive only inside `load`, in the pause.
+        """
+
+    async def pause(self, mode: str) -> None:
+        """Stops generation between two steps; `mode` as in WeightSyncConfig.interrupt."""
+
+    async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
+        """Makes a version the one that is served."""
+
+    async def fingerprint(self, timeout: float) -> Fingerprint | None:
+        """Of the weights in memory; None when the engine cannot tell."""
+
+    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
+        """Of each prompt token but the first."""
+
+    async def resume(self) -> None:
+        """Goes on after `pause`; harmless when not paused."""
+
+    async def abort_all(self) -> None:
+        """Ends every request; its caller gets the tokens so far."""

@@ -1,0 +1,348 @@
+"""An inference server over HTTP: SGLang's endpoints, with a deadline and a clear cause each.
+
+What real SGLang needs to be told or spared:
+- in_place keeps the KV cache, so the load must say `flush_cache: false`: with the default it
+  answers 400 although weights and version have changed.
+- /health generates a token and takes a second: /model_info and /v1/loads are the probes.
+- only /v1/loads is answered by the scheduler; /model_info by the HTTP process before it.
+- the weight_version of /server_info's top level is the one at the start: never read here.
+- it has no /stage_weights: a sidecar beside it pulls versions into a folder that it can load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from areal.chassis.logging import get_logger
+from areal.errors import InvalidInput
+from areal.weights.broadcast import Seat
+from areal.weights.manifest import PolicyVersion
+from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
+from areal_weight_sync.engine.broadcast_group import Membership
+from areal_weight_sync.engine.routes import Routes, Tried
+
+_HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
+_MAX_BODY_BYTES = 16 * 1024 * 1024
+
+
+def normalize_url(url: str) -> tuple[str, str]:
+    """(server_id, url) in one spelling; raises InvalidInput."""
+    try:
+        parts = urlsplit(url.strip())
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        host = parts.hostname or ""
+        host.encode("idna")  # what looking it up begins with: no empty and no long label
+    except ValueError as error:
+        raise InvalidInput(f"url {url[:300]!r}: {error}") from None
+    if not _HOST.fullmatch(host):
+        raise InvalidInput(f"url {url[:300]!r}: expected http://host:port")
+    if parts.scheme not in ("http", "https") or parts.username:
+        raise InvalidInput(f"url {url[:300]!r}: expected http://host:port")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise InvalidInput(f"url {url[:300]!r}: expected http://host:port, without a path")
+    host = f"[{host}]" if ":" in host else host
+    return f"{host}:{port}", f"{parts.scheme}://{host}:{port}"
+
+
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """For all servers of a coordinator: no pool limit, deadlines per call.
+
+    Args:
+        headers: Sent with every request: the bearer token (SGLang's `--api-key`).
+    """
+    return aiohttp.ClientSession(
+        # Below the 5 s after which uvicorn closes idle connections: never reuse a dead one.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"Accept-Encoding": "identity", **headers},
+    )
+
+
+class HttpEngine:
+    """See `engine.Engine`."""
+
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        control_timeout: float = 10.0,
+        routes: Routes | None = None,
+    ) -> None:
+        self._url = url
+        self._session = session
+        self._routes = routes or Routes()
+        self._first = self._routes.order[0]  # the transport that worked last
+        self._staged: tuple[PolicyVersion, str] | None = None
+        self._group = Membership(self.command)
+        self.ranks = 0
+        self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
+        self._control_timeout = control_timeout
+
+    async def weight_version(self, timeout: float = 2.0) -> str:
+        """GET /model_info."""
+        body = await self._json("GET", "/model_info", timeout=timeout)
+        version = body.get("weight_version")
+        if not isinstance(version, str):
+            raise EngineError(Fault.GARBAGE, f"/model_info: weight_version is {version!r:.100}")
+        return version
+
+    async def boot_id(self) -> str:
+        """GET /server_info: start-up time and the seed drawn at the start."""
+        body = await self._json("GET", "/server_info", timeout=self._control_timeout)
+        boot = [body.get(key) for key in ("boot_id", "startup_time", "random_seed")]
+        if all(part is None for part in boot):
+            raise EngineError(Fault.GARBAGE, "/server_info: no startup_time and no random_seed")
+        # Data-parallel copies would each want the ranks of one.
+        size = [body.get(key, 1) for key in ("tp_size", "pp_size")]
+        copies = body.get("dp_size", 1) != 1
+        self.ranks = 0 if copies or not all(type(n) is int for n in size) else math.prod(size)
+        return "/".join(str(part) for part in boot)
+
+    async def running(self) -> int:
+        """GET /v1/loads, summed over data-parallel ranks.
+
+        The scheduler answers it between two steps, and a long prefill on a CPU takes seconds.
+        """
+        body = await self._json("GET", "/v1/loads", timeout=self._control_timeout)
+        try:
+            return sum(
+                int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+                for load in body["loads"]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(Fault.GARBAGE, f"/v1/loads: {error!r:.200}") from None
+
+    async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
+        """POST /stage_weights, of the embedded engine or of the sidecar beside an SGLang."""
+        self._staged = None
+        tried = Tried(version)
+        for transport in self._routes.starting_with(self._first):
+            try:
+                location, fingerprint = await self._stage_by(transport, version, timeout)
+            except EngineError as error:
+                tried.failed(transport, error)
+                continue
+            self._chose(transport, tried)
+            self._staged = version, location
+            return fingerprint
+        raise tried.error()
+
+    async def receive(
+        self, version: PolicyVersion, seat: Seat, *, timeout: float
+    ) -> Fingerprint | None:
+        """POST /init_weights_update_group, then /stage_weights with names; SGLang: see `load`."""
+        self._staged = None
+        async with self._group.failing():
+            await self._group.join(seat)
+            path, request = "/stage_weights", self._group.request(version.tensors)
+            request["digests"] = [tensor.digest for tensor in version.tensors]
+            status, text = await self._call("POST", path, request, timeout=timeout)
+            if status in (404, 405):
+                self._group.expected = version
+                return None
+            self._check_accepted(path, status, text)
+            self._staged = version, str(self._parse(path, status, text).get("model_path"))
+            return self._fingerprint(path, status, text)
+
+    async def command(self, path: str, request: dict[str, Any], timeout: float) -> None:
+        """A call about weights; raises EngineError with what was said when it is refused."""
+        status, text = await self._call("POST", path, request, timeout=timeout)
+        self._check_accepted(path, status, text)
+
+    async def pause(self, mode: str) -> None:
+        """POST /pause_generation."""
+        await self._json("POST", "/pause_generation", {"mode": mode}, timeout=self._control_timeout)
+
+    async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
+        """POST /update_weights_from_disk: what was staged, else by the first way that works.
+
+        Or what `receive` left for now: /update_weights_from_distributed.
+        """
+        if self._group.expected is version:
+            return await self._group.receive(version, flush_cache, timeout)
+        tried = Tried(version)
+        staged, self._staged = self._staged, None
+        for transport in self._routes.starting_with(self._first):
+            try:
+                if staged is not None and staged[0] == version:
+                    location, staged = staged[1], None
+                else:
+                    location, _ = await self._stage_by(transport, version, timeout)
+                await self._load_from(location, version, flush_cache, timeout)
+            except EngineError as error:
+                tried.failed(transport, error)
+                continue
+            return self._chose(transport, tried)
+        raise tried.error()
+
+    def _chose(self, transport: str, tried: Tried) -> None:
+        if tried.causes:
+            self._log.warning(
+                "transport_fell_back",
+                version=tried.version.version,
+                to=transport,
+                cause="; ".join(tried.causes)[:500],
+            )
+        self._first = transport
+
+    async def _stage_by(
+        self, transport: str, version: PolicyVersion, timeout: float
+    ) -> tuple[str, Fingerprint | None]:
+        """What to give as model_path, and the checksum where the engine itself has read it."""
+        source = self._routes.location(version) if transport == "stream" else version.path
+        path, request = "/stage_weights", {"model_path": source}
+        status, text = await self._call("POST", path, request, timeout=timeout)
+        if status not in (404, 405):
+            self._check_accepted(path, status, text)
+            return source, self._fingerprint(path, status, text)
+        if transport == "disk":
+            return source, None
+        path = self._routes.sidecar(self._url) + path
+        try:
+            status, text = await self._call("POST", path, request, timeout=timeout)
+        except EngineError as error:
+            raise EngineError(
+                Fault.UPDATE_REFUSED, f"this engine pulls nothing, and its sidecar: {error}"
+            ) from None
+        self._check_accepted(path, status, text)
+        folder = self._parse(path, status, text).get("model_path")
+        if not isinstance(folder, str):
+            raise EngineError(Fault.GARBAGE, f"{path}: model_path is {folder!r:.100}")
+        return folder, None
+
+    async def _load_from(
+        self, location: str, version: PolicyVersion, flush_cache: bool, timeout: float
+    ) -> None:
+        path = "/update_weights_from_disk"
+        request = {
+            "model_path": location,
+            "weight_version": version.name,
+            "flush_cache": flush_cache,
+        }
+        status, text = await self._call("POST", path, request, timeout=timeout)
+        self._check_accepted(path, status, text)
+
+    def _check_accepted(self, path: str, status: int, text: bytes) -> None:
+        """An update that is refused says why, with 400 or without."""
+        body = self._parse(path, 200 if status == 400 else status, text)
+        if status == 400 or body.get("success") is not True:
+            message = str(body.get("message", body))[:300]
+            raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
+
+    async def fingerprint(self, timeout: float) -> Fingerprint | None:
+        """POST /weights_checker; None for a 4xx: this build or platform has no checksums."""
+        status, text = await self._call(
+            "POST", "/weights_checker", {"action": "checksum"}, timeout=timeout
+        )
+        if 400 <= status < 500:
+            return None
+        return self._fingerprint("/weights_checker", status, text)
+
+    def _fingerprint(self, path: str, status: int, text: bytes) -> Fingerprint:
+        body = self._parse(path, status, text)
+        ranks = body.get("ranks") or [body]
+        try:
+            sums = [dict(rank["checksums"]) for rank in ranks]
+            names = sorted({name for each in sums for name in each})
+            if not names:
+                raise ValueError("no tensors")
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(Fault.GARBAGE, f"{path}: {error!r:.200}") from None
+        canonical = json.dumps(sorted(json.dumps(each, sort_keys=True) for each in sums))
+        layout = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        return Fingerprint(
+            layout=f"ranks{len(sums)}:tensors{len(names)}:{layout}",
+            digest=hashlib.sha256(canonical.encode()).hexdigest(),
+        )
+
+    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
+        """POST /generate: the prompt's logprobs and one greedy token."""
+        request = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": version,
+        }
+        body = await self._json("POST", "/generate", request, timeout=self._control_timeout)
+        try:
+            entries = body["meta_info"]["input_token_logprobs"]
+            values = [float(entry[0]) for entry in entries[1:]]
+            if len(values) != len(prompt) - 1:
+                raise ValueError(f"{len(values)} logprobs for {len(prompt)} tokens")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(Fault.GARBAGE, f"/generate: {error!r:.200}") from None
+        return values
+
+    async def resume(self) -> None:
+        """POST /continue_generation."""
+        await self._json("POST", "/continue_generation", {}, timeout=self._control_timeout)
+
+    async def abort_all(self) -> None:
+        """POST /abort_request (answers with an empty body)."""
+        status, text = await self._call(
+            "POST", "/abort_request", {"abort_all": True}, timeout=self._control_timeout
+        )
+        if status != 200:
+            raise EngineError(Fault.HTTP_STATUS, f"/abort_request: HTTP {status}: {text[:200]!r}")
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+    ) -> dict[str, Any]:
+        status, text = await self._call(method, path, body, timeout=timeout)
+        return self._parse(path, status, text)
+
+    def _parse(self, path: str, status: int, text: bytes) -> dict[str, Any]:
+        if status != 200:
+            words = " ".join(text[:300].decode(errors="replace").split())
+            # 503 is how a server says that it is still loading its model.
+            fault = Fault.UNREACHABLE if status == 503 else Fault.HTTP_STATUS
+            raise EngineError(fault, f"{path}: HTTP {status}: {words}")
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise EngineError(Fault.GARBAGE, f"{path}: not a JSON object: {text[:100]!r}")
+        return parsed
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+    ) -> tuple[int, bytes]:
+        """One request, its answer bounded in time and size; `path` may be a whole url."""
+        url = path if "://" in path else self._url + path
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                self._session.request(method, url, json=body, allow_redirects=False) as response,
+            ):
+                chunks, size = [], 0
+                async for chunk in response.content.iter_chunked(1 << 16):
+                    size += len(chunk)
+                    if size > _MAX_BODY_BYTES:
+                        raise EngineError(
+                            Fault.GARBAGE, f"{path}: answer larger than {_MAX_BODY_BYTES} bytes"
+                        )
+                    chunks.append(chunk)
+                return response.status, b"".join(chunks)
+        except TimeoutError:
+            raise EngineError(Fault.TIMEOUT, f"{path}: no answer within {timeout:.1f} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise EngineError(
+                Fault.UNREACHABLE, f"{path}: cannot connect: {error.os_error.strerror or error}"
+            ) from None
+        except UnicodeError as error:  # a name that cannot be looked up
+            raise EngineError(Fault.UNREACHABLE, f"{path}: {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            detail = str(error) or type(error).__name__
+            raise EngineError(Fault.GARBAGE, f"{path}: {detail:.200}") from None

@@ -1,0 +1,60 @@
+"""Which ways a version may take to a server, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from areal.weights.manifest import PolicyVersion, version_name
+from areal_weight_sync.engine.base import EngineError, Fault
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The configured transport, then the others.
+
+    Example:
+        >>> Routes(("stream", "disk"), "http://weight-sync:8500", 8501)
+    """
+
+    order: tuple[str, ...] = ("disk",)
+    store: str = ""
+    """http://host:port of the weight store, as servers reach it."""
+    sidecar_port: int = 0
+    """Where the sidecar listens on each server's host."""
+
+    def starting_with(self, first: str) -> tuple[str, ...]:
+        """All of them, the one that worked last first."""
+        return (first, *(name for name in self.order if name != first))
+
+    def location(self, version: PolicyVersion) -> str:
+        """Where servers pull a version from."""
+        if not self.store:
+            raise EngineError(
+                Fault.UPDATE_REFUSED, "endpoints.weight_store '': there is no weight store"
+            )
+        return f"{self.store}/versions/{version_name(version.version, version.incarnation)}"
+
+    def sidecar(self, server: str) -> str:
+        """The sidecar of a server's host."""
+        host = urlsplit(server).hostname or ""
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.sidecar_port}"
+
+
+class Tried:
+    """Transports that failed a version on its way to one server, and why."""
+
+    def __init__(self, version: PolicyVersion) -> None:
+        """None yet."""
+        self.version = version
+        self.causes: list[str] = []
+
+    def failed(self, transport: str, error: EngineError) -> None:
+        """Notes a refusal; what another transport could not help either is raised."""
+        if error.fault is not Fault.UPDATE_REFUSED:
+            raise error
+        self.causes.append(f"{transport}: {error}")
+
+    def error(self) -> EngineError:
+        """Names each."""
+        return EngineError(Fault.UPDATE_REFUSED, "; ".join(self.causes))

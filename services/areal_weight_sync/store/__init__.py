@@ -1,0 +1,1 @@
+"""What is kept: state in Redis, weights in a folder, served over HTTP."""

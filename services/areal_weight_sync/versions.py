@@ -1,0 +1,126 @@
+"""The published versions' files: verified before a server loads them, deleted once they are old."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from areal.chassis.logging import get_logger
+from areal.errors import InvalidInput
+from areal.weights.manifest import SPARE, PolicyVersion, parse_version_dir
+from areal.weights.rebuild import complete
+from areal.weights.safetensors import file_digest
+
+_STAGING = re.compile(r"\.staging-v(\d{8,})-inc(\d+)")
+
+
+class DigestCache:
+    """Verifies files against a manifest, hashing each file once however many servers load it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Path, tuple[tuple[int, int, int], str]] = {}
+        self._lock = threading.Lock()  # verify() runs in threads: hash a file once, not N times
+
+    def verify(self, manifest: PolicyVersion) -> None:
+        """Checks size and digest of every file of a version; blocking.
+
+        One that was published as a delta is made whole first.
+
+        Raises:
+            InvalidInput: Names the file, what it is and what was expected.
+        """
+        folder = Path(manifest.path)
+        if manifest.delta is not None:
+            with self._lock:
+                complete(folder, manifest.delta)
+        for expected in manifest.files:
+            if Path(expected.name).name != expected.name:
+                raise InvalidInput(f"version {manifest.version}: file name {expected.name!r}")
+            file = folder / expected.name
+            try:
+                stat = file.stat()
+            except OSError as error:
+                raise InvalidInput(f"{file}: {error.strerror}") from None
+            if stat.st_size != expected.size_bytes:
+                raise InvalidInput(
+                    f"{file}: {stat.st_size} bytes, expected {expected.size_bytes}: truncated"
+                )
+            with self._lock:
+                key = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+                known = self._digests.get(file)
+                if known is None or known[0] != key:
+                    known = (key, file_digest(file))
+                    self._digests[file] = known
+            if known[1] != expected.digest:
+                raise InvalidInput(
+                    f"{file}: digest {known[1][:16]}…, expected {expected.digest[:16]}…: "
+                    f"the file is not the one that was published"
+                )
+
+    def forget(self, folder: Path) -> None:
+        """Drops what is known of a deleted folder."""
+        with self._lock:
+            for file in [f for f in self._digests if f.parent == folder]:
+                del self._digests[file]
+
+
+def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] = ()) -> list[Path]:
+    """Deletes published versions below `root` that are older than the newest `keep`.
+
+    Only folders with a published (or staging) name directly below `root` are touched: never a
+    model directory or a checkpoint. Staging folders of versions that lie behind are leftovers of
+    a trainer that died while writing. One folder is kept as `.spare`, for its pages: the next
+    version is written over it.
+
+    Args:
+        root: The weights root; may not exist.
+        current: The current version: newer folders (being published) do not count.
+        keep: How many versions <= current stay.
+        in_use: Paths that must stay.
+
+    Returns:
+        The folders deleted.
+    """
+    if not root.is_dir():
+        return []
+    keep_paths = {Path(path).resolve() for path in in_use if path}
+    published: list[tuple[int, int, Path]] = []
+    doomed: list[Path] = []
+    for folder in root.iterdir():
+        parsed = parse_version_dir(folder.name)
+        staging = _STAGING.fullmatch(folder.name)
+        if parsed is not None and parsed[0] <= current:
+            published.append((*parsed, folder))
+        elif staging is not None and int(staging[1]) < current:
+            doomed.append(folder)
+    kept_versions = sorted({entry[0] for entry in published})[-keep:]
+    doomed += [path for version, _, path in published if version not in kept_versions]
+    deleted = [f for f in doomed if f.resolve() not in keep_paths and not f.is_symlink()]
+    for folder in deleted:
+        if not folder.name.startswith(".") and not (root / SPARE).exists():
+            with contextlib.suppress(OSError):
+                folder.rename(root / SPARE)
+                continue
+        shutil.rmtree(folder, ignore_errors=True)
+    return deleted
+
+
+async def collect(
+    root: Path, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
+) -> None:
+    """`collect_garbage` in a thread, logged."""
+    log = get_logger("areal.weight_sync.published")
+    try:
+        deleted = await asyncio.to_thread(collect_garbage, root, current, keep, in_use)
+    except OSError as error:
+        log.warning("garbage_not_collected", error=str(error))
+        return
+    for folder in deleted:
+        digests.forget(folder)
+    if deleted:
+        log.info("old_versions_deleted", folders=[f.name for f in deleted])

@@ -1,0 +1,115 @@
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from areal.config.experiment import (
+    GRPOConfig,
+    build_config,
+    cautions,
+    load_expr_config,
+    load_service_config,
+    parse_allocation,
+    save_config,
+)
+from areal.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "experiment.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_build_config_when_file_and_override_then_override_wins(tmp_path):
+    file = write(tmp_path, "seed: 3\nrollout: {max_head_offpolicyness: 4}\n")
+    config = build_config(GRPOConfig, file, ["rollout.max_head_offpolicyness=0"])
+    assert config.seed == 3
+    assert config.rollout.max_head_offpolicyness == 0
+    assert config.train_dataset.batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.max_head_offpolicynes=1", ["rollout.max_head_offpolicynes", "did you mean"]),
+        ("max_head_offpolicyness=1", ["'max_head_offpolicyness'", "rollout.max_head_offpoli"]),
+        ("seed=abc", ["seed", "abc"]),
+        ("trial_name=Not_OK", ["trial_name", "Not_OK", "lower-case"]),
+        ("allocation_mode=d2", ["allocation_mode", "d2", "expected"]),
+        ("allocation_mode=sglang:d2+fsdp:d1t2", ["parallelism"]),
+        ("weight_sync.interrupt=maybe", ["weight_sync.interrupt", "maybe", "in_place"]),
+        ("rollout.max_head_offpolicyness=-1", ["max_head_offpolicyness", "-1", "0 or more"]),
+        ("actor.eps_clip=7", ["eps_clip", "7"]),
+        ("ref.optimizer.lr=1e-5", ["ref.optimizer", "ref is frozen, only actor is trained"]),
+        ("ref={path: x, optimizer: {lr: 1e-5}}", ["ref.optimizer", "ref is frozen"]),
+        ("ref.gradient_checkpointing=true", ["ref.gradient_checkpointing", "ref is frozen"]),
+        ("gconfig.temperature=0", ["gconfig.temperature 0.0", "temperature > 0", "evaluation"]),
+        ("gconfig.greedy=true", ["gconfig.greedy True", "temperature > 0"]),
+        ("actor.temperature=0.6", ["actor.temperature 0.6", "gconfig.temperature 1.0", "null"]),
+        ("actor.master_dtype=bfloat16", ["master_dtype='bfloat16'", "float32", "16 bits round"]),
+        ("oops", ["override 'oops'", "key=value"]),
+    ],
+)
+def test_build_config_when_wrong_then_one_line_names_key_and_expectation(override, words):
+    with pytest.raises(ConfigError) as caught:
+        build_config(GRPOConfig, None, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("own", ["null", "0.6"])
+def test_actor_temperature_when_null_or_the_samplers_then_accepted(own):
+    config = build_config(GRPOConfig, None, ["gconfig.temperature=0.6", f"actor.temperature={own}"])
+    assert config.actor.temperature in (None, 0.6)
+
+
+def test_cautions_when_sampling_is_truncated_then_one_line_each_and_else_none():
+    assert cautions(GRPOConfig()) == []
+    config = build_config(GRPOConfig, None, ["gconfig.top_p=0.9", "gconfig.top_k=50"])
+    first, second = cautions(config)
+    assert first.startswith("gconfig.top_p 0.9: ")
+    assert second.startswith("gconfig.top_k 50: ")
+    for line in (first, second):
+        assert "importance weights do not see" in line
+        assert "\n" not in line
+
+
+def test_build_config_when_file_is_missing_or_not_yaml_then_names_it(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        build_config(GRPOConfig, tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="not YAML"):
+        build_config(GRPOConfig, write(tmp_path, "a: [1,\nb: }"))
+    with pytest.raises(ConfigError, match="mapping"):
+        build_config(GRPOConfig, write(tmp_path, "- 1\n- 2\n"))
+
+
+@dataclass
+class RecipeConfig(GRPOConfig):
+    control: bool = False
+
+
+def test_recipe_config_when_service_reads_it_then_own_keys_are_ignored(tmp_path):
+    file = tmp_path / "config.yaml"
+    save_config(build_config(RecipeConfig, None, ["control=true", "seed=5"]), file)
+    recipe_view, name = load_expr_config(["--config", str(file)], RecipeConfig)
+    assert recipe_view.control
+    assert name == str(file)
+    assert load_service_config(file).seed == 5
+    with pytest.raises(ConfigError, match="unknown key 'control'"):
+        build_config(GRPOConfig, file)
+
+
+@pytest.mark.parametrize(
+    ("text", "inference", "ranks"),
+    [
+        ("sglang:d2+fsdp:d1", 2, 1),
+        ("sglang.d12p1t1+d4p1t1", 12, 4),
+        ("sglang:d4t2+fsdp:d2", 4, 2),
+    ],
+)
+def test_parse_allocation_when_valid_then_counts(text, inference, ranks):
+    allocation = parse_allocation(text)
+    assert (allocation.inference_replicas, allocation.trainer_ranks) == (inference, ranks)

@@ -1,0 +1,125 @@
+"""Where the values of an experiment file end: the last good one is taken, the next one refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal.config.experiment import GRPOConfig, build_config, load_service_config, save_config
+from areal.config.services import transport_order
+from areal.errors import ConfigError
+
+# Key, the last value that is taken, the first that is not, what its error says.
+LIMITS = [
+    ("train_dataset.batch_size", "1", "0", "1 or more"),
+    ("gconfig.n_samples", "1", "0", "1 or more"),
+    ("gconfig.temperature", "0.1", "-0.1", "a temperature > 0"),
+    ("rollout.max_head_offpolicyness", "0", "-1", "0 or more"),
+    ("rollout.max_concurrent_rollouts", "1", "0", "1 or more"),
+    ("rollout.max_attempts", "1", "0", "1 or more"),
+    ("rollout.max_failure_ratio", "0", "-0.1", "0 to 1"),
+    ("rollout.max_failure_ratio", "1", "1.1", "0 to 1"),
+    ("reward.workers", "1", "0", "1 or more"),
+    ("reward.memory_mb", "64", "63", "64 or more"),
+    ("checkpoint.freq_steps", "0", "-1", "0 or more"),
+    ("checkpoint.keep", "1", "0", "1 or more"),
+    ("checkpoint.recover", "never", "always", "one of auto, never"),
+    ("stack.rollout_workers", "1", "0", "1 or more"),
+    ("stack.gateway_port", "0", "-1", "0 or more"),
+    ("stack.gpus_per_node", "0", "-1", "0 or more"),
+    ("stack.ranks_per_node", "0", "-1", "0 or more"),
+    ("weight_sync.keep_versions", "2", "1", "2 or more"),
+    ("weight_sync.max_unavailable", "0", "-1", "0 or more"),
+    ("weight_sync.transport", "stream", "mail", "one of disk, stream, distributed"),
+    ("weight_sync.encoding", "delta", "gzip", "one of full, delta"),
+    ("weight_sync.interrupt", "abort", "kill", "one of in_place, retract, abort"),
+    ("model.dtype", "float32", "float16", "one of "),
+    ("allocation_mode", "sglang:d1+fsdp:d1", "sglang:d0+fsdp:d1", "needs d1 or more"),
+    ("allocation_mode", "sglang:d1p1+fsdp:d1", "sglang:d1p2+fsdp:d1", "only data parallelism"),
+    ("allocation_mode", "sglang:d1t4+fsdp:d1t1", "sglang:d1t4+fsdp:d1t2", "only data parallelism"),
+    ("endpoints.inference", "[http://a:1]", "[a]", "http://HOST:PORT"),
+    ("trial_name", "a" * 63, "a" * 64, "lower-case letters, digits and dashes"),
+    ("trial_name", "a-b", "a-", "lower-case letters, digits and dashes"),
+    ("trial_name", "a0", "a_0", "lower-case letters, digits and dashes"),
+    ("actor.optimizer.lr", "0", "-1e-9", "a number >= 0"),
+    ("actor.optimizer.beta1", "0", "1", r"a number in [0, 1)"),
+    ("actor.optimizer.beta2", "0", "1", r"a number in [0, 1)"),
+    ("actor.optimizer.eps", "1e-9", "0", "a number > 0"),
+    ("actor.optimizer.warmup_steps_proportion", "1", "1.01", r"a number in [0, 1]"),
+    ("actor.optimizer.warmup_steps_proportion", "0", "-0.01", r"a number in [0, 1]"),
+    ("actor.optimizer.gradient_clipping", "0", "-1", "a number >= 0"),
+    ("actor.optimizer.max_skipped_steps", "1", "0", "an integer > 0"),
+    ("actor.mb_spec.n_mbs", "1", "0", "an integer > 0"),
+    ("actor.logits_chunk_elements", "1", "0", "an integer > 0"),
+    ("actor.distributed_timeout_seconds", "0.1", "0", "a number > 0"),
+    ("actor.ppo_n_minibatches", "1", "0", "an integer > 0"),
+    ("actor.eps_clip", "0.01", "0", r"a number in (0, 1)"),
+    ("actor.eps_clip", "0.99", "1", r"a number in (0, 1)"),
+    ("actor.behavior_weight_cap", "0.1", "0", "null or a number > 0"),
+    ("actor.discount", "1", "1.01", r"a number in [0, 1]"),
+    ("actor.gae_lambda", "1", "1.01", r"a number in [0, 1]"),
+    ("actor.gae_lambda", "0", "-0.01", r"a number in [0, 1]"),
+    ("actor.reward_clip", "0.1", "0", "a number > 0"),
+    ("actor.kl_estimator", "k3", "k4", "one of 'k1', 'k2', 'k3'"),
+]
+
+
+@pytest.mark.parametrize(("key", "good", "bad", "expected"), LIMITS)
+def test_limit_when_met_then_taken_and_when_passed_then_one_line_names_it(
+    key: str, good: str, bad: str, expected: str
+) -> None:
+    build_config(GRPOConfig, None, [f"{key}={good}"])
+    with pytest.raises(ConfigError) as caught:
+        build_config(GRPOConfig, None, [f"{key}={bad}"])
+    line = str(caught.value)
+    assert key.rsplit(".", maxsplit=1)[-1] in line or bad.strip("[]") in line
+    assert expected in line
+    assert "\n" not in line
+
+
+# Each is fine without the last of its settings.
+TOGETHER = [
+    (["weight_sync.transport=distributed"], "weight_sync.max_unavailable=1", "expected 0 with"),
+    (["actor.loss_type=cispo"], "actor.importance_sampling_level=sequence", "'token' with"),
+    ([], "actor.recompute_logprob=false", "true with use_decoupled_loss=true"),
+    (
+        ["actor.use_decoupled_loss=false"],
+        "actor.prox_logp_method=loglinear",
+        "'recompute' with use_decoupled_loss=false",
+    ),
+    (
+        ["actor.max_response_tokens=8", "actor.overlong_tokens=9"],
+        "actor.overlong_reward_penalty=true",
+        "an integer in [1, max_response_tokens=8]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "last", "expected"), TOGETHER)
+def test_settings_when_they_contradict_each_other_then_refused(
+    first: list[str], last: str, expected: str
+) -> None:
+    build_config(GRPOConfig, None, first)
+    with pytest.raises(ConfigError) as caught:
+        build_config(GRPOConfig, None, [*first, last])
+    assert expected in str(caught.value)
+
+
+def test_service_config_when_overridden_then_the_override_wins_and_is_checked(tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    save_config(build_config(GRPOConfig, None, ["reward.workers=2"]), file)
+    assert load_service_config(file).reward.workers == 2
+    assert load_service_config(file, ["reward.workers=3"]).reward.workers == 3
+    with pytest.raises(ConfigError, match=r"reward\.workers 0: expected 1 or more"):
+        load_service_config(file, ["reward.workers=0"])
+
+
+def test_transports_when_ordered_then_the_configured_one_that_stores_is_first() -> None:
+    assert transport_order("disk") == ("disk", "stream")
+    assert transport_order("stream") == ("stream", "disk")
+    assert transport_order("distributed") == ("disk", "stream")
+
+
+def test_value_when_it_holds_a_password_then_the_error_does_not() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(GRPOConfig, None, ["seed=redis://:0123456789abcdef@host:1"])
+    assert "0123456789abcdef" not in str(caught.value)

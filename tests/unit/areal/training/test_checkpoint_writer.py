@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from areal.errors import StaleIncarnation
+from areal.training.checkpoint_writer import CheckpointWriter
+from areal.training.checkpoints import CheckpointFolder
+from areal.training.ranks import Ranks
+
+
+class Actor:
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        (directory / "model").write_bytes(b"weights")
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
+
+
+class Ledger:
+    """Answers a commit when it is let, or refuses it."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.committed: list[int] = []
+        self.refusal: Exception | None = None
+
+    def commit(self, step: int) -> None:
+        assert self.open.wait(30)
+        if self.refusal is not None:
+            raise self.refusal
+        self.committed.append(step)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[CheckpointWriter, Ledger]:
+    ledger = Ledger()
+    writer = CheckpointWriter(
+        Ranks(0, 1), CheckpointFolder(tmp_path / "checkpoints", 2), ledger.commit
+    )
+    writer.actor = Actor()
+    return writer, ledger
+
+
+def save(writer: CheckpointWriter, step: int) -> None:
+    """A whole checkpoint that the ledger has not heard of."""
+    writer.snapshot(step, 1, dict)
+    writer.seal()
+    pending = writer._pending
+    assert pending is not None
+    pending.future.result(30)
+
+
+def test_settle_when_the_ledger_is_slow_then_the_step_goes_on(
+    made: tuple[CheckpointWriter, Ledger],
+) -> None:
+    writer, ledger = made
+    save(writer, 1)
+    writer.settle(wait=False)  # returns, though nobody has answered
+    assert ledger.committed == []
+    ledger.open.set()
+    writer.settle(wait=False)
+    assert ledger.committed == [1]
+
+
+def test_settle_when_asked_to_wait_then_committed(made: tuple[CheckpointWriter, Ledger]) -> None:
+    writer, ledger = made
+    ledger.open.set()
+    writer.snapshot(1, 1, dict)
+    writer.seal()
+    writer.settle(wait=True)
+    assert ledger.committed == [1]
+
+
+def test_settle_when_the_commit_before_was_refused_then_raised(
+    made: tuple[CheckpointWriter, Ledger],
+) -> None:
+    writer, ledger = made
+    ledger.refusal = StaleIncarnation("a newer trainer has registered")
+    save(writer, 1)
+    writer.settle(wait=False)
+    ledger.open.set()
+    with pytest.raises(StaleIncarnation, match="newer trainer"):
+        writer.settle(wait=False)

@@ -1,0 +1,81 @@
+import pytest
+
+from areal.training.checkpoints import CheckpointFolder
+
+
+def save(folder, step, incarnation=1, resumed_from=0, content=b"weights"):
+    path = folder.begin(step, incarnation)
+    (path / "model").write_bytes(content)
+    return folder.finish(path, {"step": step, "resumed_from": resumed_from, "cursor": [0, step]})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path / "checkpoints", keep=3)
+
+
+def test_newest_when_nothing_was_saved_then_none(folder):
+    assert folder.newest() is None
+
+
+def test_newest_when_several_then_highest_step_with_its_extra(folder):
+    save(folder, 20)
+    save(folder, 40)
+    newest = folder.newest()
+    assert (newest.step, newest.incarnation) == (40, 1)
+    assert newest.extra["cursor"] == [0, 40]
+    assert (newest.path / "model").read_bytes() == b"weights"
+
+
+def test_finish_when_more_than_keep_then_oldest_are_deleted(folder):
+    for step in (10, 20, 30, 40, 50):
+        save(folder, step)
+    assert [c.step for c in folder.list()] == [30, 40, 50]
+    assert len(list(folder.root.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no_marker", "bad_marker"])
+def test_newest_when_damaged_then_the_one_before_is_chosen(folder, damage, capsys):
+    save(folder, 20)
+    path = save(folder, 40)
+    match damage:
+        case "truncate":
+            (path / "model").write_bytes(b"w")
+        case "flip":
+            (path / "model").write_bytes(b"weightt")
+        case "remove":
+            (path / "model").unlink()
+        case "no_marker":
+            (path / "done.json").unlink()
+        case "bad_marker":
+            (path / "done.json").write_text("{")
+    assert folder.newest().step == 20
+    line = capsys.readouterr().out
+    assert "checkpoint_skipped" in line
+    assert "step_40-inc_1" in line
+
+
+def test_newest_when_half_written_then_ignored(folder):
+    save(folder, 20)
+    (folder.begin(40, 1) / "model").write_bytes(b"weig")
+    assert folder.newest().step == 20
+
+
+def test_newest_when_a_later_incarnation_resumed_below_then_the_lost_branch_is_ignored(folder):
+    save(folder, 20)
+    save(folder, 40)
+    save(folder, 30, incarnation=2, resumed_from=20)
+    assert folder.newest().step == 30
+    assert [c.step for c in folder.list()] == [20, 30]
+
+
+def test_begin_when_a_half_written_one_exists_then_starts_empty(folder):
+    (folder.begin(5, 1) / "junk").write_bytes(b"x")
+    assert list(folder.begin(5, 1).iterdir()) == []
+
+
+def test_clean_when_crashes_left_half_written_ones_then_only_those_go(folder):
+    path = save(folder, 20)
+    (folder.begin(40, 1) / "model").write_bytes(b"weig")
+    folder.clean()
+    assert list(folder.root.iterdir()) == [path]

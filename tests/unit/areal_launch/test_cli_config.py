@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from areal.config.experiment import load_service_config
+from areal_launch.cli import app
+
+RECIPE = Path(__file__).resolve().parents[3] / "examples/arithmetic_grpo.py"
+
+
+def test_config_when_printed_then_services_read_it_as_the_same_experiment(tmp_path: Path) -> None:
+    printed = CliRunner().invoke(
+        app, ["config", str(RECIPE), "seed=7", "endpoints.inference=[dns://inference:30000]"]
+    )
+    assert printed.exit_code == 0, printed.output
+    file = tmp_path / "config.yaml"
+    file.write_text(printed.stdout)
+    config = load_service_config(file)
+    assert config.model.path == "runs/models/arithmetic-seed7"
+    assert config.endpoints.inference == ["dns://inference:30000"]
+    assert config.recipe == str(RECIPE)
+    assert config.gconfig.n_samples == 8  # of arithmetic_grpo.yaml
+
+
+@pytest.mark.parametrize("override", ["gconfig.n_sample=8", "seed"])
+def test_config_when_an_override_is_wrong_then_one_line_and_exit_2(override: str) -> None:
+    refused = CliRunner().invoke(app, ["config", str(RECIPE), override])
+    assert refused.exit_code == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert override.split("=", maxsplit=1)[0] in refused.stderr

@@ -1,0 +1,171 @@
+"""The memory a run will need: parameter counts, parts, and what `areal doctor` says of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal.config.experiment import GRPOConfig, RefConfig
+from areal.errors import InvalidInput
+from areal_launch.doctor import memory
+from areal_launch.doctor.local import Verdict, examine_here
+from areal_launch.doctor.memory import GIB, ModelShape
+
+QWEN2_5_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+
+
+def model(folder: Path, **config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def seven_b(folder: Path) -> GRPOConfig:
+    """Qwen2.5-7B on 8 GPUs for training and 8 for generation."""
+    config = GRPOConfig(allocation_mode="sglang:d8+fsdp:d8", run_root=str(folder / "runs"))
+    config.model.path = str(model(folder, **QWEN2_5_7B))
+    config.stack.gpus_per_node = 8
+    config.gconfig.n_samples = 8
+    return config
+
+
+def test_parameters_when_only_the_config_is_there_then_those_of_the_published_model(tmp_path):
+    dense = ModelShape.read(model(tmp_path, **QWEN2_5_7B))
+    assert dense.parameters == 7_615_616_512
+    assert dense.root_parameters == 2 * 152064 * 3584 + 3584
+    experts = ModelShape.read(model(tmp_path, **QWEN3_30B_A3B))
+    assert experts.parameters == pytest.approx(30.532e9, rel=1e-3)
+    assert experts.intermediate == 8 * 768
+
+
+def test_parameters_when_the_weights_are_there_then_counted(tiny_model):
+    from safetensors.torch import load_file
+
+    stored = load_file(tiny_model / "model.safetensors")
+    shape = ModelShape.read(tiny_model)
+    assert shape.parameters == sum(tensor.numel() for tensor in stored.values())
+
+
+def test_shape_when_it_is_no_decoder_then_names_the_missing_key(tmp_path):
+    with pytest.raises(InvalidInput, match=r"config\.json': no num_hidden_layers: not a decoder"):
+        ModelShape.read(model(tmp_path, hidden_size=8))
+
+
+def test_trainer_when_7b_on_eight_gpus_then_activations_decide(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    config.actor.gradient_checkpointing = False
+    need = memory.trainer_rank(config, shape, gpu=True)
+    assert need.parts["states"] == pytest.approx(16 * 7.6156e9 / 8, rel=1e-3)
+    # 28 layers of some 0.23 MB for each of 10,240 tokens: 6.6 MB a token.
+    assert need.parts["activations"] == pytest.approx(67e9, rel=0.05)
+    assert need.total > 80 * GIB
+    config.actor.gradient_checkpointing = None
+    recomputed = memory.trainer_rank(config, shape, gpu=True)
+    assert recomputed.parts["activations"] < 5 * GIB
+    assert recomputed.total < 40 * GIB
+    config.ref = RefConfig()
+    here = memory.trainer_rank(config, shape, gpu=True).total - recomputed.total
+    config.ref.offload = True
+    away = memory.trainer_rank(config, shape, gpu=True).total - recomputed.total
+    assert here - away == pytest.approx(2 * 7.6156e9 / 8, rel=1e-3)
+
+
+def test_tokens_when_batches_are_small_or_sequences_long_then_those_of_a_micro_batch():
+    config = GRPOConfig(allocation_mode="sglang:d1+fsdp:d2")
+    config.train_dataset.batch_size, config.gconfig.n_samples = 3, 2
+    config.model.context_length = 64
+    assert memory.micro_batch_tokens(config, config.actor) == 2 * 2 * 64
+    config.model.context_length = 32768
+    assert memory.micro_batch_tokens(config, config.actor) == 32768
+    config.model.context_length = 4096
+    assert memory.micro_batch_tokens(config, config.actor) == 10240
+
+
+def test_server_when_it_has_several_gpus_then_weights_and_cache_are_shared(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    one = memory.server(config, shape, gpu=True)
+    assert one.parts["weights"] == 2 * shape.parameters
+    # 28 layers x 4 heads x 128 x keys and values x 2 bytes, 64 requests of 4,096 tokens.
+    assert one.parts["cache"] == 57344 * 64 * 4096
+    config.allocation_mode = "sglang:d4t2+fsdp:d8"
+    two = memory.server(config, shape, gpu=True)
+    assert two.parts["weights"] == shape.parameters
+    assert two.parts["cache"] * 2 == one.parts["cache"]
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """Puts a driver on PATH whose GPUs have so much free."""
+
+    def install(mebibytes: int) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho {mebibytes}\necho {mebibytes + 1}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+    return install
+
+
+def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides(tmp_path, gpus):
+    config = seven_b(tmp_path)
+    gpus(80899)
+    found = {each.name: each for each in examine_here(config, can_prepare=False)}
+    assert found["trainer memory"].verdict is Verdict.OK
+    assert "each rank about 31.8 GiB (states 14.2, " in found["trainer memory"].found
+    assert found["server memory"].verdict is Verdict.OK
+    assert "each rank about" not in found["memory"].found
+    config.actor.gradient_checkpointing = False
+    found = {each.name: each for each in examine_here(config, can_prepare=False)}
+    assert found["trainer memory"].verdict is Verdict.MISSING
+    assert "of 79.0 on its GPU" in found["trainer memory"].found
+    assert "actor.gradient_checkpointing=true" in found["trainer memory"].fix
+
+
+def test_doctor_when_a_server_has_room_for_some_or_none_then_says_how_many(tmp_path, gpus):
+    config = seven_b(tmp_path)
+    gpus(24 * 1024)
+    found = {each.name: each for each in examine_here(config, can_prepare=False)}
+    assert found["server memory"].verdict is Verdict.OK
+    assert " of 64 requests of full length fit, the others wait" in found["server memory"].found
+    gpus(16 * 1024)
+    found = {each.name: each for each in examine_here(config, can_prepare=False)}
+    assert found["server memory"].verdict is Verdict.MISSING
+    assert "no request of full length fits" in found["server memory"].found
+
+
+def test_doctor_when_all_is_on_cpus_then_one_row_adds_up_ranks_and_servers(tmp_path, tiny_model):
+    config = GRPOConfig(run_root=str(tmp_path), allocation_mode="sglang:d2+fsdp:d1")
+    config.model.path, config.model.context_length = str(tiny_model), 64
+    found = {each.name: each for each in examine_here(config, can_prepare=False)}
+    assert "trainer memory" not in found
+    assert "each of 2 servers 0.4 GiB" in found["memory"].found
+    assert "each of 1 trainer ranks " in found["memory"].found
+    config.allocation_mode = "sglang:d9000+fsdp:d1"
+    found = {each.name: each for each in examine_here(config, can_prepare=False)}
+    assert found["memory"].verdict is Verdict.MISSING

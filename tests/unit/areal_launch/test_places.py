@@ -1,0 +1,118 @@
+"""Who gets which node, and which of its GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal.config.experiment import GRPOConfig, build_config
+from areal.errors import CannotStart, ConfigError
+from areal.security import Security
+from areal_launch.processes.process import Slot
+from areal_launch.run_folder import RunFolder
+from areal_launch.stack.places import EVERYWHERE, assign, shape_of
+from areal_launch.stack.plan import plan_stack
+
+NODES = [Slot(f"n{i}", f"10.0.0.{i}") for i in range(8)]
+
+
+def make(*overrides: str) -> GRPOConfig:
+    return build_config(GRPOConfig, None, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "gpus", "ranks", "nodes"),
+    [
+        ("sglang:d2+fsdp:d1", 0, 0, 1),
+        ("sglang:d2+fsdp:d4", 0, 2, 2),
+        ("sglang:d2+fsdp:d4", 8, 0, 1),
+        ("sglang:d4+fsdp:d4", 8, 0, 1),
+        ("sglang:d5+fsdp:d4", 8, 0, 2),  # trainer on one, servers on the other
+        ("sglang:d12+fsdp:d16", 8, 0, 4),
+        ("sglang:d4t4+fsdp:d8", 8, 0, 3),
+    ],
+)
+def test_shape_when_allocated_then_so_many_nodes(
+    allocation: str, gpus: int, ranks: int, nodes: int
+) -> None:
+    config = make(
+        f"allocation_mode={allocation}",
+        f"stack.gpus_per_node={gpus}",
+        f"stack.ranks_per_node={ranks}",
+    )
+    assert shape_of(config).nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["allocation_mode=sglang:d1+fsdp:d3", "stack.ranks_per_node=2"], "evenly"),
+        (["allocation_mode=sglang:d1t8+fsdp:d1", "stack.gpus_per_node=4"], "gpus_per_node 4"),
+    ],
+)
+def test_shape_when_it_cannot_be_then_one_line_says_why(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_of(make(*overrides))
+
+
+def test_assign_when_one_node_has_gpus_then_no_gpu_has_two_users() -> None:
+    config = make("allocation_mode=sglang:d2t2+fsdp:d4", "stack.gpus_per_node=8")
+    hosts = assign(config, NODES[:1], EVERYWHERE)
+    assert [slot.gpus for slot in hosts.trainer] == [(0, 1, 2, 3)]
+    assert [slot.gpus for slot in hosts.inference] == [(4, 5), (6, 7)]
+
+
+def test_assign_when_several_nodes_then_servers_have_nodes_of_their_own() -> None:
+    config = make("allocation_mode=sglang:d3t4+fsdp:d16", "stack.gpus_per_node=8")
+    hosts = assign(config, NODES[:4], EVERYWHERE)
+    assert [slot.node for slot in hosts.trainer] == ["n0", "n1"]
+    assert {slot.gpus for slot in hosts.trainer} == {tuple(range(8))}
+    placed = [(slot.node, slot.gpus) for slot in hosts.inference]
+    assert placed == [("n2", (0, 1, 2, 3)), ("n2", (4, 5, 6, 7)), ("n3", (0, 1, 2, 3))]
+    with pytest.raises(CannotStart, match=r"takes 4 nodes .* there is 3"):
+        assign(config, NODES[:3], EVERYWHERE)
+
+
+def test_plan_when_nodes_are_lent_then_addresses_and_slots_are_theirs(tmp_path: Path) -> None:
+    config = make(
+        f"run_root={tmp_path}",
+        "allocation_mode=sglang:d2+fsdp:d2",
+        "stack.ranks_per_node=1",
+    )
+    hosts = assign(config, NODES[:2], EVERYWHERE)
+    plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, hosts=hosts)
+    assert all(spec.address.startswith("10.0.0.0:") for spec in [*plan.stores, *plan.services])
+    assert not any(spec.slots for spec in [*plan.stores, *plan.services])
+    assert [spec.address.partition(":")[0] for spec in plan.inference] == ["10.0.0.0", "10.0.0.1"]
+    trainer = plan.trainer
+    assert trainer is not None
+    assert [slot.node for slot in trainer.slots] == ["n0", "n1"]
+    assert trainer.argv[trainer.argv.index("--nnodes") + 1] == "2"
+    assert trainer.argv[trainer.argv.index("--nproc-per-node") + 1] == "1"
+    assert trainer.argv[trainer.argv.index("--master-addr") + 1] == "10.0.0.0"
+    listening = [spec.argv[spec.argv.index("--listen") + 1] for spec in [*plan.services, trainer]]
+    assert all(address.startswith("0.0.0.0:") for address in listening)
+    security = Security.load(plan.config.security)
+    assert security.token, "other machines reach it: there is a token"
+    assert security.redis_password
+    assert security.nats_token
+    everything = [*plan.stores, *plan.services, *plan.inference, trainer]
+    text = " ".join(part for spec in everything for part in spec.argv)
+    assert security.token not in text
+    assert security.redis_password not in text
+
+
+def test_plan_when_this_machine_has_gpus_then_each_process_sees_its_own(tmp_path: Path) -> None:
+    config = make(
+        f"run_root={tmp_path}",
+        "allocation_mode=sglang:d2+fsdp:d2",
+        "stack.gpus_per_node=4",
+    )
+    hosts = assign(config, [Slot()], "127.0.0.1")
+    plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, hosts=hosts)
+    assert plan.trainer is not None
+    assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in plan.inference] == ["2", "3"]
+    assert not plan.trainer.slots
+    assert Security.load(plan.config.security).token, "others of this machine reach it, too"

@@ -1,0 +1,153 @@
+"""From rows and counters to summary.json and its last screen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal.types import TaskState
+from areal.weights.servers import SyncStatus
+from areal_launch.view.plots import moving_mean, plot_rewards
+from areal_launch.view.poller import LedgerView, Snapshot
+from areal_launch.view.summary import (
+    build_summary,
+    continue_summary,
+    read_results,
+    read_rows,
+    summary_lines,
+)
+
+
+def row(step: int, reward: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward_mean": reward,
+        "samples": 8,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+    }
+
+
+def snapshot() -> Snapshot:
+    counts = dict.fromkeys(TaskState, 0)
+    counts[TaskState.TRAINED], counts[TaskState.CANCELLED] = 90, 10
+    ledger = LedgerView(100, counts, 0.7, 2, 2, trajectories=800, generated_tokens=3000)
+    return Snapshot(ledger=ledger, sync=SyncStatus(None, 2, 2, 45, 45, 0.012, 3))
+
+
+def summarize(**changes: object) -> dict[str, object]:
+    arguments: dict[str, object] = {
+        "status": "finished",
+        "rows": [row(step, step / 100) for step in range(1, 46)],
+        "results": {"heldout_before": 0.3, "heldout_after": 0.7, "note": "x"},
+        "snapshot": snapshot(),
+        "wall_s": 12.345,
+        "cpu_s": 20.0,
+        "memory_mb": {"trainer": 500.04, "total": 2048.0},
+        "restarts": {"buffer": 1, "trainer": 0},
+        **changes,
+    }
+    return build_summary(**arguments)  # type: ignore[arg-type]
+
+
+def test_summary_when_run_finished_then_means_of_first_and_last_twenty() -> None:
+    summary = summarize()
+    assert summary["steps"] == 45
+    assert summary["reward_first"] == pytest.approx(sum(range(1, 21)) / 20 / 100)
+    assert summary["reward_last"] == pytest.approx(sum(range(26, 46)) / 20 / 100)
+    assert summary["samples"] == 45 * 8
+    assert (summary["heldout_before"], summary["heldout_after"]) == (0.3, 0.7)
+    assert summary["note"] == "x"
+    assert summary["restarts"] == {"buffer": 1}
+    assert summary["weight_updates"] == {
+        "count": 45,
+        "seconds_mean": 0.012,
+        "aborted_requests": 3,
+    }
+
+
+def test_summary_when_accounting_then_the_ten_states_add_up() -> None:
+    accounting = summarize()["accounting"]
+    assert isinstance(accounting, dict)
+    assert set(accounting) == {"submitted", *(state.value for state in TaskState)}
+    assert accounting["submitted"] == sum(v for k, v in accounting.items() if k != "submitted")
+
+
+def test_summary_when_nothing_is_known_then_null_not_zero() -> None:
+    summary = summarize(rows=[], results={}, snapshot=Snapshot(), status="failed")
+    assert summary["reward_first"] is None
+    assert summary["heldout_after"] is None
+    assert summary["accounting"]["submitted"] is None  # type: ignore[index]
+    assert summary["staleness"] == {"max": None, "mean": None}
+    json.dumps(summary)
+    assert dict(summary_lines(summary))["status"] == "failed after 0 steps"
+
+
+def test_read_rows_when_steps_repeat_and_a_line_is_cut_then_last_whole_one_counts(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(row(1, 0.1)), json.dumps(row(2, 0.2)), json.dumps(row(2, 0.25))]
+    file.write_text("\n".join(lines) + '\n{"step": 3, "rew')
+    assert [(r["step"], r["reward_mean"]) for r in read_rows(file)] == [(1, 0.1), (2, 0.25)]
+    assert read_rows(tmp_path / "none") == []
+
+
+def test_read_results_when_missing_then_empty(tmp_path: Path) -> None:
+    assert read_results(tmp_path / "trainer.json") == {}
+
+
+def test_moving_mean_when_shorter_than_window_then_mean_so_far() -> None:
+    assert moving_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_plot_when_there_are_steps_then_a_png(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row(step, step / 50)) + "\n" for step in range(1, 41))
+    )
+    (tmp_path / "trainer.json").write_text('{"heldout_before": 0.2}')
+    target = tmp_path / "reward.png"
+    assert plot_rewards(tmp_path, target)
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_when_there_is_no_step_then_no_file(tmp_path: Path) -> None:
+    assert not plot_rewards(tmp_path, tmp_path / "reward.png")
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_continue_when_the_run_had_finished_then_its_figures_stay() -> None:
+    first = continue_summary({}, summarize(wall_s=729.0), began=100.0)
+    again = continue_summary(first, summarize(wall_s=13.0, cpu_s=4.0), began=900.0)
+    assert again["wall_s"] == 729.0
+    assert {**again, "invocations": first["invocations"]} == first
+    assert [each["wall_s"] for each in again["invocations"]] == [729.0, 13.0]
+    time = dict(summary_lines(again))["time"]
+    assert "729 s" in time
+    assert "over 2 invocations; this one 13 s, no step: none was left" in time
+
+
+def test_continue_when_interrupted_before_then_times_add_up() -> None:
+    part = summarize(status="interrupted", rows=[row(1, 0.1), row(2, 0.2)], wall_s=10.0, cpu_s=5.0)
+    first = continue_summary({}, part, began=100.0)
+    whole = continue_summary(
+        first, summarize(memory_mb={"trainer": 400.0, "total": 3000.0}), began=200.0
+    )
+    assert whole["status"] == "finished"
+    assert (whole["wall_s"], whole["cpu_s"]) == (22.35, 25.0)
+    assert whole["restarts"] == {"buffer": 2}
+    assert whole["memory_mb"] == {"trainer": 500.0, "total": 3000.0}
+    spans = [(each["from_step"], each["to_step"]) for each in whole["invocations"]]
+    assert spans == [(0, 2), (2, 45)]
+    assert "over 2 invocations; this one 12 s, steps 3 to 45" in dict(summary_lines(whole))["time"]
+
+
+def test_continue_when_the_earlier_file_knows_no_invocations_then_it_starts_over() -> None:
+    assert (
+        continue_summary({"status": "finished", "steps": 9}, summarize(), began=1.0)["invocations"][
+            0
+        ]["from_step"]
+        == 0
+    )

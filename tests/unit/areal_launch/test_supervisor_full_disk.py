@@ -1,0 +1,127 @@
+"""A full disk is waited for; it neither ends supervision nor uses up restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.areal_launch.supervised import FAST, Recorder, python
+from tests.waiting import until
+
+from areal.config.experiment import GRPOConfig
+from areal_launch import run_folder
+from areal_launch.processes.process import Child, ProcessSpec
+from areal_launch.processes.supervisor import ProcessState, StackFailure, Supervised
+from areal_launch.stack.events import EventLog
+from areal_launch.stack.local import LocalStack
+
+GIB = 1 << 30
+
+
+class Disk:
+    """What is free, as the test says."""
+
+    def __init__(self) -> None:
+        self.free = 0
+
+    def __call__(self, folder: Path) -> int:
+        assert folder.is_dir()
+        return self.free
+
+
+async def test_service_when_it_ends_on_a_full_disk_then_started_once_there_is_space(
+    tmp_path: Path, stack_id: str
+) -> None:
+    disk, recorder, mark = Disk(), Recorder(), tmp_path / "died"
+    code = (
+        f"import pathlib, sys, time; m = pathlib.Path({str(mark)!r})\n"
+        "if not m.exists(): m.touch(); sys.exit(1)\n"
+        "time.sleep(60)"
+    )
+    process = Supervised(
+        python("redis", code, tmp_path), stack_id, FAST, recorder, Child.start, disk
+    )
+    process.start()
+    await until(lambda: process.state is ProcessState.BACKOFF, "the wait", 60.0)
+    (said,) = recorder.texts("warning")
+    assert said == (
+        f"redis ended with exit code 1; the disk of {tmp_path} is full: waiting for space"
+    )
+    disk.free = GIB
+    await until(lambda: process.state is ProcessState.UP, "the next life", 60.0)
+    assert process.restarts == 0
+    assert recorder.texts("info")[0].startswith("there is space again after")
+    await process.stop(0.0)
+
+
+async def test_service_when_stopped_while_it_waits_for_space_then_it_stops(
+    tmp_path: Path, stack_id: str
+) -> None:
+    process = Supervised(
+        python("redis", "raise SystemExit(1)", tmp_path),
+        *(stack_id, FAST, Recorder(), Child.start, Disk()),
+    )
+    process.start()
+    await until(lambda: process.state is ProcessState.BACKOFF, "the wait", 60.0)
+    await process.stop()
+    assert process.state is ProcessState.STOPPED
+
+
+async def test_service_when_it_cannot_be_started_for_want_of_space_then_it_waits(
+    tmp_path: Path, stack_id: str
+) -> None:
+    disk, failed = Disk(), []
+
+    async def spawn(spec: ProcessSpec, stack: str) -> Child:
+        if disk.free == 0:
+            failed.append(spec.name)
+            raise OSError(28, "No space left on device")
+        return await Child.start(spec, stack)
+
+    spec = python("nats", "import time; time.sleep(60)", tmp_path)
+    process = Supervised(spec, stack_id, FAST, Recorder(), spawn, disk)
+    process.start()
+    await until(lambda: bool(failed), "the first try", 60.0)
+    disk.free = GIB
+    await until(lambda: process.state is ProcessState.UP, "the start", 60.0)
+    await process.stop(0.0)
+
+
+async def test_supervision_when_it_fails_itself_then_the_process_is_given_up(
+    tmp_path: Path, stack_id: str
+) -> None:
+    async def spawn(spec: ProcessSpec, stack: str) -> Child:
+        raise RuntimeError("a bug")
+
+    process = Supervised(
+        python("buffer", "pass", tmp_path), stack_id, FAST, Recorder(), spawn, Disk()
+    )
+    process.start()
+    with pytest.raises(StackFailure, match="its supervision ended with RuntimeError: a bug"):
+        await process.wait_up(60.0)
+    await process.stop()
+    assert process.state is ProcessState.FAILED
+
+
+async def test_stack_when_its_file_cannot_be_written_then_it_is_said_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    events = EventLog()
+    stack = LocalStack(GRPOConfig(run_root=str(tmp_path)), events, with_trainer=False)
+    stack._lock = 0  # as an open one
+    monkeypatch.setattr(run_folder, "write_json", full)
+    events.report("state", "redis", "backoff")
+    assert "stack.json is not current: [Errno 28]" in events.recent[-1].text
+
+
+def test_write_json_when_the_disk_is_full_then_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        run_folder.write_json(tmp_path / "nowhere" / "stack.json", {})
+    file = tmp_path / "stack.json"
+    file.mkdir()  # cannot be replaced by a file
+    with pytest.raises(OSError):
+        run_folder.write_json(file, {})
+    assert [each.name for each in tmp_path.iterdir()] == ["stack.json"]

@@ -1,0 +1,47 @@
+"""The source stands in floors: few rooms, few arrows, no cycle, nothing across."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.import_graph import BEGIN, DOCUMENT, END, between, house, table
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        file = root / "house" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def test_library_when_measured_then_within_its_bounds() -> None:
+    library = house("areal")
+    assert library.cycles() == []
+    assert len(library.graph) <= 20
+    assert len(library.floors()) <= 9
+    assert library.arrows <= 70
+
+
+def test_packages_when_measured_then_each_imports_the_library_alone() -> None:
+    packages = between()
+    assert packages.pop("areal") == set()
+    assert all(below <= {"areal"} for below in packages.values()), packages
+    assert all(house(name).cycles() == [] for name in packages)
+
+
+def test_document_when_read_then_it_shows_what_is_measured() -> None:
+    shown = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert shown.strip() == table(), "run: python tools/import_graph.py --write"
+
+
+def test_cycle_when_one_import_is_lazy_then_found(tmp_path: Path) -> None:
+    write(tmp_path, __init__="", a="from house.b import x\n", b="def f():\n    import house.a\n")
+    assert house("house", tmp_path).cycles() == ["a", "b"]
+
+
+def test_import_when_only_for_type_checkers_then_no_arrow(tmp_path: Path) -> None:
+    checking = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.b\n"
+    write(tmp_path, __init__="", a=checking, b="import house.c\n", c="")
+    found = house("house", tmp_path)
+    assert found.graph == {"a": set(), "b": {"c"}, "c": set()}
+    assert found.floors() == [["a", "c"], ["b"]]
