@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -40,6 +40,10 @@ demo: $(STAMP) ## A policy learns to add on this machine's CPU, and shows it
 # Two at a time, a file on one of them: much of a test is waiting for processes.
 test: $(STAMP) ## Every test that needs no cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-failed: $(STAMP) ## What failed last, once more, one at a time
+	@echo 'flaky if they pass now:'; $(BIN)/python -m pytest --cache-show 'cache/lastfailed' -q | tail -n +3
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 $(ARGS)
 
 test-fast: $(STAMP) ## Without the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
