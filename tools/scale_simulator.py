@@ -17,7 +17,7 @@ how each figure grows:
     paused_s          that each server stood still for such an update, on average
     *_us_per_server   CPU µs of such an update
     drain_s           from SIGTERM to the end of one rollout replica; drain_left: leases it left;
-                      drain_with_tokens: share of those given back that bring tokens
+                      drain_with_tokens: share of those returned that bring tokens
                       (both of the ledger itself with `--replicas 1`)
     calls             of buffer and weight-sync in the steady state, by method: number, ms each
 
@@ -161,7 +161,7 @@ class Simulation:
         self.submitted += tasks
 
     async def feed(self) -> None:
-        """Keeps tasks queued, as a trainer does; for ever."""
+        """Keeps tasks queued, as a trainer does; forever."""
         reserve = int(20 * self.options.rate) + 1000
         while True:
             queued = (await self.counts())[TaskState.QUEUED]

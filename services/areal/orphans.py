@@ -2,7 +2,7 @@
 
 A process can leave its group, its session, its parent and its environment (fork twice, setsid, an
 empty environment), and no list of ours names it then. But the kernel gives a process whose parent
-has ended to its nearest ancestor that adopts ("subreaper"), and to nobody else.
+has ended to its nearest ancestor that adopts ("subreaper"), and to no one else.
 
 Imports the standard library only: the keeper of each process of a stack runs without any package.
 """
@@ -43,7 +43,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def own_children() -> set[int]:
-    """Pids of this process's children, dead ones that nobody has waited for included."""
+    """Pids of this process's children, dead ones that no one has waited for included."""
     me, found = str(os.getpid()), set()
     # /proc/self/task/*/children would be shorter, and leaves some out while others end.
     for folder in Path("/proc").glob("[0-9]*"):

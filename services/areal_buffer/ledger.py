@@ -16,7 +16,7 @@
 |             |                        | a queue below refill_below   | that shortens the queue    |
 | wait_tasks  | nothing                | the end of one of the tasks  | complete, any end          |
 
-Why none of these waits is for ever, even with nothing submitted: every call ends after max_wait
+Why none of these waits is forever, even with nothing submitted: every call ends after max_wait
 with the reason it is waiting. Why a batch comes: completed groups leave the admission bound only
 through the batch, so while fewer than B are completed, (eta + 1) * B - running > 0 or groups are
 running; running groups end or lose their lease. A group thrown away as too stale leaves the

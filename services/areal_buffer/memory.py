@@ -5,7 +5,7 @@ from __future__ import annotations
 RECORD_BYTES = 512
 """A task's record without its body, as the scripts count it; measured: about 530."""
 
-# Of Redis's own limit: above it Redis refuses every write, and then no commit could let go of
+# Of Redis's own limit: above it Redis refuses every write, and then no commit could release
 # anything. What is left takes the next batch, which passes our limit, and what is not counted.
 _OF_REDIS = 0.8
 

@@ -69,7 +69,7 @@ class FinishedGroup:
 
 @dataclass(frozen=True)
 class ReturnedLease:
-    """A lease that is given back, validated."""
+    """A lease that is returned, validated."""
 
     task_id: str
     token: int
@@ -144,7 +144,7 @@ class StoredTask:
     purpose: Purpose
     state: TaskState
     body: bytes
-    """Empty once it has been let go."""
+    """Empty once it has been released."""
     reason: str
     cause: str
     traceback: str

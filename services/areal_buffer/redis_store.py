@@ -302,11 +302,11 @@ class RedisStore:
             raise translate(error) from None
         for task_id, payload in zip(task_ids, found, strict=True):
             if payload is None:
-                raise errors.NotFound(f"task {task_id}: its group of step {step} was let go")
+                raise errors.NotFound(f"task {task_id}: its group of step {step} was released")
         return cast("list[bytes]", found)
 
     async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
-        """Ends steps as trained, lets go of payloads; returns the last committed step."""
+        """Ends steps as trained, releases payloads; returns the last committed step."""
         return int(await self._scripts.run("commit", incarnation, step, oldest_retained_step))
 
     # -- looking ------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Scripts:
     async def run_with(self, name: str, payloads: Sequence[bytes], *args: Argument) -> Any:
         """One script that finds large payloads in keys of its own, which it renames or deletes.
 
-        They need not pass through Lua, which would copy each twice. One transaction: nobody else
+        They need not pass through Lua, which would copy each twice. One transaction: no one else
         sees these keys, so that they can have the same names each time.
         """
         script = self._scripts[name]

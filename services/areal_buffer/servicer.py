@@ -146,7 +146,7 @@ class BufferServicer(BufferServiceServicer):
     async def ReturnTasks(
         self, request: pb.ReturnTasksRequest, context: Context
     ) -> pb.ReturnTasksResponse:
-        """Validates and gives back leases, each by itself."""
+        """Validates and returns leases, each by itself."""
         if (got := len(request.returns)) > check.MAX_TASKS_PER_CALL:
             raise InvalidInput(f"returns: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
         most = self._config.max_group_bytes

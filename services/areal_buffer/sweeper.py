@@ -2,7 +2,7 @@
 
 | loop   | consumes                     | waits for            | when Redis is away            |
 |--------|------------------------------|----------------------|-------------------------------|
-| sweep  | leases, deadlines, results   | the sweep interval   | goes on; the first sweep after|
+| sweep  | leases, deadlines, results   | the sweep interval   | continues; the first sweep after|
 |        |                              |                      | an outage extends all leases  |
 | sample | INFO memory, the counters    | one second           | keeps the last figures        |
 | listen | published wake-ups           | the next message     | subscribes again, wakes all   |
@@ -114,7 +114,7 @@ class Sweeper:
                             self._wakes.notify(Kind(message["data"].decode()))
                             continue
                         # Subscribed, perhaps again: the client does so by itself when it has lost
-                        # its connection. Something may have happened while nobody listened.
+                        # its connection. Something may have happened while no one listened.
                         backoff.reset()
                         self._wakes.notify_all()
             except (RedisError, OSError) as error:

@@ -190,7 +190,7 @@ def check_completion(
 
 
 def check_return(message: pb.Return, max_partial_bytes: int) -> ReturnedLease | InvalidInput:
-    """A lease that is given back, or why not: one of several is refused by itself.
+    """A lease that is returned, or why not: one of several is refused by itself.
 
     Args:
         message: As it came.

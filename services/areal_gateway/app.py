@@ -199,7 +199,7 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
             [task_id], include_trajectories=include_trajectories, retry_for=0
         )
         if not records:
-            raise NotFound(f"task {task_id!r}: unknown, or let go since it ended")
+            raise NotFound(f"task {task_id!r}: unknown, or released since it ended")
         return record_json(records[0])
 
     @app.post("/v1/tasks", tags=["tasks"])

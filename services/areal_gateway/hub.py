@@ -103,7 +103,7 @@ class StatusHub:
             self._wake()
 
     def rewind(self, step: int) -> None:
-        """A trainer has resumed from `step`: rows after it will be made anew."""
+        """A trainer has resumed from `step`: rows after it will be made again."""
         at = bisect.bisect_right(self._rows, step, key=_step)
         if at < len(self._rows):
             del self._rows[at:]

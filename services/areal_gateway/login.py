@@ -97,7 +97,7 @@ async def log_in(request: Request, sessions: Sessions) -> Response:
                 if len(body) > _MAX_FORM_BYTES:
                     break
     except TimeoutError:
-        # Open to everyone, so nobody may keep a connection with it.
+        # Open to everyone, so no one may keep a connection with it.
         return Response(status_code=408, headers={"Connection": "close"})
     token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
     if not sessions.security.admits(f"Bearer {token}"):

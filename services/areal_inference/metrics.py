@@ -94,7 +94,7 @@ class _Snapshot:
             ("areal_inference_weight_updates", "Weight sets loaded.", stats.weight_updates),
             (
                 "areal_inference_weight_update_seconds",
-                "Time spent reading and swapping weights (generation goes on while reading).",
+                "Time spent reading and swapping weights (generation continues while reading).",
                 stats.weight_update_seconds,
             ),
         ):

@@ -175,7 +175,7 @@ class Service:
     async def abort(self, rid: str | None, message: str = "Aborted") -> int:
         """Finish a request (and its n samples), or all (None), with what they have.
 
-        An empty id is nobody's.
+        An empty id is no one's.
         """
         rids = None
         if rid is not None:

@@ -2,7 +2,7 @@
 
 User code can detach a process from its worker (fork twice, setsid, an empty environment). The
 kernel hands it to this service, which asks for that, and whatever is no worker is ended as soon as
-any worker has ended: nobody can tell whose it was.
+any worker has ended: no one can tell whose it was.
 """
 
 from __future__ import annotations

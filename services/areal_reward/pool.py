@@ -4,7 +4,7 @@
                               |                             |
                               └─────> slot 1 …              | hangs, dies, runs out of memory
                                         ^                   v
-                                        └── a fresh worker goes on with the job's other items
+                                        └── a fresh worker continues with the job's other items
 
 A slot keeps one worker alive at all times (prewarmed) and works on one job at a time. A job is a
 slice of one call. When its worker ends early, results already received stay, the item that was

@@ -198,7 +198,7 @@ class Executor:
         )
 
     async def keep_leases(self) -> None:
-        """Renews all leases, stops lost and overdue episodes; for ever."""
+        """Renews all leases, stops lost and overdue episodes; forever."""
         while True:
             await asyncio.sleep(self._config.lease_ttl_s / 3)
             self.account_busy()
@@ -217,7 +217,7 @@ class Executor:
         try:
             lost = await self._ledger.renew_leases(self._config.worker_id, leases)
         except ArealError as error:
-            # The ledger extends leases after its own outage: go on.
+            # The ledger extends leases after its own outage: continue.
             self._log.warning("renew_failed", leases=len(held), error=str(error))
             return
         for task_id, episode in held:
@@ -367,10 +367,10 @@ class Executor:
         self._room.set()
         await asyncio.gather(
             self._generation.interrupt(0.4 * timeout),
-            # A lease call that is under way may still bring tasks: they are given back at once.
+            # A lease call that is under way may still bring tasks: they are returned at once.
             _either(self._run_ended, self._config.lease_wait_s + 1.0),
         )
-        # Leases are given back in the order in which their episodes are stopped: what is lost if
+        # Leases are returned in the order in which their episodes are stopped: what is lost if
         # the time does not suffice is what cost the least.
         held = sorted(self._episodes.values(), key=_tokens, reverse=True)
         for episode in held:

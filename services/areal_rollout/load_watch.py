@@ -30,7 +30,7 @@ class Trainer(Protocol):
 
 
 class LoadWatch:
-    """`run` for ever."""
+    """`run` forever."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LoadWatch:
         self._training_s = self._trained_s = 0.0
 
     async def run(self) -> None:
-        """Samples for ever."""
+        """Samples forever."""
         while True:
             began = time.monotonic()
             await self.read_rows()

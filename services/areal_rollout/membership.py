@@ -33,7 +33,7 @@ ListChanges = Callable[[str], Awaitable[ServerChanges]]
 
 
 class Membership:
-    """Feeds one table; `follow` for ever, `announce` whenever something may have changed."""
+    """Feeds one table; `follow` forever, `announce` whenever something may have changed."""
 
     def __init__(self, table: ServerTable, list_changes: ListChanges) -> None:
         self._table = table

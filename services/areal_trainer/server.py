@@ -5,7 +5,7 @@
     main ──> session.open ──> recipe.main ──┴─> checkpoint + commit ──> exit
 
 Exit codes: 0 the recipe finished; 2 bad input, a workflow or reward that fails, or training that
-diverged: mend it, do not retry; 143 stopped by SIGTERM after a checkpoint, start again to go on;
+diverged: mend it, do not retry; 143 stopped by SIGTERM after a checkpoint, start again to continue;
 anything else: a failure, start again to resume.
 """
 

@@ -3,7 +3,7 @@
     mark(a) ─> 1   mark(b) ─> 2   mark(a) ─> 3          since("life:1") = [a, b]
     b ─> 2, a ─> 3 (the newest change of each)          since("life:2") = [a]
 
-A reader gives back the mark that it got. One of another coordinator, or older than what is
+A reader returns the mark that it got. One of another coordinator, or older than what is
 remembered, is told everything.
 """
 

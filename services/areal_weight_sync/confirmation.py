@@ -87,7 +87,7 @@ class Confirmation:
         seen[server_id] = logprobs
 
     def restart(self, version: int) -> None:
-        """The version's weights are made anew: what was seen of it says nothing."""
+        """The version's weights are made again: what was seen of it says nothing."""
         self._ballots.pop(version, None)
         self._logprobs.pop(version, None)
 

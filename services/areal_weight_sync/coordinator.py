@@ -282,7 +282,7 @@ class Coordinator:
         return member.record if member else None
 
     async def stop(self) -> None:
-        """Ends all members; each lets its server go on first."""
+        """Ends all members; each lets its server continue first."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""How many servers there are in each state, at each version: kept up to date, not counted anew.
+"""How many servers there are in each state, at each version: kept up to date, not counted again.
 
 So that a watcher costs the same for 1,000 servers as for one.
 """
@@ -30,7 +30,7 @@ class Census:
         self._numbers[state, version] += 1
 
     def drop(self, server_id: str) -> None:
-        """It has gone, or is counted anew."""
+        """It has gone, or is counted again."""
         before = self._shown.pop(server_id, None)
         if before is not None:
             self._numbers[before] -= 1

@@ -9,7 +9,7 @@ The newest target is read at the start of every step: versions published while o
 skipped. Members share nothing but the files' digests and the votes, so a dead or slow server delays
 no other. Whatever happens between pause and continue, continue is sent: a server left paused hangs
 every request in it. When the weights could not be confirmed its requests are aborted first (their
-callers keep the tokens so far and go on elsewhere), so that none goes on with unknown weights.
+callers keep the tokens so far and continue elsewhere), so that none continues with unknown weights.
 
 A version that its trainer broadcasts has no files at first: a member with a seat receives it, the
 others keep what they have until it is stored.
@@ -44,7 +44,7 @@ from areal_weight_sync.server_state import (
     ServerRecord,
 )
 
-_ANEW = "version {} was made anew by another trainer"
+_ANEW = "version {} was made again by another trainer"
 
 
 class Member:
@@ -86,7 +86,7 @@ class Member:
         self.poke(deep=True)
 
     def doubt(self) -> None:
-        """Its checksum was outvoted: load and confirm anew."""
+        """Its checksum was outvoted: load and confirm again."""
         self._doubted = True
         self.poke(deep=True)
 
@@ -99,7 +99,7 @@ class Member:
         self.record.version = -1
 
     async def run(self) -> None:
-        """Steps for ever."""
+        """Steps forever."""
         while True:
             self._poked.clear()
             pause = await self._step() * random.uniform(0.7, 1.0)  # noqa: S311 - not all at once
@@ -214,7 +214,7 @@ class Member:
             by_checksum = fingerprint is not None
             if fingerprint is not None:
                 self._vote(target, fingerprint)
-            else:  # the probe needs generation to go on: no new traffic until it has answered
+            else:  # the probe needs generation to continue: no new traffic until it has answered
                 self._leave_traffic()
             confirmed = True
         except EngineError as error:
@@ -246,7 +246,7 @@ class Member:
         """How the update interrupts requests."""
         if self.record.state is SERVING or self.record.holds(target):
             return self._hub.config.interrupt
-        # Other weights by this number: nothing of theirs may go on, or stay in the cache.
+        # Other weights by this number: nothing of theirs may continue, or stay in the cache.
         return "abort" if await self._version() == target.name else self._hub.config.interrupt
 
     async def _ahead(self, target: PolicyVersion) -> bool:
@@ -260,7 +260,7 @@ class Member:
         return serving and await self._stage(target, seat)
 
     async def _stage(self, target: PolicyVersion, seat: Seat | None) -> bool:
-        """Whether the version was read, or received, and compared ahead, while requests go on.
+        """Whether the version was read, or received, and compared ahead, while requests continue.
 
         The server is watched as closely as between updates: it still takes traffic.
         """
@@ -284,7 +284,7 @@ class Member:
         return fingerprint is not None
 
     async def _release(self, confirmed: bool) -> None:
-        """Lets a paused server go on, whatever happened before."""
+        """Lets a paused server continue, whatever happened before."""
         steps: list[Callable[[], Awaitable[None]]] = [self._engine.resume]
         if not confirmed:
             steps.insert(0, self._engine.abort_all)

@@ -69,7 +69,7 @@ class ServerRecord:
     version: int = -1
     """Confirmed in this boot of the server; -1: none."""
     digest: str = ""
-    """`PolicyVersion.digest` of it: a trainer that resumes may make a version anew, and its number
+    """`PolicyVersion.digest` of it: a trainer that resumes may make a version again, and its number
     alone does not say which one this server has. Empty: an earlier release did not note it."""
     cause: str = ""
     since: float = field(default_factory=time.time)

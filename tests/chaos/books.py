@@ -169,8 +169,8 @@ def _check_epochs(ledger: Ledger, problems: int) -> Iterator[Check]:
             else:
                 open_.append(f"e{epoch}-{index} is {task['state']}")
     yield Check(
-        "each prompt of each epoch is trained once or ended by name",
+        "each prompt of each epoch is trained once or ended with a recorded cause",
         not skipped and not open_,
-        f"{last + 1} epochs of {problems}: {trained} trained, {named} ended by name; "
+        f"{last + 1} epochs of {problems}: {trained} trained, {named} ended with a recorded cause; "
         f"skipped {skipped[:5]}, open {open_[:5]}",
     )

@@ -100,7 +100,8 @@ def write_table(file: Path, faults: Sequence[Fault], *, seed: int, ranks: int, c
 def _markdown(faults: Sequence[Fault], *, seed: int, ranks: int, cores: int) -> Iterator[str]:
     yield (
         f"{time.strftime('%Y-%m-%d')}, seed {seed}, {len(faults)} faults, {ranks} trainer "
-        f"rank{'s' if ranks > 1 else ''}, {cores} CPU cores, up to three processes hurt at once:"
+        f"rank{'s' if ranks > 1 else ''}, {cores} CPU cores, "
+        "up to three processes killed or stopped at once:"
     )
     yield ""
     yield "| killed with -9 | times | ready again, median (worst) | training paused, median (worst) | what a user sees | lost |"  # noqa: E501

@@ -1,7 +1,7 @@
 """A trainer that dies after it has broadcast a version and before that is stored anywhere.
 
-The next one makes that version anew, and here on purpose with other weights: no server may go on
-with the abandoned ones under the same number.
+The next one makes that version again, and here on purpose with other weights: no server may
+continue with the abandoned ones under the same number.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ async def resumed(rig: TrainerRig, file: Path) -> None:
         # Other weights beyond doubt, and a second to look at them.
         trainer = rig.trainer(1, actor__optimizer__lr=5e-3, pace_s=1.0)
         await watcher.client.wait_for(
-            "the version made anew", lambda status: not status.unstored, timeout=60.0
+            "the version made again", lambda status: not status.unstored, timeout=60.0
         )
-        (anew,) = [v for v in await watcher.client.list_versions() if v.version == ABANDONED]
-        assert anew.incarnation == 2
-        assert {t.name: t.digest for t in anew.tensors} != abandoned[0]
+        (again,) = [v for v in await watcher.client.list_versions() if v.version == ABANDONED]
+        assert again.incarnation == 2
+        assert {t.name: t.digest for t in again.tensors} != abandoned[0]
         while (await watcher.client.status()).current_version == ABANDONED:
-            await watcher.compare(anew)
+            await watcher.compare(again)
         assert watcher.compared >= 2
         assert await asyncio.to_thread(trainer.popen.wait, 120) == 0, rig.trainer_log[-4000:]
         await watcher.client.wait_for(

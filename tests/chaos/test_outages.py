@@ -57,7 +57,7 @@ def test_run_when_a_store_is_away_for_a_minute_then_it_waits_and_finishes_by_its
         else:
             (redis if outage == "redis-killed" else nats).kill()
         time.sleep(OUTAGE_S)
-        # Without announcements the run goes on, perhaps to its end; without the ledger it waits.
+        # Without announcements the run continues, perhaps to its end; without the ledger it waits.
         over = launcher.poll()
         assert over is None or (over == 0 and outage == "nats-killed"), log.read_text()[-3000:]
         during = len(rows_of(stack))

@@ -49,7 +49,7 @@ async def test_leaver_when_it_vanishes_then_it_drains_and_is_forgotten(stack):
     stack.world.remove("10.0.0.2")
     await stack.until_serving("10.0.0.1")
     await stack.until(lambda: len(stack.coordinator.servers()) == 1, "forgotten")
-    assert leaver.aborts == 3  # with their partial tokens; they go on elsewhere
+    assert leaver.aborts == 3  # with their partial tokens; they continue elsewhere
 
 
 async def test_server_when_it_comes_back_then_it_serves_again(stack):

@@ -161,7 +161,7 @@ async def test_client_when_more_run_than_the_server_takes_then_the_waiting_end_e
         # Else those that wait would take the places of the first that are aborted.
         await http.pause("in_place")
         interrupting = asyncio.create_task(client.interrupt(20.0))
-        # While paused, SGLang's loads go on counting those that it has let go.
+        # While paused, SGLang's loads continue counting those that it has released.
         left = set(tasks)
         async with asyncio.timeout(15):
             while len(left) > 16:
@@ -194,7 +194,7 @@ def victim(
 async def test_client_when_a_server_is_killed_then_its_tokens_are_kept_and_another_goes_on(
     http: Http, victim: EngineUnderTest
 ):
-    """It dies by kill -9 while it streams; the other one goes on at version 1."""
+    """It dies by kill -9 while it streams; the other one continues at version 1."""
     await http.update(1)
     tokens = http.engine.long
     async with client_of(http) as (client, failures):

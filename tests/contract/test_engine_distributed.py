@@ -138,7 +138,7 @@ async def test_broadcast_when_the_trainer_goes_then_the_server_says_so_and_serve
     http: Http, trainer: Trainer
 ) -> None:
     if http.engine.real:
-        pytest.skip("SGLang has written some tensors by then: it must be loaded anew")
+        pytest.skip("SGLang has written some tensors by then: it must be loaded again")
     tensors = trainer.tensors(1)
     await http.ok("/begin_weight_update", {})
     asked = asyncio.create_task(

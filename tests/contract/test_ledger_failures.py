@@ -65,7 +65,7 @@ async def test_run_when_its_trainer_waits_for_an_evaluation_then_stopped_as_well
             await strict.give_back(task_id, token, "workflow_error")
     with pytest.raises(WorkflowError, match="first 16 tasks all ended by the same error"):
         await strict.store.ended(["mine"], incarnation)
-    assert await strict.store.ended(["mine"]) == []  # somebody else's wait goes on
+    assert await strict.store.ended(["mine"]) == []  # somebody else's wait continues
 
 
 @pytest.mark.parametrize("others", ["ended well", "failed otherwise"])

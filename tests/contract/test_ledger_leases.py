@@ -121,7 +121,7 @@ async def test_lease_when_named_workers_come_and_go_then_what_is_known_of_them_g
         await book.lease(1, worker=f"pod-{number}", boot=7)
     assert set(await named()) == {"pod-0", "pod-1", "pod-2"}
     assert all(0 < seconds <= 86400 for seconds in (await named()).values())
-    # One that goes on working stays known, also through the day's end.
+    # One that continues working stays known, also through the day's end.
     await book.redis.expire(f"{book.prefix}life:pod-1", 60)
     await book.lease(1, worker="pod-1", boot=7)
     assert (await named())["pod-1"] > 80000

@@ -100,7 +100,7 @@ async def test_complete_when_the_ledger_is_full_then_a_batch_of_train_and_of_eva
 async def test_take_when_served_results_fill_the_ledger_then_no_checkpoint_is_asked_for(
     book: Book,
 ) -> None:
-    """A commit would let go of next to nothing."""
+    """A commit would release next to nothing."""
     await book.register()
     await book.train(1)
     await book.submit("s", purpose=Purpose.SERVE)
@@ -126,7 +126,7 @@ async def test_lease_when_there_is_a_trainer_then_serve_leaves_half_of_the_slots
     )
     await book.submit("a", "b", "c", "d", "e")
     assert sorted(await book.lease(8)) == ["a", "b", "c", "d"]
-    # Who is silent for too long may go on, unless there is no room for its task any more.
+    # Who is silent for too long may continue, unless there is no room for its task any more.
     await book.expire_lease("s2")
     assert await book.store.renew("w", [("s2", leases["s2"])]) == []
     await book.expire_lease("s2")

@@ -266,7 +266,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return take.state, [group.task_id for group in take.groups], take.replay
 
         train, serve = self.run(self.book.held())
-        helps = train >= serve  # what a commit would let go is most of it
+        helps = train >= serve  # what a commit would released is most of it
         return self.same(lambda: self.model.take(incarnation, step, ids, near, helps), call())
 
     async def groups(self, take: Any, step: int) -> Any:

@@ -22,9 +22,9 @@ async def test_commit_when_cumulative_and_repeated_then_fine_and_above_taken_ref
     assert await book.counts() == {"trained": 4, "batched": 2}
     assert await book.store.commit(1, 3, 2) == 3
     assert await book.counts() == {"trained": 6}
-    with pytest.raises(WrongStep, match="TakeBatch step 2: its payload was let go"):
+    with pytest.raises(WrongStep, match="TakeBatch step 2: its payload was released"):
         await book.take(2)
-    with pytest.raises(NotFound, match=r"not part of the batch|was let go"):
+    with pytest.raises(NotFound, match=r"not part of the batch|was released"):
         _ = [p async for p in book.store.fetch(1, 2, ["s2a"])]
     assert [len(p) async for p in book.store.fetch(1, 3, ["s3b", "s3a"])]
 

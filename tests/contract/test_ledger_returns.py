@@ -1,4 +1,4 @@
-"""Tasks that end otherwise than complete: given back, dropped, cancelled; the real scripts."""
+"""Tasks that end otherwise than complete: returned, dropped, cancelled; the real scripts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_return_when_a_renewal_comes_after_it_then_the_lease_stays_given_b
     assert await book.counts() == {"queued": 1}
     again = (await book.lease())["a"]
     assert await book.store.renew("w", [("a", again)]) == []
-    await book.expire_lease("a")  # only silent: it may go on
+    await book.expire_lease("a")  # only silent: it may continue
     assert await book.store.renew("w", [("a", again)]) == []
 
 

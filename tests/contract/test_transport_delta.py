@@ -187,7 +187,7 @@ async def test_chain_when_its_base_is_gone_or_another_then_the_whole_file_travel
     assert read_manifest(Path(second.path)).delta is None
     assert "delta_refused" in capsys.readouterr().out
     same(await chain.load(second), chain.news[-1])
-    third = await chain.publish()  # and the chain goes on from there
+    third = await chain.publish()  # and the chain continues from there
     assert third.delta is not None
     same(await chain.load(third), chain.news[-1])
 

@@ -1,4 +1,4 @@
-"""A recipe whose reward fails ends its run and says why; mended, the same command goes on."""
+"""A recipe whose reward fails ends its run and says why; mended, the same command continues."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ async def test_replica_when_it_confirmed_by_wait_then_promoted_it_has_what_was_a
                 assert await book.counts() == before == {"batched": 2}
                 assert await book.take(1) == ("taken", ["a", "b"])
                 assert await book.store.commit(1, 1, 0) == 1
-            # Alone it cannot promise a second copy, and says so instead of waiting for ever.
+            # Alone it cannot promise a second copy, and says so instead of waiting forever.
             assert await follower.execute_command("WAIT", 1, 100) == 0
         finally:
             await follower.aclose()

@@ -196,7 +196,10 @@ async def test_requests_when_malformed_then_one_clear_line_and_nothing_is_queued
         assert (code, "Content-Type: application/json" in reply["error"]) == (400, True)
         assert run.tasks == {}
         code, reply = await gate.get("/v1/tasks/nobody")
-        assert (code, reply) == (404, {"error": "task 'nobody': unknown, or let go since it ended"})
+        assert (code, reply) == (
+            404,
+            {"error": "task 'nobody': unknown, or released since it ended"},
+        )
         code, reply = await gate.get("/v1/steps?after=-1")
         assert (code, reply["error"].startswith("after '-1': ")) == (400, True)
         assert await gate.get("/nothing") == (404, {"error": "GET /nothing: Not Found"})

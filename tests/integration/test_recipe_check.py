@@ -69,7 +69,7 @@ def test_check_when_all_is_well_then_exit_code_0_without_torch_within_seconds(
     [
         ("return completions['score']", "reward_fn raised TypeError: string indices must be"),
         ("time.sleep(3600)", "reward_fn took longer than reward.timeout_s = 1 s"),
-        # Backtracking for ever, in C code that no other thread can interrupt.
+        # Backtracking forever, in C code that no other thread can interrupt.
         (
             "return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))",
             "reward_fn took longer than reward.timeout_s = 1 s",

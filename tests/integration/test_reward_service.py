@@ -229,7 +229,7 @@ async def test_score_when_builtin_then_no_recipe_is_needed(tmp_path):
         assert await client.score("math", "", {}, items) == [1.0, 0.0]
         choice = [ScoreItem("p", "The answer is (B)", data={"answer": "B"})]
         assert await client.score("multiple_choice", "", {}, choice) == [1.0]
-        # A pattern that backtracks for ever holds the interpreter: only a kill helps.
+        # A pattern that backtracks forever holds the interpreter: only a kill helps.
         items = [ScoreItem("p", "aaa"), ScoreItem("p", "a" * 60 + "b"), ScoreItem("p", "b")]
         results = await client.score("regex", "", {"pattern": "^(a+)+$"}, items)
         assert [results[0], results[2]] == [1.0, 0.0]

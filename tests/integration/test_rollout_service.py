@@ -295,7 +295,7 @@ async def test_weights_when_updated_in_flight_then_tokens_carry_their_own_versio
 
 
 async def test_worker_when_told_to_leave_then_the_next_continues_its_tokens(stack, client):
-    """SIGTERM in the middle of long generations: the tokens go on in another worker."""
+    """SIGTERM in the middle of long generations: the tokens continue in another worker."""
     ids = [f"drain-{i}" for i in range(4)]
     spec = rlvr(2, 900, min_new_tokens=900)
     await client.submit_tasks([task(i, spec) for i in ids])

@@ -273,7 +273,7 @@ async def test_trace_when_its_worker_leaves_then_a_second_lease_goes_on_in_it(
     )
     assert (first.attributes["areal.resumed"], again.attributes["areal.resumed"]) == (False, True)
     waits = named(trace, "wait_lease")
-    assert waits[1].start > first.start + 0.1, "it waits since it was given back, not since ever"
+    assert waits[1].start > first.start + 0.1, "it waits since it was returned, not since ever"
     assert longest_gap(trace, request.start, again.end) < GAP_S
     segments = named(trace, "segment")
     assert len(segments) >= 2

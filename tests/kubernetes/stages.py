@@ -164,7 +164,7 @@ class Run:
             self.servers(number)
             times.append(time.monotonic() - began)
             self.wait_for_step(self.step() + 2)
-        return f"2 to 4 in {times[0]:.0f} s, 4 to 1 in {times[1]:.0f} s; training went on"
+        return f"2 to 4 in {times[0]:.0f} s, 4 to 1 in {times[1]:.0f} s; training continued"
 
     def upgrade(self) -> str:
         """A changed recipe rolls the trainer, and nothing else."""

@@ -5,7 +5,7 @@
 The real coordinator updates a real areal_inference server (or SGLang's, from `make sglang`) every
 so often while so many requests of the real generation client run. Per mode, alternating: the share
 of time the server stood still (areal_inference: its own clock; SGLang: from asking it to pause
-until it has answered that it goes on), standstill per update, requests it aborted, how long the
+until it has answered that it continues), standstill per update, requests it aborted, how long the
 trainer's publish call took, and tokens/s against the same without updates: that includes reading
 the weights, which takes its share of the CPU. A table, then one JSON line.
 """
@@ -86,7 +86,7 @@ class _TimedEngine(HttpEngine):
 
 
 async def generate(client: SGLangClient, tokens: int) -> None:
-    """Requests one after the other, for ever."""
+    """Requests one after the other, forever."""
     prompt = list(range(5, 25))
     request = LLMRequest(prompt, GenerationHyperparameters(max_new_tokens=tokens))
     while True:

@@ -194,7 +194,7 @@ def overlong_penalty(
     """Return DAPO's soft length penalty (arXiv 2503.14476, equation 13), float64 [S], <= 0.
 
     0 up to max_response_tokens - overlong_tokens, then linear down to -factor at
-    max_response_tokens, and -factor beyond (AReaL's goes on falling there). Lengths are generated
+    max_response_tokens, and -factor beyond (AReaL's keeps falling there). Lengths are generated
     tokens: over all turns of a sequence they may exceed max_response_tokens.
     """
     excess = response_lengths.double() - (max_response_tokens - overlong_tokens)

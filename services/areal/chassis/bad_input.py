@@ -18,7 +18,7 @@ _MOST_BYTES = 4096
 
 
 def write_verdict(line: str) -> None:
-    """Says that starting again is pointless; nothing to do where nobody asks."""
+    """Says that starting again is pointless; nothing to do where no one asks."""
     for variable in (VERDICT_VARIABLE, POD_VERDICT_VARIABLE):
         if name := os.environ.get(variable):
             file = Path(name)

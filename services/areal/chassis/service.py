@@ -180,7 +180,7 @@ async def _start_grpc(
             ("grpc.keepalive_permit_without_calls", 1),
             # A process that was starved finds its clients' pings in a heap: no reason to hang up.
             ("grpc.http2.max_ping_strikes", 0),
-            # Those that connect and say nothing, then those that nobody calls on; and descriptors
+            # Those that connect and say nothing, then those that no one calls on; and descriptors
             # stay for the rest of the process however many connect.
             ("grpc.server_handshake_timeout_ms", int(1000 * HEAD_WITHIN_S)),
             ("grpc.max_connection_idle_ms", 600_000),

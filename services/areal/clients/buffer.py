@@ -157,7 +157,7 @@ class BufferClient(TrainerBufferClient):
             max_tasks: At most so many.
             max_wait_s: For the first.
             boot: Of a worker whose id outlives its process: larger with each start. The first
-                call of a newer life gives back the leases of the lives before.
+                call of a newer life returns the leases of the lives before.
 
         Returns:
             The leases, and when there are none the reason.
@@ -387,6 +387,6 @@ class BufferClient(TrainerBufferClient):
 
 
 def _check_size(what: str, size: int) -> None:
-    """GRPC refuses a message above its limit as if the ledger were full: tried again in vain."""
+    """Refuses what gRPC would refuse as if the ledger were full, and so retried without success."""
     if size > _MAX_PART_BYTES:
         raise InvalidInput(f"{what} has {size} bytes: at most {_MAX_PART_BYTES} fit a message")

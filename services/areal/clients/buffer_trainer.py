@@ -49,7 +49,7 @@ class TrainerBufferClient(TaskReader):
         under this recipe.
 
         Raises:
-            WrongStep: The batches after resume_step were let go, or were never taken.
+            WrongStep: The batches after resume_step were released, or were never taken.
         """
         request = pb.RegisterTrainerRequest(
             resume_step=resume_step,
@@ -145,7 +145,7 @@ class TrainerBufferClient(TaskReader):
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
-            NotFound: An id is not part of that step's batch, or its payload was let go.
+            NotFound: An id is not part of that step's batch, or its payload was released.
         """
         of, groups = self._came
         if of == (incarnation, step):
@@ -186,7 +186,7 @@ class TrainerBufferClient(TaskReader):
     ) -> int:
         """Everything up to `step` is in a checkpoint; returns the last committed step.
 
-        Payloads of steps up to oldest_retained_step (the oldest checkpoint kept) are let go.
+        Payloads of steps up to oldest_retained_step (the oldest checkpoint kept) are released.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.

@@ -8,7 +8,7 @@
 | waiting | nothing         | one of two calls   | its answer: at once if fewer are active |
 | sent    | the ledger      | CompleteTasks      | its answer, or its deadline and retries |
 
-Finished groups and leases given back each have a `HandIns` of their own; for those it is
+Finished groups and leases returned each have a `HandIns` of their own; for those it is
 ReturnTasks. Nothing waits for company: a lone one leaves at once; those that become ready while
 both calls are under way share the next one, and with it a round trip and an fsync. Free calls take
 equal shares of more than a few, so that one is encoded while the ledger works on the other. They

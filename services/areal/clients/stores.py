@@ -19,7 +19,7 @@ from areal.clients.backoff import Backoff
 from areal.errors import ConfigError, Unavailable
 from areal.security import redact
 
-# The client itself would try its first connection for ever, in silence.
+# The client itself would try its first connection forever, in silence.
 _NATS_FIRST_S = 10.0
 
 
@@ -59,7 +59,7 @@ def connect_redis(url: str, *, password: str = "", max_connections: int = 64) ->
 
 
 async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
-    """Connects, and reconnects for ever afterwards; raises Unavailable if it never answered.
+    """Connects, and reconnects forever afterwards; raises Unavailable if it never answered.
 
     Args:
         url: nats://host:port, or several of a cluster, separated by commas.

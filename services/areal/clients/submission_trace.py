@@ -15,12 +15,12 @@ def submitting(tasks: Sequence[Task], accepted: Sequence[bool]) -> Iterator[Sequ
     """A span `submit` for each task, until the ledger has answered for all.
 
     Args:
-        tasks: With a traceparent of its own, a task goes on with that trace; else with the
+        tasks: With a traceparent of its own, a task continues with that trace; else with the
             current one; else it begins one.
         accepted: The ledger's answers, filled in by the block.
 
     Yields:
-        The tasks, each with its span as traceparent: whoever leases one goes on from there.
+        The tasks, each with its span as traceparent: whoever leases one continues from there.
     """
     if not tracing.enabled():
         yield tasks

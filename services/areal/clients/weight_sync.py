@@ -68,7 +68,7 @@ class WeightSyncClient(Client):
         """Makes a version current that the trainer is about to broadcast to the servers.
 
         Returns:
-            Who takes part. With nobody, nothing has changed: publish the version as stored.
+            Who takes part. With no one, nothing has changed: publish the version as stored.
 
         Raises:
             StaleIncarnation, WrongStep, InvalidInput: As `publish_version`.
@@ -90,7 +90,7 @@ class WeightSyncClient(Client):
         raise WaitTimeout("WatchVersions", on=self.address, since=since)
 
     async def watch(self) -> AsyncGenerator[SyncStatus, None]:
-        """The state now, then each change, for ever; reconnects when the service goes away.
+        """The state now, then each change, forever; reconnects when the service goes away.
 
         States between two reads are merged: the newest is what counts.
         """

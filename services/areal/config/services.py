@@ -107,7 +107,7 @@ class BufferConfig:
     """What this experiment's tasks may take of Redis, in MiB; near it, clients are asked to wait
     and the trainer to checkpoint."""
     serve_result_ttl_s: float = 86400.0
-    """How long a served result that nobody reads stays; one that was read goes minutes later, and
+    """How long a served result that no one reads stays; one that was read goes minutes later, and
     either sooner where there is no room."""
 
 

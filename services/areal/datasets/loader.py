@@ -1,4 +1,4 @@
-"""Walks over rows for ever, in a new order each epoch, from any point."""
+"""Walks over rows forever, in a new order each epoch, from any point."""
 
 from __future__ import annotations
 

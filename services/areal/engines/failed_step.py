@@ -120,7 +120,7 @@ def save_failed_batch(
             write_atomically(folder / "failure.json", json.dumps(content, indent=2).encode())
         except OSError as error:
             problem = f"rank 0: {error}"
-    # Nobody leaves before the last file is there: a rank that ends takes the others along.
+    # No one leaves before the last file is there: a rank that ends takes the others along.
     problems = [each for each in gather_json(problem) if each]
     if problems:
         return f"its batch could not be saved: {problems[0]}"

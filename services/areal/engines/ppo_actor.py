@@ -77,11 +77,11 @@ class FSDPPPOActor:
             random_state.restore(drawn)
         self.engine.set_version(session.step)
         if session.any_rank(session.rank == 0 and session.step > session.published_version):
-            # Redis is a new one: nobody serves, or knows of, the weights to go on from.
+            # Redis is a new one: no one serves, or knows of, the weights to continue from.
             self._publish(WeightUpdateMeta(), session.step)
 
     def get_version(self) -> int:
-        """Finished train steps: where a resumed run's loop goes on."""
+        """Finished train steps: where a resumed run's loop continues."""
         return self.engine.get_version()
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
@@ -142,7 +142,7 @@ class FSDPPPOActor:
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publishes the new policy and ends the train step.
 
-        The weights become version = finished steps; generation goes on meanwhile and servers take
+        The weights become version = finished steps; generation continues meanwhile and servers take
         them over in place. Then the checkpoint policy is applied, and what it saved is committed.
         Steps that a resumed run replays are not published again: servers are ahead already. A
         step whose gradient was skipped is published like any other: the version is the clock by

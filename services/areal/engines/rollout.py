@@ -78,7 +78,7 @@ class RemoteSGLangEngine:
     # -- batches -------------------------------------------------------------------------------
 
     def prepare_batch(self, dataloader: RowLoader, workflow: RolloutWorkflow) -> dict[str, Any]:
-        """The next batch of B groups; generation of later ones goes on meanwhile.
+        """The next batch of B groups; generation of later ones continues meanwhile.
 
         Args:
             dataloader: Rows to submit; iterated from where it stands.
@@ -258,7 +258,7 @@ class RemoteSGLangEngine:
         return tasks
 
     def _submit_all(self, tasks: list[Task], what: str) -> None:
-        """Submits tasks without which there is no going on; all ranks wait while there is no room.
+        """Submits tasks that the run cannot continue without; all ranks wait while there is no room.
 
         Raises:
             WaitTimeout: The ledger was full for rollout.batch_timeout_s.

@@ -21,7 +21,7 @@ _MAX_BYTES = 128 * 1024 * 1024
 
 
 class GroupCodec:
-    """Zstd with its working memory kept: making that anew costs more than a group does.
+    """Zstd with its working memory kept: making that again costs more than a group does.
 
     Not for two threads at once.
     """

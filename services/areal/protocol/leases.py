@@ -102,7 +102,7 @@ class TaskRecord:
     """What the ledger knows of a task."""
 
     task: Task
-    """Only id and purpose once the task's payload has been let go."""
+    """Only id and purpose once the task's payload has been released."""
     state: TaskState
     reason: str
     attempts: int

@@ -14,7 +14,7 @@ def regex_reward(
     r"""1.0 when `pattern` is found in the completion, else 0.0.
 
     With a group named `answer` in the pattern, the text it captures must also equal the row's
-    `answer` (spaces around both are ignored). A pattern that backtracks for ever is ended by the
+    `answer` (spaces around both are ignored). A pattern that backtracks forever is ended by the
     worker's time limit, like any other reward function.
 
     Args:

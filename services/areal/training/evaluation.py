@@ -56,7 +56,7 @@ def record(session: TrainerSession, name: str, mean: float) -> float:
 def pinned(session: TrainerSession, name: str, version: int | None) -> int | None:
     """The version that every token must be of (rank 0); None where servers are ahead.
 
-    Servers go on only when the trainer publishes, which waits for the evaluation: nothing has to
+    Servers continue only when the trainer publishes, which waits for the evaluation: nothing has to
     be held back for it.
 
     Raises:

@@ -53,13 +53,13 @@ class RankWatch:
         self._silent = dict.fromkeys(self._watched, 0.0)
         self._last: dict[int, bytes] = {}
         self._stopping = threading.Event()
-        self._store = _connect()  # here, so that a rank without it ends instead of watching nobody
+        self._store = _connect()  # here, so that a rank without it ends instead of watching no one
         self._log = get_logger("areal.training.rank_watch")
         self._thread = threading.Thread(target=self._run, name="areal-rank-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank leaves in good order: nobody waits for its beat any longer."""
+        """This rank leaves in good order: no one waits for its beat any longer."""
         self._stopping.set()
         self._thread.join(2 * STORE_TIMEOUT_S)
 

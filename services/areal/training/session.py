@@ -139,7 +139,7 @@ class TrainerSession(Ranks):
         (self.resumed, self.incarnation, self.last_taken_step, self.served_version, unstored) = (
             self.on_rank0(self._register, tuple[Checkpoint | None, int, int, int, bool])
         )
-        # One that its trainer's death left unstored is made, and published, anew.
+        # One that its trainer's death left unstored is made, and published, again.
         self.published_version = self.served_version - int(unstored)
         self.step = self._checkpoints.last_step = self.resumed.step if self.resumed else 0
         if self.rank == 0:

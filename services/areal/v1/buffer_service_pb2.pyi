@@ -135,7 +135,7 @@ class LeaseTasksRequest(_message.Message):
     max_tasks: _builtins.int
     boot: _builtins.int
     """Set by a worker whose id outlives its process: grows with each start. The first call of a newer
-    life gives back what the lives before held; an older life is refused (FAILED_PRECONDITION).
+    life returns what the lives before held; an older life is refused (FAILED_PRECONDITION).
     """
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
@@ -940,7 +940,7 @@ class CommitStepRequest(_message.Message):
     incarnation: _builtins.int
     step: _builtins.int
     oldest_retained_step: _builtins.int
-    """Payloads of steps up to and including this one are let go: the oldest retained checkpoint."""
+    """Payloads of steps up to and including this one are released: the oldest retained checkpoint."""
     def __init__(
         self,
         *,

@@ -215,7 +215,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TakeBatch(self, request, context):
-        """The batch of a step, oldest first. The same step returns the same groups until let go.
+        """The batch of a step, oldest first. The same step returns the same groups until released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,7 @@ class BufferServiceStub:
     RegisterTrainer: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RegisterTrainerRequest, _buffer_service_pb2.RegisterTrainerResponse]
     """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
     TakeBatch: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]
-    """The batch of a step, oldest first. The same step returns the same groups until let go."""
+    """The batch of a step, oldest first. The same step returns the same groups until released."""
     FetchGroups: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]
     """Streams the groups of a taken step."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]
@@ -114,7 +114,7 @@ class BufferServiceAsyncStub(BufferServiceStub):
     RegisterTrainer: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RegisterTrainerRequest, _buffer_service_pb2.RegisterTrainerResponse]  # type: ignore[assignment]
     """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
     TakeBatch: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]  # type: ignore[assignment]
-    """The batch of a step, oldest first. The same step returns the same groups until let go."""
+    """The batch of a step, oldest first. The same step returns the same groups until released."""
     FetchGroups: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]  # type: ignore[assignment]
     """Streams the groups of a taken step."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]  # type: ignore[assignment]
@@ -229,7 +229,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.TakeBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.TakeBatchResponse, _abc.Awaitable[_buffer_service_pb2.TakeBatchResponse]]:
-        """The batch of a step, oldest first. The same step returns the same groups until let go."""
+        """The batch of a step, oldest first. The same step returns the same groups until released."""
 
     @_abc_1.abstractmethod
     def FetchGroups(

@@ -354,7 +354,7 @@ class TaskRecord(_message.Message):
 
     @_builtins.property
     def group(self) -> Global___TrajectoryGroup:
-        """Present when asked for and not yet let go."""
+        """Present when asked for and not yet released."""
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class PublishVersionResponse(_message.Message):
     group: _builtins.str
     """Answers an offer: the group offered when it is kept, else the name of a new one."""
     world_size: _builtins.int
-    """Of the group, with the trainer; 0: nobody takes part, and the version is not current."""
+    """Of the group, with the trainer; 0: no one takes part, and the version is not current."""
     def __init__(
         self,
         *,

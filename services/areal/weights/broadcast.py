@@ -44,7 +44,7 @@ class Offer:
 
     address: str
     port: int
-    """Of the rendezvous; nobody connects when the group is kept."""
+    """Of the rendezvous; no one connects when the group is kept."""
     backend: str
     """gloo or nccl."""
     group: str = ""
@@ -62,7 +62,7 @@ class Seats:
     group: str
     """The offered one when it is kept, else a new name."""
     world_size: int
-    """With the trainer; 0: nobody takes part."""
+    """With the trainer; 0: no one takes part."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Writing into the pages of an old file takes a fifth of the time that new pages take (they are
 allocated and cleared first), so a folder that garbage collection retires is kept as `.spare` and
-becomes the next staging folder. Nobody reads it then: see `areal_weight_sync.versions`.
+becomes the next staging folder. No one reads it then: see `areal_weight_sync.versions`.
 
 As a delta only what changed is written here; weight-sync makes the whole file of it before it tells
 any server (`rebuild.complete`), and servers that hold the version before read the delta only.
@@ -94,7 +94,7 @@ class DiskPublisher:
         manifest = at_path(manifest, final)
         try:
             announce(manifest)
-        except InvalidInput as error:  # its base is gone: the chain begins anew
+        except InvalidInput as error:  # its base is gone: the chain starts again
             self._log.warning(
                 "delta_refused", version=new.version, base=file.base, cause=str(error)
             )

@@ -75,7 +75,7 @@ def run(
             if str(error) != told:
                 log.info("not_yet", cause=str(error))
             told = str(error)
-        time.sleep(_TRY_AGAIN_S)  # a store that is not there yet tells nobody when it comes
+        time.sleep(_TRY_AGAIN_S)  # a store that is not there yet tells no one when it comes
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class StreamPublisher:
             small = [block for block in blocks if block[0] != SINGLE_FILE]
             self._upload(new.name, small + chunks, totals)
             path = store.commit(new.name, manifest.size_bytes)
-        except TransportError as error:  # its base is gone: the chain begins anew
+        except TransportError as error:  # its base is gone: the chain starts again
             self._log.warning(
                 "delta_refused", version=new.version, base=file.base, cause=str(error)
             )

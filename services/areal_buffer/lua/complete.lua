@@ -20,7 +20,7 @@ local function complete(at, payload)
     end
   end
   -- Results for clients leave a tenth to the trainer and its evaluations, for which it waits. Above
-  -- the limit only what the next batch needs is let in: the trainer can always go on, and at most B
+  -- the limit only what the next batch needs is let in: the trainer can always continue, and at most B
   -- groups pass the limit, and B of an evaluation.
   local serve, bytes = task.purpose == 'serve', tonumber(ARGV[at + 6])
   local clients = serve and task.trainer ~= '1'

@@ -1,6 +1,6 @@
 -- ARGV: incarnation, step, bytes of a message, ids
 -- Returns how many of these groups, from the first, fill a message. Their payloads are read beside the
--- script, which would copy each several times: they stay as they are until they are let go.
+-- script, which would copy each several times: they stay as they are until they are released.
 fence(ARGV[1])
 local bytes = 0
 for i = 4, #ARGV do
@@ -10,7 +10,7 @@ for i = 4, #ARGV do
   end
   local size = call('STRLEN', P .. 'group:' .. id)
   if size == 0 then
-    fail('NotFound', 'task ' .. id .. ': its group of step ' .. ARGV[2] .. ' was let go')
+    fail('NotFound', 'task ' .. id .. ': its group of step ' .. ARGV[2] .. ' was released')
   end
   bytes = bytes + size
   if bytes >= tonumber(ARGV[3]) then return i - 3 end

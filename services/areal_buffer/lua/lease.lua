@@ -65,7 +65,7 @@ local blocked = false
 -- An answer that no message can carry would lose its leases: the rest comes with the next call.
 while #leases < most and slots > 0 and bytes < 32 * 1024 * 1024 do
   -- What rollout_batch waits for goes first and past the admission bound, for without exactly
-  -- these the trainer cannot go on, however many other groups fill the bound.
+  -- these the trainer cannot continue, however many other groups fill the bound.
   local train = first('wanted') and 'wanted' or first('train') and 'train'
   if train == 'train' and headroom <= 0 then train, blocked = nil, true end
   local from

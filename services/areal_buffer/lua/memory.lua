@@ -49,7 +49,7 @@ local function release(index, each, since, enough)
   return released
 end
 
--- Whether no more than `enough` is held, with what could be let go for it.
+-- Whether no more than `enough` is held, with what could be released for it.
 local function make_room(enough)
   if held() <= enough then return true end
   release('read', release_result, NOW - READ_MS, enough)
@@ -57,7 +57,7 @@ local function make_room(enough)
   return held() <= enough
 end
 
--- When to try again: as soon as something can be let go, or when others may have made room.
+-- When to try again: as soon as something can be released, or when others may have made room.
 local function again()
   local seconds = 5
   for index, age in pairs({read = READ_MS, results = UNREAD_MS}) do

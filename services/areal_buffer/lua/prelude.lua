@@ -144,7 +144,7 @@ local function fence(incarnation)
 end
 
 -- Tells waiting calls that `kind` may have become possible. The one who waits sets the flag in
--- the same script that found nothing, so nothing is published while nobody waits.
+-- the same script that found nothing, so nothing is published while no one waits.
 local FLAGS = nil
 local function wake(kind)
   if not FLAGS then
@@ -414,7 +414,7 @@ end
 local function admission(meta)
   if meta.stopped ~= '' then return 0, 'admission: the run was stopped: ' .. meta.stopped end
   -- Only the newest batch can be ahead. It counts until the version moves, even if committed and
-  -- let go by then: what starts now starts from the weights before it.
+  -- released by then: what starts now starts from the weights before it.
   local ahead = meta.last_taken > meta.policy_version and meta.last_size or 0
   local running, completed = count('train:running', 'train:completed')
   local eta, size = meta.max_head_offpolicyness, meta.batch_size
@@ -424,12 +424,12 @@ local function admission(meta)
     ', at most (' .. int(eta) .. ' + 1) * ' .. int(size)
 end
 
--- The first call of a worker's newer life ends all leases of the lives before: nobody works on them.
+-- The first call of a worker's newer life ends all leases of the lives before: no one works on them.
 -- Each holds few leases, so one script can; an older life that still speaks is refused.
 local function begin_life(worker, boot)
   local key = P .. 'life:' .. worker
   local known = tonumber(call('GET', key) or 0)
-  -- Pods get new names for ever, so what is known of one goes a day after it was last heard of.
+  -- Pods get new names forever, so what is known of one goes a day after it was last heard of.
   if boot > known or call('TTL', key) < 43200 then
     call('SET', key, int(math.max(boot, known)), 'EX', 86400)
   end

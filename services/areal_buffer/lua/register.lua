@@ -3,7 +3,7 @@
 local step = tonumber(ARGV[1])
 local meta = read_meta()
 if step < meta.let_go then
-  fail('WrongStep', 'resume_step ' .. int(step) .. ': the batches after it were let go; ' ..
+  fail('WrongStep', 'resume_step ' .. int(step) .. ': the batches after it were released; ' ..
     'the oldest resumable step is ' .. int(meta.let_go))
 end
 if step > meta.last_taken then
@@ -11,7 +11,7 @@ if step > meta.last_taken then
     fail('WrongStep', 'resume_step ' .. int(step) .. ': the ledger has given out batches up to ' ..
       'step ' .. int(meta.last_taken) .. ' only')
   end
-  -- An empty ledger, e.g. a new Redis: go on from the checkpoint, with nothing to replay. The lost
+  -- An empty ledger, e.g. a new Redis: continue from the checkpoint, with nothing to replay. The lost
   -- one's incarnations are in the names of checkpoints and weights: those of this one are higher.
   meta.incarnation = math.floor(NOW / 1000)
   for _, field in ipairs({'policy_version', 'last_taken', 'last_committed', 'let_go'}) do

@@ -10,7 +10,7 @@ for i = 2, #ARGV, 2 do
   if kept then
     put('running:' .. values[3], id, int(expiry))
   elseif values[2] == token and values[1] == 'queued' and not values[4] then
-    -- Expired but not yet given away: the worker goes on, if there is room again.
+    -- Expired but not yet given away: the worker continues, if there is room again.
     if not slots then
       local meta = read_meta()
       headroom, slots = admission(meta), meta.max_concurrent_rollouts - count('all:running')

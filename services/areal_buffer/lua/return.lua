@@ -25,7 +25,7 @@ local function give_back(at)
       call('HSET', task.key, 'failed_servers', failed == '' and server or failed .. '\n' .. server)
     end
   end
-  -- A renewal that was under way meanwhile must not take it up again: nobody works on it.
+  -- A renewal that was under way meanwhile must not take it up again: no one works on it.
   call('HSET', task.key, 'revoked', '1')
   end_attempt(task, ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 7])
   return task.state

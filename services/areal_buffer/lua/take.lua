@@ -28,7 +28,7 @@ end
 
 if step <= meta.last_taken then
   if step <= meta.let_go then
-    fail('WrongStep', 'TakeBatch step ' .. int(step) .. ': its payload was let go; the oldest ' ..
+    fail('WrongStep', 'TakeBatch step ' .. int(step) .. ': its payload was released; the oldest ' ..
       'step still kept is ' .. int(meta.let_go + 1))
   end
   local first = call('HGET', P .. 'batch_incarnations', int(step))
@@ -41,7 +41,7 @@ if step ~= meta.last_taken + 1 then
 end
 
 -- The first call for a step: version step - 1 is confirmed, which opens admission. When the clock
--- was set back since, the time for stragglers begins anew.
+-- was set back since, the time for stragglers starts again.
 if meta.take_step ~= step or meta.take_since > NOW then
   meta.take_since = NOW
   set(META, 'take_step', int(step))
@@ -52,7 +52,7 @@ if meta.policy_version < step - 1 then
   set(META, 'policy_version', int(meta.policy_version))
   wake('lease')
 end
--- A commit lets go of what was trained on, so it helps where that is most of what is held.
+-- A commit releases what was trained on, so it helps where that is most of what is held.
 local function commit_helps()
   local found = look('HMGET', META, 'bytes:train', 'bytes:serve')
   local train, serve = tonumber(found[1] or 0), tonumber(found[2] or 0)

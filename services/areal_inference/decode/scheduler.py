@@ -153,7 +153,7 @@ class Scheduler:
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Go on decoding; no effect when not paused."""
+        """Continue decoding; no effect when not paused."""
         if self.pause_mode is not None:
             self.stats.pause_seconds += self._clock() - self._paused_at
         self.pause_mode = None

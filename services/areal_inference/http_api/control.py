@@ -125,7 +125,7 @@ class _Control:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, http: HttpRequest) -> Response:
-        """Go on decoding."""
+        """Continue decoding."""
         await read_object(http, _CONTINUE)
         self._service.check_ready()
         await self._service.engine.call(lambda s: s.resume(), self._timeout)
@@ -168,7 +168,7 @@ class _Control:
         a broadcast is received, and the answer's `model_path` is what it is called from then on.
 
         An update_weights_from_disk of the same place that follows, with `flush_cache: false`,
-        swaps references between two decode steps: it needs no pause and waits for nobody.
+        swaps references between two decode steps: it needs no pause and waits for no one.
         """
         body = await read_object(http, _STAGE)
         if "model_path" not in body and "names" not in body:
@@ -194,7 +194,7 @@ class _Control:
             await self._update(body)
 
     async def _read(self, location: str, source: Source | None = None) -> Staged:
-        """A checked set that nobody uses yet, and its checksums; called with the lock held."""
+        """A checked set that no one uses yet, and its checksums; called with the lock held."""
         import torch
 
         from areal_inference.model.weights import load_weights

@@ -221,7 +221,7 @@ def _need(body: dict[str, Any], name: str) -> Any:
 async def refusing(work: Callable[[], _T]) -> _T:
     """Blocking work in a thread that a stopping process does not wait for; errors are refusals.
 
-    What failed is let go at once, and its connections with it: an error holds the frames that it
+    What failed is released at once, and its connections with it: an error holds the frames that it
     went through, so only its words leave the thread.
     """
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Weights in the layout the forward pass wants, read from a source and checked name by name.
 
-``load_weights`` is both the initial load and every update: it fills a complete set that nobody uses
+``load_weights`` is both the initial load and every update: it fills a complete set that no one uses
 (a new one, or the one before last) and the engine swaps the reference between two decode steps. So
 what serves is never half written, and a rejected source leaves no trace.
 
@@ -141,7 +141,7 @@ def load_weights(
         config: the running model; names and shapes must be exactly its own.
         dtype: type to store; floating-point checkpoints of another type are converted.
         headers: for the weight store: the bearer token.
-        spare: a set that nobody uses any more, to be filled; None: a new one.
+        spare: a set that no one uses any more, to be filled; None: a new one.
         held: the set in use, only read.
         source: what `location` names, opened; None: it is opened here.
 

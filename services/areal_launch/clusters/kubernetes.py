@@ -64,7 +64,7 @@ def experiment_to_send(config: BaseExperimentConfig) -> str:
     """The experiment file for the chart: what differs from the defaults.
 
     Images may be of another version than this machine: they refuse keys that they do not know,
-    so those that nobody has set stay here. So does what only concerns this machine.
+    so those that no one has set stay here. So does what only concerns this machine.
     """
     sent = deepcopy(config)
     sent.recipe = ""

@@ -97,7 +97,7 @@ def end_tagged(
     if grace_s > 0:
         _signal(first, signal.SIGTERM)
         _wait_gone(first, grace_s)
-    # New ones may be born while we look: look again until nobody is left, within bounds. Those
+    # New ones may be born while we look: look again until no one is left, within bounds. Those
     # found by their descent stay known when their ancestor is gone.
     known = set(first)
     while remaining := [

@@ -35,7 +35,7 @@ class PortPicker:
         self._promises: list[IO[str]] = []
 
     def pick(self, name: str) -> int:
-        """A port that nobody listens on or was promised; raises OSError when all are taken."""
+        """A port that no one listens on or was promised; raises OSError when all are taken."""
         before = self._preferred.get(name)
         if before is not None and port_is_free(before) and self._promise(before):
             return before

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_launch.processes.log_file import rotated
 
-# What every structured line carries and nobody wants to read twice.
+# What every structured line carries and no one wants to read twice.
 _BORING = {"event", "level", "timestamp", "component", "service", "run"}
 
 # In place of lines that came faster than they were read.

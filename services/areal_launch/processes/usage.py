@@ -28,7 +28,7 @@ class UsageSampler:
         self._cpu_before = _cpu_seconds()
 
     async def run(self) -> None:
-        """Samples for ever; cancel it."""
+        """Samples forever; cancel it."""
         while True:
             await asyncio.to_thread(self.sample, dict(self._pids()))
             await asyncio.sleep(self._interval_s)

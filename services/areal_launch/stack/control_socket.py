@@ -62,7 +62,7 @@ class ControlSocket:
         self._file.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task of our own: it goes on when the client has gone, and ends with the stack.
+        # A task of our own: it continues when the client has gone, and ends with the stack.
         task = asyncio.create_task(self._answer(reader, writer), name="control")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

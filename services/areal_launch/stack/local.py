@@ -332,7 +332,7 @@ class LocalStack:
             return {}
 
     def _save_config(self) -> None:
-        # It may hold a store's password: nobody else may read it, not even for a moment.
+        # It may hold a store's password: no one else may read it, not even for a moment.
         self.folder.config_file.touch(mode=0o600)
         self.folder.config_file.chmod(0o600)
         save_config(self.config, self.folder.config_file)

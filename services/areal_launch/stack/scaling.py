@@ -46,7 +46,7 @@ class Scaler:
 
         Raises:
             InvalidInput: There must be at least one, and they must be ours.
-            ArealError: One did not come up, or was not let go; the others are as they should be.
+            ArealError: One did not come up, or was not released; the others are as they should be.
         """
         plan = self._plan
         if not plan.inference:

@@ -64,7 +64,7 @@ class Report:
         self._write({"end": True})
 
     def _in_time(self) -> None:
-        """Starts the clock of what is going on now."""
+        """Starts the clock of what is continuing now."""
         faulthandler.cancel_dump_traceback_later()
         if self._late is not None:
             seconds, late = self._late

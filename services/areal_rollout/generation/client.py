@@ -404,7 +404,7 @@ class SGLangClient:
             self._log.info("server_report_failed", url=url, error=str(error))
 
     def _abort(self, server: Server, rid: str) -> None:
-        """Tells a server, in the background, that nobody waits for a request any more."""
+        """Tells a server, in the background, that no one waits for a request any more."""
         task = asyncio.create_task(self._connections.abort(server.abort_url, rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)

@@ -1,7 +1,7 @@
 """The HTTP connections of a generation client: never more than the process may have open.
 
 A process without file descriptors cannot connect, and blames servers that are well. So requests
-wait here, where nobody is to blame, and aborts have room of their own.
+wait here, where no one is to blame, and aborts have room of their own.
 
 Nor does a burst of thousands connect at once: the event loop would be so late that connections time
 out which the servers had accepted.
@@ -11,7 +11,7 @@ out which the servers had accepted.
 | take    | a connection  | a free one, in order    | free, or the request's deadline |
 | abort   | one of a few  | a free one, in order    | an abort's end: 5 s at most     |
 | connect | one of a few  | a free one, in order    | a handshake's end: 5 s each     |
-| calm    | nothing       | nobody waits to connect | the last that waits; a timeout  |
+| calm    | nothing       | no one waits to connect | the last that waits; a timeout  |
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Connections:
         self._free.release()
 
     async def abort(self, url: object, rid: str) -> None:
-        """Tells a server that nobody waits for a request any more; it may not hear it."""
+        """Tells a server that no one waits for a request any more; it may not hear it."""
         async with self._aborts:
             if self._session is None or self._session.closed:
                 return

@@ -38,7 +38,7 @@ class ModelLimits:
     def room(self, prompt: int) -> int:
         """Tokens that may follow a prompt of so many; below 1: it is too long.
 
-        SGLang takes prompts up to `context_length` - 7, and what an interrupted request goes on
+        SGLang takes prompts up to `context_length` - 7, and what an interrupted request continues
         from is a prompt: so no output may grow beyond that.
         """
         return self.context_length - 6 - prompt

@@ -32,7 +32,7 @@ from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.engine.http import normalize_url
 
 # Long enough for every rollout worker to hear that the server takes no new requests, and to keep
-# those that are nearly done; then they are aborted and go on elsewhere from their tokens.
+# those that are nearly done; then they are aborted and continue elsewhere from their tokens.
 DRAIN_S = 1.0
 
 
@@ -69,7 +69,7 @@ class Source(ABC):
         """All its servers now, then again after each change; an outage yields nothing."""
 
     def accompany(self, coordinator: Coordinator) -> Coroutine[Any, Any, None] | None:
-        """Tells the source's own world how its servers are, until cancelled; None: nobody asks."""
+        """Tells the source's own world how its servers are, until cancelled; None: no one asks."""
         return None
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ class Discovery:
         """Registers what is new in a listing, drains what is not in it any more."""
         before = self._listed.get(name)
         self._listed[name] = dict(listing)
-        if before is None:  # the first one: servers that vanished while nobody looked
+        if before is None:  # the first one: servers that vanished while no one looked
             gone = self._inherited.pop(name, [])
             before = {}
         else:

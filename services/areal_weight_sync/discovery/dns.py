@@ -34,7 +34,7 @@ class DnsSource(Source):
     """See the module's picture."""
 
     def __init__(self, source: ServerSource, min_s: float = 1.0, max_s: float = 5.0) -> None:
-        """Reads resolv.conf; asks nobody yet.
+        """Reads resolv.conf; asks no one yet.
 
         Args:
             source: The entry.
@@ -82,7 +82,7 @@ class DnsSource(Source):
         return addresses, complete, ttl
 
     async def _ask(self, kind: str) -> tuple[set[str], float] | None:
-        """Addresses and time to live; None when nobody could say."""
+        """Addresses and time to live; None when no one could say."""
         try:
             answer = await self._resolver.resolve(
                 self._source.name,

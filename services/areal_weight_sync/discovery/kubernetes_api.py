@@ -112,7 +112,7 @@ class KubernetesApi:
                 finally:
                     response.close()
         except TimeoutError:
-            return  # a connection that died silently: the caller watches anew
+            return  # a connection that died silently: the caller watches again
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _unreachable(error) from None
 

@@ -53,7 +53,7 @@ class Engine(Protocol):
         """What the server says it serves."""
 
     async def boot_id(self) -> str:
-        """Changes whenever the server's process is started anew."""
+        """Changes whenever the server's process is started again."""
 
     async def running(self) -> int:
         """Requests running or waiting, asked of the scheduler itself."""
@@ -86,7 +86,7 @@ class Engine(Protocol):
         """Of each prompt token but the first."""
 
     async def resume(self) -> None:
-        """Goes on after `pause`; harmless when not paused."""
+        """Continues after `pause`; harmless when not paused."""
 
     async def abort_all(self) -> None:
         """Ends every request; its caller gets the tokens so far."""

@@ -39,7 +39,9 @@ class Membership:
         """Waits for all the others, unless it is in that group already."""
         if self._group == seat.group:
             return
-        self._group = self._group or seat.offer.group  # joined in this service's former life
+        self._group = (
+            self._group or seat.offer.group
+        )  # joined in this service's previous incarnation
         await self._leave()
         self._group = seat.group  # from here on there may be something to leave
         request = {

@@ -14,7 +14,7 @@ async def empty(engine: Engine, deadline_s: float, interval_s: float, server_id:
 
     Args:
         engine: The server.
-        deadline_s: How long its requests may go on.
+        deadline_s: How long its requests may continue.
         interval_s: Between two looks.
         server_id: For the log.
     """

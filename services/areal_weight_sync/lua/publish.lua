@@ -11,12 +11,12 @@ local version = tonumber(ARGV[2])
 local incarnation = tonumber(ARGV[3])
 local registered = tonumber(redis.call('HGET', KEYS[3], 'incarnation') or '0')
 local newest = math.max(highest, registered)
--- Version 0 is nobody's: weight-sync publishes it, whatever trainers have registered.
+-- Version 0 is no one's: weight-sync publishes it, whatever trainers have registered.
 if incarnation < newest and not (version == 0 and current < 0) then
   return {'stale', tostring(newest)}
 end
 -- A version that was broadcast is published again once it is stored; when its trainer died before
--- that, the next one makes it anew.
+-- that, the next one makes it again.
 local unstored = redis.call('HGET', KEYS[1], 'stored') == '0'
 if version == current and unstored and ARGV[6] == '1' then
   redis.call('HSET', KEYS[1], 'incarnation', ARGV[3], 'path', ARGV[4], 'manifest', ARGV[5],

@@ -84,7 +84,7 @@ class StoreApp:
                     "weight_store_cannot_listen", host=host, port=port, cause=str(error)
                 )
                 await self.close()
-                # The kernel tells nobody when an address becomes free.
+                # The kernel tells no one when an address becomes free.
                 await asyncio.sleep(_LISTEN_AGAIN_S)
 
     async def start(self, host: str, port: int) -> None:

@@ -76,7 +76,7 @@ class RedisStore:
             await asyncio.sleep(self._ttl / 3 * random.uniform(0.8, 1.2))  # noqa: S311
 
     async def keep_lease(self) -> None:
-        """Renews for ever; an outage of Redis is sat out, as nobody else can take over in it.
+        """Renews forever; an outage of Redis is sat out, as no one else can take over in it.
 
         Raises:
             LeaseTaken: Another coordinator is active.
@@ -170,7 +170,7 @@ class RedisStore:
             raise LeaseTaken(f"the active coordinator is {holder}")
 
     async def persist(self, coordinator: Coordinator) -> None:
-        """Writes what changes, for ever.
+        """Writes what changes, forever.
 
         Members do not wait for it: what a crash loses is confirmed again by the next coordinator.
         """

@@ -197,7 +197,7 @@ async def test_stop_when_requests_are_left_then_they_are_answered():
     bench.engine.submit([item])
     bench.allow(1)
     stopping = asyncio.create_task(bench.engine.stop(10))
-    await asyncio.sleep(0)  # it is asked to stop before it may go on
+    await asyncio.sleep(0)  # it is asked to stop before it may continue
     bench.allow(5)
     await stopping
     assert "engine stopped" in (await finished(item)).finish["message"]

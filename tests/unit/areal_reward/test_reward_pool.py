@@ -48,7 +48,7 @@ class ScriptedWorker:
         for position, item in enumerate(pb.ScoreRequest.FromString(request).items):
             word = item.completion
             self.progress.set(position)
-            if word == "partial":  # results so far are sent, then this item goes on
+            if word == "partial":  # results so far are sent, then this item continues
                 self.frames.put_nowait((Kind.RESULTS, pack_results(positions, results)))
                 positions, results = [position], [pb.ScoreResult(reward=-1)]
                 continue

@@ -1,4 +1,4 @@
-"""Draining: leases go back with the tokens they have, and the next worker goes on from them."""
+"""Draining: leases go back with the tokens they have, and the next worker continues from them."""
 
 import asyncio
 

@@ -68,7 +68,7 @@ async def test_group_when_membership_changes_then_is_made_anew_else_kept(tmp_pat
         assert len(set(groups)) == 3
         assert seats.world_size == 3
         rig.engine("a").boot = "boot-2"
-        await rig.until(lambda: rig.engine("a").calls.count("load 4") == 2, "a loaded anew")
+        await rig.until(lambda: rig.engine("a").calls.count("load 4") == 2, "a loaded again")
         await rig.at("a", SERVING, 4)
         assert (await offer(rig, unstored(rig, 5)[0], groups[-1])).group != groups[-1]
 
@@ -178,7 +178,7 @@ async def test_unstored_version_when_its_trainer_died_then_the_next_one_makes_it
 
 
 async def test_server_when_late_then_takes_its_seat_though_the_version_is_stored_by_now(tmp_path):
-    """The others are in the broadcast already, and cannot go on without it."""
+    """The others are in the broadcast already, and cannot continue without it."""
     async with rig_of(tmp_path) as rig:
         await serving(rig, "a")
         rig.engine("a").load_gate.clear()  # busy with version 1

@@ -68,7 +68,7 @@ async def test_update_when_server_freezes_while_staging_then_probes_notice(tmp_p
         rig.engine("a").stage_gate.clear()
         await rig.publish(1)
         await rig.until(lambda: steps(rig, "a") == ["stage 1"], "staging")
-        assert rig.server("a").state is SERVING  # it goes on generating meanwhile
+        assert rig.server("a").state is SERVING  # it continues generating meanwhile
         rig.engine("a").down = EngineError(Fault.TIMEOUT, "/model_info: no answer within 2.0 s")
         await rig.at("a", QUARANTINED)
         assert "/model_info" in rig.server("a").cause

@@ -76,7 +76,7 @@ async def test_update_when_one_server_hangs_then_others_are_confirmed_meanwhile(
         await rig.at("b", QUARANTINED)
         assert "no answer within" in rig.server("b").cause
         assert rig.server("b").version == -1  # half loaded for all we know
-        # Its requests were let go (partial tokens), and it was not left paused.
+        # Its requests were released (partial tokens), and it was not left paused.
         await rig.until(lambda: not rig.engine("b").paused, "the release of b")
         assert rig.engine("b").aborts == 3
         rig.engine("b").load_gate.set()

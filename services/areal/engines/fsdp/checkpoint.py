@@ -105,7 +105,7 @@ def load(
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())
     saved = FileSystemReader(directory).read_metadata().state_dict_metadata
     for name in [name for name in tensors if name.startswith("random.") and name not in saved]:
-        # Written by fewer ranks: this rank goes on with the random state it has.
+        # Written by fewer ranks: this rank continues with the random state it has.
         del tensors[name]
     for name, tensor in tensors.items():
         if name not in saved:

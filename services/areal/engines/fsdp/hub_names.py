@@ -168,7 +168,7 @@ def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str,
     """
     try:
         directory = TensorDirectory(source)
-    except InvalidInput:  # no safetensors: nobody can serve it as version 0 either
+    except InvalidInput:  # no safetensors: no one can serve it as version 0 either
         return
     with directory:
         others = {n: shape for n, shape in directory.shapes.items() if n not in exported}

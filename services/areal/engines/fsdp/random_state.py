@@ -45,7 +45,7 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def restore(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators that `states` names; others go on from where they are."""
+    """Set the generators that `states` names; others continue from where they are."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "python" in states:

@@ -17,7 +17,7 @@ from areal.v1 import buffer_service_pb2_grpc as pb_grpc
 
 
 class Flaky(pb_grpc.BufferServiceServicer):
-    """Answers as told, one after the other: "frozen" (for ever), "away", "full", or well."""
+    """Answers as told, one after the other: "frozen" (forever), "away", "full", or well."""
 
     def __init__(self) -> None:
         self.moods: list[str] = []

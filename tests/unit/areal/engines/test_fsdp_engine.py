@@ -298,7 +298,7 @@ def test_checkpoint_when_resumed_then_continues_bit_for_bit(
     saved = engine.save_checkpoint(tmp_path / "c", {"cursor": [1, 2]}, background=background)
     assert isinstance(saved, Future)
     drawn = torch.rand(3)
-    # Training goes on while the checkpoint is written: it must hold the weights of the call.
+    # Training continues while the checkpoint is written: it must hold the weights of the call.
     for step in range(at_step, 6):
         last = engine.train_batch(batches[step], weighted_loss)
     saved.result(timeout=60)

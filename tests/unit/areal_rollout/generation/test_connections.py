@@ -122,7 +122,7 @@ async def test_calm_when_a_burst_connects_then_few_do_at_once_and_who_would_brin
 ):
     connections = Connections({}, 1000)
     await connections.open()
-    await connections.calm(10.0)  # nothing is going on
+    await connections.calm(10.0)  # nothing is continuing
     opened, connecting, most = asyncio.Event(), 0, 0
     create = connections._connector._create_connection
 
