@@ -258,7 +258,7 @@ class RemoteSGLangEngine:
         return tasks
 
     def _submit_all(self, tasks: list[Task], what: str) -> None:
-        """Submits tasks that the run cannot continue without; all ranks wait while there is no room.
+        """Submits tasks that the run cannot do without; all ranks wait while there is no room.
 
         Raises:
             WaitTimeout: The ledger was full for rollout.batch_timeout_s.

@@ -15,7 +15,7 @@ import json, os, pathlib, sys
 import torch.distributed as dist
 from areal import errors
 from areal.protocol.leases import GroupManifest, TakeResult, TakeState
-from areal.engines import exchange, rank_watch
+from areal.training import exchange, rank_watch
 from areal.training.checkpoints import Checkpoint
 from areal.training.rank_watch import RankWatch
 from areal.training.ranks import Ranks
