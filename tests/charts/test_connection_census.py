@@ -32,20 +32,20 @@ def line(local, remote, state):
     return f"   0: {end(*local)} {end(*remote)} {state:02X} 00000000:00000000 00:00000000 0\n"
 
 
-def objects(pods=None, services=None, gone=()):
+def objects(pods=None, services=None, finished=(), leaving=()):
     """What the cluster's API shows."""
 
     def labels(component):
         return {"app.kubernetes.io/instance": "areal", "app.kubernetes.io/component": component}
 
-    found = [
-        {
-            "kind": "Pod",
-            "metadata": {"uid": name, "labels": labels(name)},
-            "status": {"podIP": address, "phase": "Failed" if name in gone else "Running"},
-        }
-        for name, address in (PODS if pods is None else pods).items()
-    ]
+    found = []
+    for name, address in (PODS if pods is None else pods).items():
+        metadata = {"uid": f"{name} {address}", "labels": labels(name)}
+        if name in leaving:
+            metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        phase = "Succeeded" if name in finished else "Running"
+        status = {"podIP": address, "phase": phase}
+        found.append({"kind": "Pod", "metadata": metadata, "status": status})
     for name, address in (services or {}).items():
         spec = {"clusterIP": address, "selector": labels(name)}
         found.append({"kind": "Service", "metadata": {"uid": f"s-{name}"}, "spec": spec})
@@ -146,13 +146,36 @@ def test_census_when_an_address_has_a_new_owner_then_what_was_keeps_its_name():
     assert census.looks == 2
 
 
-def test_directory_when_an_address_is_used_by_a_pod_not_shown_yet_then_nobody_owns_it():
-    who = directory()
-    rest = {name: address for name, address in PODS.items() if name != "sglang"}
-    who.update(objects(rest))
-    assert who.owners[PODS["sglang"]] == "sglang", "its last connections are still its own"
-    who.update(objects(rest), in_use=[*rest.values(), PODS["sglang"]])
-    assert PODS["sglang"] not in who.owners
+@pytest.mark.parametrize("how", ["finished", "leaving", "gone"])
+def test_census_when_a_pod_has_the_address_of_another_then_its_first_call_is_not_the_others(how):
+    """As a gateway that came where the Job prepare had been, and was not shown with it yet."""
+    census, who, before = Census(), Directory(), {**PODS, "prepare": "10.1.0.50"}
+    who.update(objects(before))
+    gone = {} if how == "gone" else {how: ["prepare"]}
+    who.update(objects(PODS if how == "gone" else before, **gone))
+    early = incoming("buffer", "10.1.0.50", 50051)
+    census.look("a stage", who, Allowed.of(render()), early)
+    who.update(objects({**PODS, "gateway": "10.1.0.50"}))
+    late = incoming("trainer", "10.1.0.50", 50051)
+    census.look("a stage", who, Allowed.of(render()), [*early, *late])
+    assert census.complaint() == ""
+    assert set(census.kinds) == {Connection("gateway", "trainer", 50051)}
+
+
+def test_census_when_a_new_pod_calls_before_it_is_shown_then_it_is_known_at_the_next_look():
+    rest = {name: address for name, address in PODS.items() if name != "rollout"}
+    seen = incoming("trainer", PODS["rollout"], 50051)
+    census = Census()
+    for who in (directory(rest), directory()):
+        census.look("a stage", who, without("rollout", "trainer"), seen)
+    assert "rollout -> trainer 50051" in census.complaint()
+
+
+def test_census_when_ranks_choose_their_ports_then_it_is_one_kind():
+    seen = [outgoing("trainer", PODS["trainer"], port) for port in (37193, 38115)]
+    census = taken(Allowed.of(render()), *seen)
+    assert [str(kind) for kind in census.kinds] == ["trainer -> trainer (any port)"]
+    assert census.complaint() == ""
 
 
 def test_census_when_an_address_stays_unknown_then_it_is_outside_and_named():

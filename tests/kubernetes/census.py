@@ -37,14 +37,14 @@ class Socket(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A kind of connection: components of the release, NODE, or OUTSIDE."""
+    """A kind of connection: components of the release, NODE, or OUTSIDE; port 0: any."""
 
     caller: str
     called: str
     port: int
 
     def __str__(self) -> str:
-        return f"{self.caller} -> {self.called} {self.port}"
+        return f"{self.caller} -> {self.called} {self.port or '(any port)'}"
 
     @property
     def inside(self) -> bool:
@@ -86,40 +86,35 @@ class Pod(NamedTuple):
 
 @dataclass
 class Directory:
-    """Whose an address is. What has left keeps its address until somebody else has it."""
+    """Whose an address is now."""
 
     release: str = "areal"
     owners: dict[str, str] = field(default_factory=dict)
     """Address to component, NODE or OUTSIDE."""
     pods: list[Pod] = field(default_factory=list)
-    """Of the release, as they are now."""
+    """Of the release: those that stay."""
+    past: set[str] = field(default_factory=set)
+    """Addresses that pods have had: the next pod may have them before it is shown."""
+    _fixed: dict[str, str] = field(default_factory=dict)
 
-    def update(self, objects: Iterable[Json], in_use: Iterable[str] = ()) -> None:
-        """Reads Pods, Services and Nodes among the objects.
-
-        Args:
-            objects: As the cluster's API shows them.
-            in_use: Addresses with processes; one that no Pod shows yet is not its last owner's.
-        """
-        self.pods, shown = [], set()
+    def update(self, objects: Iterable[Json]) -> None:
+        """Reads Pods, Services and Nodes among the objects, as the cluster's API shows them."""
+        self.pods, current = [], dict[str, str]()
         for each in objects:
             if each["kind"] == "Pod" and (address := each["status"].get("podIP")):
-                if each["status"]["phase"] in ("Succeeded", "Failed"):
-                    continue  # its address may be another's by now
-                labels = each["metadata"].get("labels", {})
-                shown.add(address)
-                self.owners[address] = owner = self._owner(labels)
+                self.past.add(address)
+                over = each["status"]["phase"] in ("Succeeded", "Failed")
+                if over or "deletionTimestamp" in each["metadata"]:
+                    continue  # its address may be another's already
+                current[address] = owner = self._owner(each["metadata"].get("labels"))
                 if owner != OUTSIDE:
                     self.pods.append(Pod(each["metadata"]["uid"], owner, address))
             elif each["kind"] == "Service" and each["spec"].get("clusterIP", "None") != "None":
                 # Its ports have its pods' numbers.
-                self.owners[each["spec"]["clusterIP"]] = self._owner(each["spec"].get("selector"))
+                self._fixed[each["spec"]["clusterIP"]] = self._owner(each["spec"].get("selector"))
             elif each["kind"] == "Node":
-                nodes = {address["address"]: NODE for address in each["status"]["addresses"]}
-                self.owners |= nodes
-                shown |= nodes.keys()
-        for address in set(in_use) - shown:
-            self.owners.pop(address, None)
+                self._fixed |= {at["address"]: NODE for at in each["status"]["addresses"]}
+        self.owners = self._fixed | current
 
     def _owner(self, labels: dict[str, str] | None) -> str:
         labels = labels or {}
@@ -138,7 +133,8 @@ class Census:
     """Those that no policy allows, with the stage in which each was seen first."""
     allowed: Allowed | None = None
     """What the policies said last."""
-    _live: dict[tuple[str, Socket], Connection] = field(default_factory=dict)
+    _live: dict[tuple[str, Socket], Connection | None] = field(default_factory=dict)
+    """None: nobody can tell; the other end was a pod that left, or one not shown yet."""
     _unknown: Counter[tuple[str, Socket]] = field(default_factory=Counter)
     _listened: dict[str, set[int]] = field(default_factory=dict)
 
@@ -158,37 +154,31 @@ class Census:
             sockets: Of each pod that could be read.
         """
         self.looks, self.allowed = self.looks + 1, allowed
-        live: dict[tuple[str, Socket], Connection] = {}
+        live: dict[tuple[str, Socket], Connection | None] = {}
         for pod, table in sockets:
             self.pods.add(pod.uid)
             listened = self._listened.setdefault(pod.uid, set())
             listened.update(each.local_port for each in table if each.listens)
             for each in table:
-                if each.listens:
-                    continue
                 key = pod.uid, each
-                # What a connection was when it was new it stays: addresses are used again.
-                kind = self._live.get(key) or self._kind(pod, each, directory.owners, listened)
-                if kind is None:
+                if each.listens or not self._told(key, directory):
                     continue
+                # What a connection was when it was new it stays: addresses are used again.
+                if key in self._live:
+                    kind = self._live[key]
+                else:
+                    kind = _kind(pod, each, directory, listened, allowed)
+                    self.kinds.update([kind] if kind else [])
                 live[key] = kind
-                self.kinds[kind] += key not in self._live
-                if not _fine(kind, allowed):
+                if kind and not _fine(kind, allowed):
                     self.unlisted.setdefault(kind, stage)
         self._live = live
 
-    def _kind(
-        self, pod: Pod, socket: Socket, owners: dict[str, str], listened: set[int]
-    ) -> Connection | None:
-        """None: the next look may know whose the other address is."""
-        key = pod.uid, socket
+    def _told(self, key: tuple[str, Socket], directory: Directory) -> bool:
+        """Whether it is time: whose an address is that nobody had the next look may know."""
         self._unknown[key] += 1
-        if socket.remote not in owners and self._unknown[key] < _PATIENCE:
-            return None
-        other = owners.get(socket.remote, OUTSIDE)
-        if socket.local_port in listened:
-            return Connection(other, pod.component, socket.local_port)
-        return Connection(pod.component, other, socket.remote_port)
+        known = key[1].remote in directory.owners or key[1].remote in directory.past
+        return known or key in self._live or self._unknown[key] >= _PATIENCE
 
     def complaint(self) -> str:
         """The unlisted ones, in words; empty: there are none."""
@@ -212,6 +202,19 @@ class Census:
             f"To and from outside: {', '.join(through)}.",
             f"Allowed and not seen: {', '.join(unmet) or 'none'}.",
         ]
+
+
+def _kind(
+    pod: Pod, socket: Socket, directory: Directory, listened: set[int], allowed: Allowed
+) -> Connection | None:
+    other = directory.owners.get(socket.remote)
+    if other is None and socket.remote in directory.past:
+        return None
+    caller, called, port = pod.component, other or OUTSIDE, socket.remote_port
+    if socket.local_port in listened:
+        caller, called, port = called, caller, socket.local_port
+    # Ranks choose their ports: one kind.
+    return Connection(caller, called, 0 if (caller, called, None) in allowed.inside else port)
 
 
 def _fine(kind: Connection, allowed: Allowed) -> bool:

@@ -72,7 +72,7 @@ class Watcher:
         with self._lock:
             found = tables()  # before the pods are listed: who connects is in that list
             objects = self._cluster.get(KINDS)
-            self._directory.update(objects, found)
+            self._directory.update(objects)
             sockets: list[tuple[Pod, list[Socket]]] = [
                 (pod, found[pod.address]) for pod in self._directory.pods if pod.address in found
             ]
