@@ -49,7 +49,7 @@ def forwards(kubectl: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if kubectl in command and "port-forward" in command:
+        if kubectl in command[:2] and "port-forward" in command:  # not its keeper
             found += [process, *process.children()]
     return found
 

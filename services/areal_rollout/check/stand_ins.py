@@ -1,6 +1,6 @@
 """Runs a recipe's `main` up to its first batch, without torch and without services.
 
-    main ──> FSDPPPOActor(...)      a stand-in: every module of areal.engines and areal.algorithms
+    main ──> FSDPPPOActor(...)      a stand-in: every module of areal.engines, algorithms, training
          ──> rollout.evaluate(...)  noted: its first row and its workflow
          ──> rollout.prepare_batch  noted; main ends here
 
@@ -22,7 +22,7 @@ from typing import Any
 import areal
 from areal.errors import InvalidInput
 
-_REPLACED = ("areal.engines.", "areal.algorithms.")
+_REPLACED = ("areal.engines.", "areal.algorithms.", "areal.training.")
 _ROLLOUT = "RemoteSGLangEngine"
 
 
@@ -54,7 +54,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Imports below areal.engines and areal.algorithms give stand-ins, until the end of it."""
+        """Imports below these packages give stand-ins, until the end of it."""
         hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _replaced(name)}
         sys.meta_path.insert(0, self)
         try:
