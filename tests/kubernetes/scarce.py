@@ -26,7 +26,7 @@ TRAINER_GI, REST_GI = 6, 4
 SERVERS, MOST = 3, 5
 METRIC = "areal_rollout_recommended_inference_servers"
 API = "v1beta1.external.metrics.k8s.io"
-ADAPTER = "metrics-api"
+ADAPTER, READER = "metrics-api", "areal-e2e-metrics-reader"
 
 
 class Scarce(Run):
@@ -96,8 +96,8 @@ class Scarce(Run):
         self.cluster.helm("upgrade", "areal", *self.arguments())
 
         def blind() -> Json | None:
-            (hpa,) = self.hpas()
-            found = {c["type"]: c for c in hpa.get("status", {}).get("conditions", [])}
+            status = self.hpa().get("status", {})
+            found = {c["type"]: c for c in status.get("conditions", [])}
             active: Json | None = found.get("ScalingActive")
             return active if active and active["status"] == "False" else None
 
@@ -157,11 +157,15 @@ class Scarce(Run):
         arguments = ("--subresource=status", "--type=json", "-p", json.dumps(patch))
         self.cluster.kubectl("patch", "node", name, *arguments)
 
-    def hpas(self) -> list[Json]:
+    def hpa(self) -> Json:
         """In the newest version that the cluster has: older ones show no conditions."""
         known = self.cluster.kubectl("api-versions").split()
         version = "v2" if "autoscaling/v2" in known else "v2beta2"
-        return self.cluster.get(f"hpa.{version}.autoscaling")
+        where = f"namespaces/{self.cluster.namespace}/horizontalpodautoscalers/sglang"
+        found: Json = json.loads(
+            self.cluster.kubectl("get", "--raw", f"/apis/autoscaling/{version}/{where}")
+        )
+        return found
 
     def replicas(self) -> int:
         """Servers that the Deployment asks for."""
@@ -195,6 +199,9 @@ class Scarce(Run):
         with suppress(subprocess.SubprocessError):
             # Before its pod: an API that does not answer keeps a namespace from going.
             self.cluster.kubectl("delete", "apiservice", API, "--ignore-not-found")
+        with suppress(subprocess.SubprocessError):
+            kinds = f"clusterrole/{READER}", f"clusterrolebinding/{READER}"
+            self.cluster.kubectl("delete", *kinds, "--ignore-not-found")
         with suppress(subprocess.SubprocessError):
             self.advertise(None)
 
@@ -230,7 +237,15 @@ def _adapter(namespace: str, tag: str, ca: Path) -> list[Json]:
         "caBundle": base64.b64encode(ca.read_bytes()).decode(),
     }
     ports = [{"port": 443, "targetPort": metrics_api.PORT}]
+    rbac = "rbac.authorization.k8s.io"
+    rules = [{"apiGroups": [group], "resources": ["*"], "verbs": ["get", "list"]}]
+    autoscaler = {"kind": "ServiceAccount", "name": "horizontal-pod-autoscaler"}
     return [
+        {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": READER}}
+        | {"rules": rules},
+        {"apiVersion": f"{rbac}/v1", "kind": "ClusterRoleBinding", "metadata": {"name": READER}}
+        | {"roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": READER}}
+        | {"subjects": [autoscaler | {"namespace": "kube-system"}]},
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": ADAPTER, "labels": labels}}
         | {"spec": spec},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": ADAPTER}}

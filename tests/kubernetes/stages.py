@@ -206,7 +206,7 @@ class Run:
         return "the first recipe's job resumed; 2 servers again"
 
     def delete(self, component: str) -> str:
-        """One pod, without warning; over when its successor works and training has gone on."""
+        """One pod, without warning; over when its successor works and training has continued."""
         cluster = self.cluster
         victim = self.victim(component)
         step, uid = self.step(), victim["metadata"]["uid"]
