@@ -143,13 +143,25 @@ def go_through(run: Run, watch: bool) -> None:
     take("helm uninstall", run.uninstall)
 
 
+def clean(run: Run) -> None:
+    """The cluster and the node as they were."""
+    cluster, settings = run.cluster, run.settings
+    run.restore()
+    with suppress(subprocess.SubprocessError):  # there may be none
+        cluster.helm("uninstall", "areal", timeout=300.0)
+    cluster.kubectl("delete", "namespace", cluster.namespace, timeout=300)
+    shutil.rmtree(settings.scratch, ignore_errors=True)
+    if settings.data and os.access(settings.data, os.W_OK):  # the node is this machine
+        shutil.rmtree(settings.data, ignore_errors=True)
+
+
 def main() -> int:
     arguments = parse()
     if arguments.build:
         command = ["make", "images", f"TAG={arguments.tag}"]
         subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"DOCKER_BUILDKIT": "0"})
     scratch = Path(tempfile.mkdtemp(prefix="areal-e2e-"))
-    cluster, began, code = Cluster(arguments.namespace), time.monotonic(), 0
+    cluster, began, code = Cluster(arguments.namespace), time.monotonic(), 1
     folder = f"{arguments.data}/{scratch.name}" if arguments.data else ""
     settings = Settings(arguments.tag, folder, arguments.values, arguments.steps, scratch)
     kind = Scarce if arguments.scarce else Run
@@ -159,22 +171,16 @@ def main() -> int:
         sys.exit(f"before the first stage: {error.stderr}")
     try:
         go_through(run, not arguments.no_census)
-    except (Failed, subprocess.SubprocessError) as error:
-        print(f"FAILED: {getattr(error, 'stderr', '') or error}", flush=True)
-        code = 1
-    if code == 0:
         name = "e2e-kubernetes-scarce.md" if arguments.scarce else "e2e-kubernetes.md"
         file = arguments.report or DOCS / name
         file.write_text(report(run, began))
         print(file.read_text())
-    if code == 0 or not arguments.keep:
-        run.restore()
-        with suppress(subprocess.SubprocessError):  # there may be none
-            cluster.helm("uninstall", "areal", timeout=300.0)
-        cluster.kubectl("delete", "namespace", cluster.namespace, timeout=300)
-        shutil.rmtree(scratch, ignore_errors=True)
-        if folder and os.access(folder, os.W_OK):  # the node is this machine
-            shutil.rmtree(folder, ignore_errors=True)
+        code = 0
+    except (Failed, subprocess.SubprocessError) as error:
+        print(f"FAILED: {getattr(error, 'stderr', '') or error}", flush=True)
+    finally:
+        if code == 0 or not arguments.keep:
+            clean(run)
     return code
 
 

@@ -96,8 +96,8 @@ class Scarce(Run):
         self.cluster.helm("upgrade", "areal", *self.arguments())
 
         def blind() -> Json | None:
-            status = self.hpa().get("status", {})
-            found = {c["type"]: c for c in status.get("conditions", [])}
+            conditions = self.hpa()["status"].get("conditions")  # null before its first look
+            found = {c["type"]: c for c in conditions or []}
             active: Json | None = found.get("ScalingActive")
             return active if active and active["status"] == "False" else None
 
