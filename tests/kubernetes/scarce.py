@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 from tests.kubernetes import metrics_api
-from tests.kubernetes.cluster import Failed, Json, condition, program, wait
+from tests.kubernetes.cluster import Failed, Json, condition, is_ready, program, wait
 from tests.kubernetes.stages import Run
 
 GPU = "nvidia.com/gpu"
@@ -186,13 +186,17 @@ class Scarce(Run):
             *("create", "secret", "generic", ADAPTER),
             *(f"--from-file={name}={path}" for name, path in files.items()),
         )
-        for thing in _adapter(self.cluster.namespace, self.settings.tag, self.authority.ca):
+        *things, api = _adapter(self.cluster.namespace, self.settings.tag, self.authority.ca)
+        for thing in things:
             self.create(thing, thing["metadata"]["name"])
+        # The API server keeps the connection of its first look: none from before the Service works.
+        wait("the adapter", lambda: is_ready(self.cluster.get("pod", ADAPTER)[0]), 120.0)
+        self.create(api, API)
 
         def served() -> bool:
             return bool(condition(self.cluster.get("apiservice", API)[0], "Available"))
 
-        wait("the external metrics API", served, 300.0)
+        wait("the external metrics API", served, 120.0)
 
     def restore(self) -> None:
         """The cluster as it was."""
