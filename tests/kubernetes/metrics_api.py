@@ -1,12 +1,14 @@
 """external.metrics.k8s.io, as a metrics adapter would answer an HPA: one file, to run in a pod.
 
 Asked for a metric of the Service in the selector's label `service`, it reads that Service's
-/metrics and answers the largest value above 0, or none: what docs/autoscaling.md asks of a rule.
+/metrics, with the token in AREAL_TOKEN, and answers the largest value above 0, or none: what
+docs/autoscaling.md asks of a rule.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import sys
 import urllib.error
@@ -17,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 VERSION = "external.metrics.k8s.io/v1beta1"
-PORT = 8443
+PORT, METRICS_PORT = 8443, 9100
 
 
 def largest(text: str, metric: str) -> float:
@@ -35,7 +37,7 @@ def answer(path: str) -> dict[str, Any]:
 
     Raises:
         LookupError: There is no such path, or no label `service` in the selector.
-        OSError: The Service does not answer.
+        OSError: The Service does not answer, or refuses.
     """
     parts = urlsplit(path)
     _, found, rest = parts.path.partition(f"/apis/{VERSION}")
@@ -51,7 +53,11 @@ def answer(path: str) -> dict[str, Any]:
     metric = rest.rsplit("/", 1)[1]
     selector = parse_qs(parts.query)["labelSelector"][0]
     service = dict(each.split("=", 1) for each in selector.split(","))["service"]
-    with urllib.request.urlopen(f"http://{service}:9100/metrics", timeout=10) as reply:
+    request = urllib.request.Request(
+        f"http://{service}:{METRICS_PORT}/metrics",
+        headers={"Authorization": f"Bearer {os.environ['AREAL_TOKEN']}"},
+    )
+    with urllib.request.urlopen(request, timeout=10) as reply:
         value = largest(reply.read().decode(), metric)
     item = {
         "metricName": metric,

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,11 @@ class Scarce(Run):
 
     def metrics(self) -> dict[str, float]:
         """What the rollout worker says, metrics without labels alone."""
-        path = f"/api/v1/namespaces/{self.cluster.namespace}/services/areal-rollout:9100/proxy"
-        text = self.cluster.kubectl("get", "--raw", f"{path}/metrics")
+        bearer = {"Authorization": f"Bearer {self.cluster.secret('token')}"}
+        with self.cluster.forward("areal-rollout", 9100) as address:
+            request = urllib.request.Request(f"http://{address}/metrics", headers=bearer)
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                text = reply.read().decode()
         return {m[1]: float(m[2]) for m in re.finditer(r"^(\w+) (\S+)$", text, re.MULTILINE)}
 
     def serve_metrics(self) -> None:
@@ -223,6 +227,10 @@ def _adapter(namespace: str, tag: str, ca: Path) -> list[Json]:
         "image": f"areal/control:{tag}",
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "/etc/api/api.py", "/etc/api/tls.crt", "/etc/api/tls.key"],
+        "env": [
+            {"name": "AREAL_TOKEN"}
+            | {"valueFrom": {"secretKeyRef": {"name": "areal-auth", "key": "token"}}}
+        ],
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         "volumeMounts": [{"name": "api", "mountPath": "/etc/api"}],
         "readinessProbe": {"tcpSocket": {"port": metrics_api.PORT}, "periodSeconds": 1},
