@@ -36,8 +36,6 @@ class BufferService(Service):
         context.waits.watch(self._sweeper.waits)
 
     def registrations(self) -> Sequence[Registration]:
-        """BufferService."""
-
         def add(server: grpc.aio.Server) -> None:
             add_BufferServiceServicer_to_server(self._servicer, server)
 
@@ -52,7 +50,6 @@ class BufferService(Service):
         keep(self._sweeper.listen_forever(self._redis), "listen")
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._redis.aclose()
 
 

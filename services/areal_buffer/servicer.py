@@ -76,7 +76,6 @@ class BufferServicer(BufferServiceServicer):
     async def LeaseTasks(
         self, request: pb.LeaseTasksRequest, context: Context
     ) -> pb.LeaseTasksResponse:
-        """Long poll."""
         worker = check.check_worker_id(request.worker_id)
         if not 1 <= request.max_tasks <= check.MAX_LEASES_PER_CALL:
             raise InvalidInput(
@@ -103,7 +102,6 @@ class BufferServicer(BufferServiceServicer):
     async def RenewLeases(
         self, request: pb.RenewLeasesRequest, context: Context
     ) -> pb.RenewLeasesResponse:
-        """Extends leases."""
         worker = check.check_worker_id(request.worker_id)
         if len(request.leases) > check.MAX_TASKS_PER_CALL:
             raise InvalidInput(
@@ -206,7 +204,6 @@ class BufferServicer(BufferServiceServicer):
     async def WaitTasks(
         self, request: pb.WaitTasksRequest, context: Context
     ) -> pb.WaitTasksResponse:
-        """Long poll."""
         ids = check.check_task_ids(request.task_ids, at_least=1)
         ended = await self._ledger.wait_tasks(
             ids,
@@ -218,7 +215,6 @@ class BufferServicer(BufferServiceServicer):
     async def RegisterTrainer(
         self, request: pb.RegisterTrainerRequest, context: Context
     ) -> pb.RegisterTrainerResponse:
-        """Hands out an incarnation."""
         trainer = await self._store.register_trainer(
             check.check_step(request.resume_step, "resume_step", 0),
             check.check_number(request.batch_size, "batch_size", 1),
@@ -236,7 +232,6 @@ class BufferServicer(BufferServiceServicer):
     async def TakeBatch(
         self, request: pb.TakeBatchRequest, context: Context
     ) -> pb.TakeBatchResponse:
-        """Long poll."""
         take = await self._ledger.take_batch(
             check.check_number(request.incarnation, "incarnation", 1),
             check.check_step(request.step, "step", 1),
@@ -262,7 +257,6 @@ class BufferServicer(BufferServiceServicer):
     async def CommitStep(
         self, request: pb.CommitStepRequest, context: Context
     ) -> pb.CommitStepResponse:
-        """Ends steps as trained."""
         step = check.check_step(request.step, "step", 0)
         retained = check.check_number(request.oldest_retained_step, "oldest_retained_step", 0)
         if retained > step:
@@ -274,7 +268,6 @@ class BufferServicer(BufferServiceServicer):
         return pb.CommitStepResponse(last_committed_step=committed)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        """Counters and gauges, now."""
         return stats_message(await self._store.stats(), self._memory)
 
     async def PutRecipe(
@@ -293,7 +286,6 @@ class BufferServicer(BufferServiceServicer):
     async def GetRecipe(
         self, request: pb.GetRecipeRequest, context: Context
     ) -> pb.GetRecipeResponse:
-        """A recipe by digest."""
         recipe = await self._store.get_recipe(check.check_task_id(request.digest, "digest"))
         if recipe is None:
             raise NotFound(f"recipe {request.digest}: unknown")
@@ -318,7 +310,6 @@ class BufferServicer(BufferServiceServicer):
     async def RetryDeadLetters(
         self, request: pb.RetryDeadLettersRequest, context: Context
     ) -> pb.RetryDeadLettersResponse:
-        """Queues dead letters again."""
         ids = check.check_task_ids(request.task_ids)
         return pb.RetryDeadLettersResponse(retried=await self._store.retry_dead_letters(ids))
 

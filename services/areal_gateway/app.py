@@ -54,7 +54,6 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encodes; bytes are JSON already."""
         return content if isinstance(content, bytes) else orjson.dumps(content)
 
 

@@ -9,7 +9,6 @@ class GatewayMetrics:
     """All metrics of the service."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Registers them."""
         self.registry = registry
         self.requests = Counter(
             "areal_gateway_requests",

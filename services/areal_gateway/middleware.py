@@ -15,7 +15,6 @@ class RequestCount:
     """ASGI middleware: counts answers by route and status code, records what is unanswered."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, waits: Waits) -> None:
-        """Wraps `app`."""
         self._app = app
         self._metrics = metrics
         self._waits = waits

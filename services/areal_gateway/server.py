@@ -108,7 +108,6 @@ class GatewayService(Service):
             await asyncio.wait({self._serving}, timeout=self._limits.drain_s + 1.0)
 
     async def close(self) -> None:
-        """Closes the upstream channels."""
         clients: list[Client | None] = [
             self._buffer,
             self._weight_sync,

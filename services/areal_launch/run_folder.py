@@ -22,7 +22,6 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Touches nothing yet."""
         self.path = path
         self.config_file = path / "config.yaml"
         self.stack_file = path / "stack.json"

@@ -9,7 +9,6 @@ class RewardMetrics:
     """All metrics of the service."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Registers them."""
         self.items = Counter(
             "areal_reward_items",
             "Scored items by outcome: reward, function, timeout, crash, invalid.",

@@ -39,7 +39,6 @@ class WorkerProcess:
     def __init__(
         self, process: asyncio.subprocess.Process, progress: Progress, children: Children
     ) -> None:
-        """Use `start`."""
         self._process = process
         self._children = children
         self._recipe = ""

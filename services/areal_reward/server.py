@@ -23,7 +23,6 @@ class RewardService(Service):
     """The pool behind its servicer."""
 
     def __init__(self, config: GRPOConfig, context: ServiceContext) -> None:
-        """Wires; starts nothing."""
         self._config = PoolConfig.of(config.reward)
         self._context = context
         self._buffer = (
@@ -36,7 +35,6 @@ class RewardService(Service):
         self._servicer = RewardServicer(self._pool, RecipeCache(self._get_recipe), context.waits)
 
     def registrations(self) -> Sequence[Registration]:
-        """RewardService."""
         return [
             (
                 "areal.v1.RewardService",
@@ -56,7 +54,6 @@ class RewardService(Service):
         ready.cancel()
 
     async def drain(self) -> None:
-        """Finishes what was accepted."""
         await self._pool.drain()
 
     async def close(self) -> None:

@@ -90,7 +90,6 @@ class Executor:
         tokenizer: Tokenizer,
         observer: Observer,
     ) -> None:
-        """Wires the parts; starts nothing."""
         self._config = config
         self._ledger = ledger
         self._generation = generation
@@ -393,7 +392,6 @@ class Executor:
 
 
 def _tokens(episode: Episode) -> int:
-    """What would be generated again."""
     return 0 if episode.engine is None else episode.engine.generated_tokens
 
 

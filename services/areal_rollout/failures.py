@@ -109,5 +109,4 @@ def where_it_waits(task: asyncio.Task[Any]) -> tuple[str, str]:
 
 
 def _line(text: str) -> str:
-    """One line for people."""
     return " ".join(text.split())[:1000]

@@ -13,7 +13,6 @@ class RolloutMetrics:
     """All metrics of the service; the methods are called by the core, which knows no Prometheus."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Registers them."""
         self._episodes = Counter(
             "areal_rollout_episodes",
             "Ended episodes by outcome: completed, rejected, workflow_error, infrastructure, "

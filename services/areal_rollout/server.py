@@ -61,7 +61,6 @@ class Rollout(Service):
         self._trainer: TrainerClient | None = None
 
     def registrations(self) -> Sequence[Registration]:
-        """The one gRPC service."""
         name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
         return [
             (
@@ -167,7 +166,6 @@ class Rollout(Service):
             await self._executor.drain(_DRAIN_S)
 
     async def close(self) -> None:
-        """Closes all connections."""
         if self._generation is not None:
             await self._generation.close()
         if self._nats is not None:

@@ -93,7 +93,6 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def CancelTasks(  # noqa: N802
         self, request: pb.CancelTasksRequest, context: Context
     ) -> pb.CancelTasksResponse:
-        """Cancels live tasks."""
         _limit(request.task_ids, "task_ids")
         cancelled = await self._ledger.cancel_tasks(
             list(request.task_ids), reason=request.reason or "cancelled by a client"

@@ -36,7 +36,6 @@ class TrainerCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """The last row, as gauges."""
         snapshot = self._status.snapshot(after_step=self._status.snapshot(1 << 62).step - 1)
         yield GaugeMetricFamily(
             "areal_trainer_finished_steps", "Finished train steps.", value=snapshot.step

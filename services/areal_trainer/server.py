@@ -55,7 +55,6 @@ class TrainerStatusService(Service):
         self._servicer = TrainerServicer(session.status)
 
     def registrations(self) -> list[Registration]:
-        """TrainerService."""
         return [
             (
                 "areal.v1.TrainerService",

@@ -22,7 +22,6 @@ class UpdateSlots:
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: 0: any number."""
         self._most = most
         self._held: set[str] = set()
         self._waiting: dict[str, Callable[[], None]] = {}

@@ -183,7 +183,6 @@ class Member:
         return True
 
     async def _update(self, target: PolicyVersion) -> None:
-        """Stage, pause, load, confirm, continue."""
         record, engine, config = self.record, self._engine, self._hub.config
         self.loading = target.path
         was_serving, grace = record.state is SERVING, None
@@ -243,7 +242,6 @@ class Member:
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
 
     async def _mode(self, target: PolicyVersion) -> str:
-        """How the update interrupts requests."""
         if self.record.state is SERVING or self.record.holds(target):
             return self._hub.config.interrupt
         # Other weights by this number: nothing of theirs may continue, or stay in the cache.

@@ -38,11 +38,9 @@ class Metrics(Collector):
         registry.register(self)
 
     def updated(self, seconds: float) -> None:
-        """A serving server was updated."""
         self._seconds.observe(seconds)
 
     def failed(self, fault: Fault) -> None:
-        """A server was quarantined."""
         self._failures.labels(fault.value).inc()
 
     def waits(self) -> Iterator[Wait]:
@@ -60,7 +58,6 @@ class Metrics(Collector):
             yield Wait("server", server.url, max(0.0, time.time() - since), detail)
 
     def collect(self) -> Iterable[Metric]:
-        """Gauges of the moment."""
         if self.coordinator is None:
             return
         servers = GaugeMetricFamily(

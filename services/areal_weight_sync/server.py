@@ -54,7 +54,6 @@ class WeightSync(Service):
         )
 
     def registrations(self) -> Sequence[Registration]:
-        """The one gRPC service."""
         name = pb.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
         return [
             (
@@ -137,7 +136,6 @@ class WeightSync(Service):
         await self._store.release()
 
     async def close(self) -> None:
-        """Closes all connections."""
         for source in self._sources:
             await source.close()
         await self._weights.close()

@@ -40,7 +40,6 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     async def PublishVersion(
         self, request: pb.PublishVersionRequest, context: _Context
     ) -> pb.PublishVersionResponse:
-        """Makes a version current."""
         coordinator, version = self._active(), version_from_pb(request.version)
         if not request.HasField("offer"):
             return pb.PublishVersionResponse(current_version=await coordinator.publish(version))
@@ -71,7 +70,6 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     async def ListVersions(
         self, request: pb.ListVersionsRequest, context: _Context
     ) -> pb.ListVersionsResponse:
-        """Every version that is kept."""
         versions = await self._active().kept()
         return pb.ListVersionsResponse(versions=[version_to_pb(version) for version in versions])
 
@@ -100,7 +98,6 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     async def RegisterServer(
         self, request: pb.RegisterServerRequest, context: _Context
     ) -> pb.RegisterServerResponse:
-        """Makes a server known."""
         server = self._active().register(*normalize_url(request.url))
         return pb.RegisterServerResponse(server=server_to_pb(server))
 

@@ -55,7 +55,6 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        """Scale the known gradient."""
         (gradient,) = ctx.saved_tensors
         return gradient * outer[0], None, None
 

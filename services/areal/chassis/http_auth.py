@@ -23,12 +23,10 @@ class OwnPagesOnly:
     """Middleware for a server without a token: a foreign web page gets 403 and no further."""
 
     def __init__(self, app: App, *, security: Security) -> None:
-        """Wraps `app`."""
         self.app = app
         self._security = security
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets pass or refuses."""
         if scope["type"] != "lifespan" and (why := self._security.foreign(_reader(scope))):
             await answer(scope, send, json.dumps({"error": why}).encode(), "application/json", 403)
         else:
@@ -57,7 +55,6 @@ class BearerAuth:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets pass or refuses."""
         if scope["type"] == "lifespan" or self.admits(scope):
             await self.app(scope, receive, send)
         else:

@@ -69,17 +69,14 @@ class HttpSite(web.BaseSite):
     """Where an aiohttp application listens, with the same patience."""
 
     def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
-        """`runner`: set up, with `keepalive_timeout=IDLE_S`."""
         super().__init__(runner)
         self._host, self._port = host, port
 
     @property
     def name(self) -> str:
-        """As people write it."""
         return f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Listens; raises OSError."""
         await super().start()
         waiting, handlers = Waiting(), self._runner.server
         assert handlers is not None, "the runner is set up"

@@ -19,7 +19,6 @@ class HttpServer(uvicorn.Server):
     """uvicorn that hangs up on those who do not ask, and leaves signals to the process."""
 
     def __init__(self, app: App, **options: Any) -> None:
-        """`options`: of uvicorn.Config."""
         super().__init__(
             uvicorn.Config(
                 app,

@@ -11,7 +11,6 @@ class TracedRequests:
     """Continues the trace of `traceparent`; requests without one pass untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wraps `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

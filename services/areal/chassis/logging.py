@@ -59,7 +59,6 @@ class LossyStream:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        """Writes to `stream`."""
         self._stream = stream
         self._dropped = 0
 

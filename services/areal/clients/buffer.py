@@ -55,7 +55,6 @@ class BufferClient(TrainerBufferClient):
     """
 
     def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel to host:port."""
         super().__init__(address, security)
         self._hand_ins = HandIns(
             lambda worker_id: pb.CompleteTasksRequest(worker_id=worker_id), self._complete_tasks
@@ -323,7 +322,6 @@ class BufferClient(TrainerBufferClient):
     async def list_dead_letters(
         self, limit: int = 100, *, timeout: float = 30.0, retry_for: float = 0.0
     ) -> list[DeadLetter]:
-        """Dead-lettered tasks, newest first."""
         response = await self._call(
             self._stub.ListDeadLetters,
             pb.ListDeadLettersRequest(limit=limit),

@@ -19,7 +19,6 @@ class TaskReader(Client):
     """The calls that change nothing."""
 
     def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel to host:port."""
         super().__init__(address, security)
         self._stub = BufferServiceStub(self._channel)
 

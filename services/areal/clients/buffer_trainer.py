@@ -25,7 +25,6 @@ class TrainerBufferClient(TaskReader):
     """
 
     def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel to host:port."""
         super().__init__(address, security)
         self._codec = GroupCodec()
         # (incarnation, step) and groups that came with its batch and were not asked for yet.

@@ -20,7 +20,6 @@ class RolloutClient(Client):
     """Typed async client; raises what the service raised, Unavailable, or WaitTimeout."""
 
     def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel to host:port."""
         super().__init__(address, security)
         self._stub = pb_grpc.RolloutServiceStub(self._channel)
 

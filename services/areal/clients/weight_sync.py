@@ -32,7 +32,6 @@ class WeightSyncClient(Client):
     """Typed async client; every call has a deadline and survives a restart of the service."""
 
     def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel to host:port."""
         super().__init__(address, security)
         self._stub = pb_grpc.WeightSyncServiceStub(self._channel)
 
@@ -82,7 +81,6 @@ class WeightSyncClient(Client):
         return Seats(response.group, response.world_size)
 
     async def status(self, *, timeout: float = 10.0) -> SyncStatus:
-        """The state now."""
         since = time.monotonic()
         async with aclosing(self._watch_once(timeout=timeout)) as statuses:
             async for status in statuses:

@@ -89,15 +89,12 @@ class StatefulLoader:
         return [next(self) for _ in range(count)]
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
         return len(self.rows)
 
     def __iter__(self) -> Iterator[DatasetItem]:
-        """Itself: there is one cursor."""
         return self
 
     def __next__(self) -> DatasetItem:
-        """The next item; never ends."""
         if self.cursor == len(self.rows):
             self.epoch, self.cursor = self.epoch + 1, 0
         item = self.at(self.epoch, self.cursor)

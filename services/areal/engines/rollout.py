@@ -44,9 +44,7 @@ _HELD_BACK_POLL_S = 1.0
 class RowLoader(Protocol):
     """A resumable source of rows (`areal.datasets.loader.StatefulLoader`)."""
 
-    def __iter__(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Yields (epoch, index, row)."""
-        ...
+    def __iter__(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]: ...
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Goes to a place; the next item is (epoch, cursor)."""

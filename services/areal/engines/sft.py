@@ -53,5 +53,4 @@ class FSDPLMEngine(FSDPEngine):
     """An FSDP engine with the fine-tuning step as a method."""
 
     def train_lm(self, batch: Batch) -> dict[str, float]:
-        """Take one step; see `train_lm`."""
         return train_lm(self, batch)

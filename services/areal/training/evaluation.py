@@ -118,7 +118,6 @@ class Measurement:
     def __init__(
         self, session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float
     ) -> None:
-        """Submits nothing yet."""
         self._session = session
         self._name = name
         self._timeout_s = timeout_s

@@ -228,7 +228,6 @@ class TrainerSession(Ranks):
             _CURRENT.reset(token)
 
     def close(self) -> None:
-        """Closes channels and the bridge."""
         self.trace.end()
         with contextlib.suppress(errors.ArealError):
             self.call(self.buffer.close(), "closing", timeout=2)
@@ -251,13 +250,11 @@ class TrainerSession(Ranks):
     def ask_buffer(
         self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S
     ) -> Any:
-        """Runs one call of `self.buffer`."""
         return self.call(coroutine, what, timeout, on=f"buffer {self.buffer.address}")
 
     def ask_weight_sync(
         self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S
     ) -> Any:
-        """Runs one call of `self.weight_sync`."""
         return self.call(coroutine, what, timeout, on=f"weight-sync {self.weight_sync.address}")
 
     # -- steps ---------------------------------------------------------------------------------

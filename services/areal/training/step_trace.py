@@ -27,7 +27,6 @@ class StepTrace:
     """One step at a time; every call does nothing where no spans are exported."""
 
     def __init__(self, rank: int) -> None:
-        """Of one rank."""
         self._rank = rank
         self._number = 0
         self._step: Span | None = None

@@ -16,7 +16,6 @@ class DeltaChain:
     """
 
     def __init__(self) -> None:
-        """Holds nothing yet."""
         self._before: tuple[PolicyVersion, NewVersion] | None = None
 
     def encode(self, new: NewVersion) -> tuple[DeltaFile, bytes] | None:

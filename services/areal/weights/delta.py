@@ -106,7 +106,6 @@ class Delta:
     """
 
     def __init__(self, raw: bytes) -> None:
-        """Reads the header."""
         self._raw = raw
         try:
             length = struct.unpack("<Q", raw[:8])[0]

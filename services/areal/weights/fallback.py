@@ -23,7 +23,6 @@ class FallbackPublisher:
     name = "fallback"
 
     def __init__(self, publishers: Sequence[Publisher]) -> None:
-        """Takes at least one."""
         self._publishers = list(publishers)
         self._model: tuple[Path, PolicyVersion] | None = None
         self._log = get_logger("areal.weights")

@@ -58,7 +58,6 @@ class StoreConnection:
         self._timeout = timeout
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(
@@ -67,7 +66,6 @@ class StoreConnection:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes."""
         self.close()
 
     def close(self) -> None:

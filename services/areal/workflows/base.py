@@ -105,7 +105,6 @@ class RolloutWorkflow(ABC):
     _areal_arguments: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Records the arguments by name."""
         self = super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
         arguments = dict(bound.arguments)

@@ -114,7 +114,6 @@ class Model:
         return torch.addmm(layer.qkv_bias, normed, layer.qkv)
 
     def _finish_layer(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, residual, feed-forward, residual."""
         hidden = torch.addmm(hidden, mixed, layer.o)
         if layer.o_bias is not None:
             hidden += layer.o_bias

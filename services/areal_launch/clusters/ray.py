@@ -59,7 +59,6 @@ class RayPlace:
     """
 
     def __init__(self) -> None:
-        """Connects to nothing yet."""
         self._ray: Any = None
         self._group: Any = None
         self._bundles: list[dict[str, float]] = []
@@ -235,7 +234,6 @@ class RayLife:
     """One life of a process on one or several nodes; the first that fails ends the others."""
 
     def __init__(self, ray: Any, actors: list[Any], spec: ProcessSpec, stack_id: str) -> None:
-        """Use `start`."""
         self._ray = ray
         self._actors = actors
         self._spec = spec

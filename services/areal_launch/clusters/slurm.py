@@ -194,7 +194,6 @@ def step_argv(spec: ProcessSpec) -> tuple[str, ...]:
 
 
 def _addresses(names: list[str]) -> dict[str, str]:
-    """NodeAddr of each node."""
     shown = _run(["scontrol", "--oneliner", "show", "node", ",".join(names)])
     found = {}
     for line in shown.splitlines():

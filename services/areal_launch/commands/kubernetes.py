@@ -65,7 +65,6 @@ class ReleaseFollower:
     """Shows one release until its trainer has ended."""
 
     def __init__(self, release: Release, follower: Follower, *, keep: bool) -> None:
-        """`release`: installed."""
         self._release = release
         self._follower = follower
         self._keep = keep
@@ -135,7 +134,6 @@ class ReleaseFollower:
         return Outcome()
 
     def _look(self) -> Outcome:
-        """Asks the cluster once."""
         stack, pods = self._follower.stack, self._release.pods()
         stack.processes = processes_of(pods, self._release.name)
         for problem in problems_of(pods):

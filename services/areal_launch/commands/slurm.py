@@ -59,7 +59,6 @@ class JobFollower(Follower):
     """Shows one job until it has ended."""
 
     def __init__(self, job: str, stack: FollowedStack, display: Display) -> None:
-        """`job`: submitted."""
         super().__init__("slurm", stack, display)
         self._job = job
         self._said = ""

@@ -173,7 +173,6 @@ class Session:
         ready_fd: int | None,
         place: Place | None = None,
     ) -> None:
-        """Starts nothing."""
         self._resolved = resolved
         self._display = display
         self._with_trainer = with_trainer

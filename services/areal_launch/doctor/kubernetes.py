@@ -30,7 +30,6 @@ class ClusterDoctor:
     """One release that is not there yet, and one cluster."""
 
     def __init__(self, release: Release) -> None:
-        """Asks nothing yet."""
         self._release = release
         self._settings = release.config.stack.kubernetes
 

@@ -252,7 +252,6 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
 
 
 def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
-    """A rank's GPU."""
     need, there = memory.trainer_rank(config, shape, gpu=True), memory.gpu_bytes()
     found = f"each rank about {need}"
     if not there:
@@ -270,7 +269,6 @@ def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
 
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
-    """A server's GPUs."""
     need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
     found = f"each server about {need} on each of its GPUs"
     if not there:

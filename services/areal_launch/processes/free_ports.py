@@ -71,7 +71,6 @@ class PortPicker:
         self._promises.clear()
 
     def __del__(self) -> None:
-        """As `close`."""
         self.close()
 
 

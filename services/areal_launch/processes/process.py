@@ -91,7 +91,6 @@ class Child:
     """One life of a process, in a session of its own so that the terminal's Ctrl-C spares it."""
 
     def __init__(self, spec: ProcessSpec, stack_id: str, keeper: asyncio.subprocess.Process):
-        """Use `start`."""
         self._spec = spec
         self._stack_id = stack_id
         self._keeper = keeper

@@ -103,7 +103,6 @@ class Supervised:
         spawn: Spawn = Child.start,
         free: FreeBytes = free_bytes,
     ) -> None:
-        """Starts nothing; `start` does."""
         self.spec = spec
         self.vital = True
         """Whether the stack is given up with it."""
@@ -360,7 +359,6 @@ class Supervisor:
     def __init__(
         self, stack_id: str, policy: RestartPolicy, report: Report, spawn: Spawn = Child.start
     ) -> None:
-        """Args as for each `Supervised`."""
         self.processes: dict[str, Supervised] = {}
         self._stack_id = stack_id
         self._policy = policy

@@ -165,7 +165,6 @@ class LocalStack:
         await self._control.open()
 
     async def _obey(self, request: dict[str, Any], say: Say) -> str:
-        """What `areal scale` asks for."""
         wanted = request.get("scale")
         if not isinstance(wanted, dict) or not isinstance(wanted.get("inference"), int):
             raise InvalidInput('request: expected {"scale": {"inference": COUNT}}')
@@ -217,7 +216,6 @@ class LocalStack:
 
     @property
     def processes(self) -> Mapping[str, Supervised]:
-        """By name."""
         return self.supervisor.processes
 
     def pids(self) -> dict[str, int]:

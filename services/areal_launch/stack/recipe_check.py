@@ -54,7 +54,6 @@ class Finding:
     traceback: str = ""
 
     def __str__(self) -> str:
-        """One line."""
         return f"{self.stage}{f' of {self.of!r}' if self.of else ''}: {self.said}"
 
 

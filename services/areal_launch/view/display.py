@@ -54,13 +54,11 @@ class PlainDisplay(Display):
         self._console = console
 
     def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
-        """Prints where things are."""
         super().begin(stack, poller, usage)
         self._line(f"run folder {stack.folder.path}")
         stack.events.listen(self._event)
 
     async def run(self) -> None:
-        """One line per interval."""
         ready = told = False
         while True:
             await asyncio.sleep(self.interval_s if ready else 1.0)
@@ -75,13 +73,11 @@ class PlainDisplay(Display):
             self._line(plain_line(self._stack, self._poller.snapshot))
 
     def end(self, word: str) -> None:
-        """Says so."""
         self._line(word)
 
     def summary(
         self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
     ) -> None:
-        """The last screen."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bright_black", no_wrap=True)
         grid.add_column()
@@ -116,7 +112,6 @@ class LiveDisplay(PlainDisplay):
     interval_s = 0.5
 
     def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
-        """Takes the terminal."""
         Display.begin(self, stack, poller, usage)
         self._view = LiveView(stack, usage)
         self._view.snapshot = poller.snapshot
@@ -126,13 +121,11 @@ class LiveDisplay(PlainDisplay):
         self._live.start(refresh=True)
 
     async def run(self) -> None:
-        """Draws again and again."""
         while True:
             self._live.refresh()
             await asyncio.sleep(self.interval_s)
 
     def end(self, word: str) -> None:
-        """Gives the terminal back."""
         self._live.stop()
         self._line(f"{word} …")
 

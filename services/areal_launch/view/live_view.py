@@ -98,7 +98,6 @@ class LiveView:
         self.snapshot = Snapshot()
 
     def __rich__(self) -> RenderableType:
-        """The whole screen."""
         config = self._stack.config
         body = Group(
             self._progress(),

@@ -167,7 +167,6 @@ class StackPoller:
         with_trainer: bool = True,
         interval_s: float = 1.0,
     ) -> None:
-        """Opens channels; asks nothing yet."""
         self.snapshot = Snapshot(has_trainer=with_trainer)
         self._buffer = BufferClient(endpoints.buffer, security)
         self._weights = WeightSyncClient(endpoints.weight_sync, security)

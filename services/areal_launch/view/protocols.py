@@ -60,9 +60,7 @@ class ShownStack(Protocol):
         ...
 
     @property
-    def processes(self) -> Mapping[str, ShownProcess]:
-        """By name."""
-        ...
+    def processes(self) -> Mapping[str, ShownProcess]: ...
 
 
 class ShownUsage(Protocol):

@@ -40,7 +40,6 @@ class RowCheck:
     def __init__(
         self, config: GRPOConfig, recipe: Recipe, tokenizer: Tokenizer, report: Report
     ) -> None:
-        """Wires it up."""
         self._config = config
         self._recipe = recipe
         self._tokenizer = tokenizer

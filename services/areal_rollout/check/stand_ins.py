@@ -48,7 +48,6 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """
 
     def __init__(self) -> None:
-        """Nothing is replaced yet."""
         self.samples: list[Sample] = []
         self.guesses: list[str] = []
 
@@ -70,7 +69,6 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     # -- modules ------------------------------------------------------------------------------
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        """Ours, for what is replaced."""
         if not _replaced(name):
             return None
         return importlib.util.spec_from_loader(name, self, is_package=True)
@@ -88,7 +86,6 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Kind(name, (base,), {"_of": self})
 
     def guessed(self, what: str) -> Any:
-        """Notes it; returns another stand-in."""
         self.guesses.append(what)
         return self.make("Value")()
 
@@ -152,7 +149,6 @@ class _Rollout(_StandIn):
     """Where rows and workflow are handed over; as `areal.engines.rollout.RemoteSGLangEngine`."""
 
     def prepare_batch(self, dataloader: Iterable[Any], workflow: Any, *_: Any, **__: Any) -> Any:
-        """Notes the loader's first row."""
         item = next(iter(dataloader), None)
         if item is None:
             raise InvalidInput("prepare_batch(dataloader): it has no rows")
@@ -165,7 +161,6 @@ class _Rollout(_StandIn):
         raise FirstBatch
 
     def rollout_batch(self, data: Iterable[Any], workflow: Any, *_: Any, **__: Any) -> Any:
-        """Notes the first row."""
         row = next(iter(data), None)
         if row is None:
             raise InvalidInput("rollout_batch(data): expected at least one row, got none")
@@ -175,7 +170,6 @@ class _Rollout(_StandIn):
     def evaluate(
         self, rows: Sequence[Any], workflow: Any, name: str = "evaluation", *_: Any, **__: Any
     ) -> float:
-        """Notes the first row."""
         for row in rows:
             self._note(name, workflow, row)
             break

@@ -49,7 +49,6 @@ class _Connector(aiohttp.TCPConnector):
         self.calm.set()
 
     async def connect(self, *args: Any, **kwargs: Any) -> Connection:
-        """See `aiohttp.BaseConnector.connect`."""
         self._waiting += 1
         if self._waiting > _CONNECTING:
             self.calm.clear()
@@ -74,7 +73,6 @@ class Connections:
     """One session, so many requests in it at once."""
 
     def __init__(self, headers: Mapping[str, str], most: int) -> None:
-        """Opens nothing yet."""
         self._headers = dict(headers)
         self._most = most
         self._free = asyncio.Semaphore(most)

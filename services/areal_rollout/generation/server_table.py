@@ -45,7 +45,6 @@ class ServerTable:
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        """Servers that take traffic."""
         return self._serving
 
     def update(self, listing: Sequence[InferenceServer]) -> None:

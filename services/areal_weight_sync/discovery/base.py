@@ -73,7 +73,6 @@ class Source(ABC):
         return None
 
     async def close(self) -> None:
-        """Closes connections."""
         return
 
 
@@ -85,7 +84,6 @@ class StaticSource(Source):
         self.lists_once = True
 
     async def watch(self) -> AsyncGenerator[Listing, None]:
-        """Once: it never changes."""
         yield listing_of([self.name])
 
 

@@ -53,7 +53,6 @@ class DnsSource(Source):
         self._away = False
 
     async def watch(self) -> AsyncGenerator[Listing, None]:
-        """See `Source`."""
         listed: set[str] = set()
         first = True
         while True:

@@ -66,7 +66,6 @@ class KubernetesSource(Source):
         self._log = get_logger("areal.weight_sync.discovery").bind(source=source.entry)
 
     async def watch(self) -> AsyncGenerator[Listing, None]:
-        """See `Source`."""
         backoff = Backoff(0.2, 15.0)
         while True:
             try:
@@ -114,7 +113,6 @@ class KubernetesSource(Source):
                 backoff.reset()
 
     async def close(self) -> None:
-        """Closes connections."""
         await self._api.close()
 
     def _list(self) -> Listing:

@@ -29,7 +29,6 @@ class Membership:
     """
 
     def __init__(self, command: Callable[[str, dict[str, Any], float], Awaitable[None]]) -> None:
-        """`command(path, body, timeout)` raises EngineError."""
         self._command = command
         self._group = ""
         self.expected: PolicyVersion | None = None

@@ -45,7 +45,6 @@ class Tried:
     """Transports that failed a version on its way to one server, and why."""
 
     def __init__(self, version: PolicyVersion) -> None:
-        """None yet."""
         self.version = version
         self.causes: list[str] = []
 

@@ -88,7 +88,7 @@ class FSDPEngine(TrainEngine):
 
     # -- life cycle ----------------------------------------------------------------------------
 
-    def initialize(self, total_train_steps: int | None = None) -> None:  # noqa: D102
+    def initialize(self, total_train_steps: int | None = None) -> None:
         config = self.config
         self.device = local_device()
         if self.device.type == "cuda":
@@ -129,7 +129,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer = make_optimizer(model, config.optimizer)
             checkpoint.make_optimizer_state(self.optimizer)
 
-    def destroy(self) -> None:  # noqa: D102
+    def destroy(self) -> None:
         self._wait_for_save()
         self._model = None
         self.optimizer = None
@@ -149,26 +149,26 @@ class FSDPEngine(TrainEngine):
         return self._model
 
     @property
-    def rank(self) -> int:  # noqa: D102
+    def rank(self) -> int:
         return dist.get_rank()
 
     @property
-    def world_size(self) -> int:  # noqa: D102
+    def world_size(self) -> int:
         return dist.get_world_size()
 
     @property
-    def process_group(self) -> Any:  # noqa: D102
+    def process_group(self) -> Any:
         return dist.group.WORLD if self.world_size > 1 else None
 
-    def get_version(self) -> int:  # noqa: D102
+    def get_version(self) -> int:
         return self._version
 
-    def set_version(self, version: int) -> None:  # noqa: D102
+    def set_version(self, version: int) -> None:
         self._version = version
 
     # -- computing -----------------------------------------------------------------------------
 
-    def train_batch(  # noqa: D102
+    def train_batch(
         self,
         batch: Batch,
         loss_fn: LossFn,
@@ -266,7 +266,7 @@ class FSDPEngine(TrainEngine):
         optimizer.zero_grad(set_to_none=True)
         return grad_norm, lr, stepped
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:  # noqa: D102
+    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         packing.check_batch(batch)
         result: Tensor | None = None
         with torch.no_grad():
@@ -323,13 +323,13 @@ class FSDPEngine(TrainEngine):
         entropies = torch.where(mb["loss_mask"], zeros.index_copy(0, wanted, entropies), 0.0)
         return zeros.index_copy(0, wanted, logprobs), entropies
 
-    def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:  # noqa: D102
+    def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         return reduce_scalars(sums, self.process_group)
 
     # -- weights and checkpoints ---------------------------------------------------------------
 
     @torch.no_grad()
-    def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:  # noqa: D102
+    def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         hf = self.model.hf
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
@@ -355,7 +355,7 @@ class FSDPEngine(TrainEngine):
         target = DTYPES[dtype] if dtype and full.is_floating_point() else full.dtype
         return full.to(device="cpu", dtype=target, copy=True)
 
-    def save(self, directory: str | Path, dtype: str | None = None) -> None:  # noqa: D102
+    def save(self, directory: str | Path, dtype: str | None = None) -> None:
         tensors = self.iter_full_tensors(dtype)
         if self.rank == 0:
             weights.write_directory(Path(directory), tensors, self.model.hf, Path(self.config.path))
@@ -365,7 +365,7 @@ class FSDPEngine(TrainEngine):
         dist.barrier()
 
     @torch.no_grad()
-    def load(self, directory: str | Path) -> None:  # noqa: D102
+    def load(self, directory: str | Path) -> None:
         hf = self.model.hf
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
@@ -379,7 +379,7 @@ class FSDPEngine(TrainEngine):
                 for name, tensor in step.run(hf, map(tensors.read, step.names)):
                     live[name].copy_(_shard_like(tensor, live[name]))
 
-    def save_checkpoint(  # noqa: D102
+    def save_checkpoint(
         self,
         directory: str | Path,
         extra: Mapping[str, Any] | None = None,
@@ -401,7 +401,7 @@ class FSDPEngine(TrainEngine):
         )
         return self._pending_save
 
-    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:  # noqa: D102
+    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         self._wait_for_save()
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]

@@ -149,7 +149,6 @@ class TensorDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close them."""
         self._closing.close()
 
     def read(self, name: str) -> Tensor:
