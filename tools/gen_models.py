@@ -25,10 +25,10 @@ if __name__ == "__main__":
 from tools.tiny_architectures import NotTried, tiny_model  # noqa: E402
 
 from areal.algorithms import packing  # noqa: E402
-from areal.engines.fsdp.guards import silence_noise  # noqa: E402
-from areal.engines.fsdp.model import PackedCausalLM  # noqa: E402
-from areal.engines.fsdp.packed_attention import build_layout  # noqa: E402
-from areal.engines.fsdp.self_test import self_test  # noqa: E402
+from areal.engines.model.attention.packed import build_layout  # noqa: E402
+from areal.engines.model.guards import silence_noise  # noqa: E402
+from areal.engines.model.packed import PackedCausalLM  # noqa: E402
+from areal.engines.model.self_test import self_test  # noqa: E402
 from areal.errors import InvalidInput  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

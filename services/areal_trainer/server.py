@@ -70,7 +70,7 @@ def _init_process_group(config: TrainerConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from areal.engines.fsdp.random_state import seed_all
+    from areal.engines.random_state import seed_all
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     seed_all(config.experiment.seed, config.rank)

@@ -193,7 +193,7 @@ async def test_staging_when_broadcast_then_checked_by_digest_and_swapped_without
     if http.engine.real:
         assert (await http.post("/stage_weights", {}))[0] == 404
         return
-    from areal.training.publishing import host_tensors
+    from areal.engines.export.publishing import host_tensors
     from areal.weights.safetensors import digest_of
 
     tensors = trainer.tensors(1)

@@ -20,9 +20,9 @@ from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 from areal.algorithms import packing
 from areal.config.experiment import GRPOConfig
 from areal.config.training import OptimizerConfig, TrainEngineConfig
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.export.publishing import host_tensors, make_publisher
+from areal.engines.fsdp import FSDPEngine
 from areal.security import Security
-from areal.training.publishing import host_tensors, make_publisher
 from areal.types import WeightUpdateMeta
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion

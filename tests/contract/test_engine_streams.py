@@ -21,8 +21,8 @@ from tests.contract.engines import Http, chosen, output_logprobs, reference
 from tests.contract.transport_rig import free_port
 from tests.inference_server import REPOSITORY
 
+from areal.engines.export.publishing import host_tensors
 from areal.security import Security
-from areal.training.publishing import host_tensors
 from areal.weights.chain import DeltaChain
 from areal.weights.manifest import PolicyVersion, build_manifest
 from areal.weights.publisher import NewVersion

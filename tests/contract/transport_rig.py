@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tests.inference_server import make_model, save_tokenizer
 from tests.ports import free_port
 
+from areal.engines.export.publishing import host_tensors
 from areal.security import Security
-from areal.training.publishing import host_tensors
 from areal.weights.broadcast import Offer, Seat, Seats, buckets
 from areal.weights.chain import DeltaChain
 from areal.weights.disk import DiskPublisher

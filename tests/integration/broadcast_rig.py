@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.inference_server import make_model
 from tests.integration.weight_sync_rig import Process, WeightSyncRig, inference, rig_with_stores
 
-from areal.training.publishing import host_tensors
+from areal.engines.export.publishing import host_tensors
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.disk import DiskPublisher
 from areal.weights.distributed import DistributedPublisher

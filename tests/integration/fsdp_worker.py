@@ -18,8 +18,8 @@ from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
 from areal.config.training import PPOActorConfig
-from areal.engines.fsdp.distributed import join_process_group, local_device
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.parallel.mesh import join_process_group, local_device
 from areal.engines.ppo import PPOActor
 from areal.training.exchange import gather_json
 

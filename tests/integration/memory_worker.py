@@ -26,7 +26,7 @@ def main(folder: Path, options: dict[str, object]) -> None:
     from areal.algorithms import packing
     from areal.config.experiment import GRPOConfig
     from areal.config.training import MicroBatchSpec, PPOActorConfig
-    from areal.engines.fsdp.engine import FSDPEngine
+    from areal.engines.fsdp import FSDPEngine
     from areal_launch.doctor.memory import ModelShape, trainer_rank
 
     torch.set_num_threads(1)

@@ -188,7 +188,7 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from areal.training.publishing import host_tensors
+    from areal.engines.export.publishing import host_tensors
     from areal.weights.distributed import DistributedPublisher
 
     torch.set_num_threads(1)
@@ -267,7 +267,7 @@ def bench_chains(
     """Versions of which 3 % of the elements change, to servers that hold the one before."""
     import torch
 
-    from areal.training.publishing import host_tensors
+    from areal.engines.export.publishing import host_tensors
     from areal_weight_sync.versions import DigestCache
 
     root, url = where
@@ -355,7 +355,7 @@ def bench_versions(folders: list[Path]) -> None:
     """A real step: two published versions of a run, as they are and in bfloat16."""
     from safetensors.torch import load_file
 
-    from areal.training.publishing import host_tensors
+    from areal.engines.export.publishing import host_tensors
 
     old, new = (load_file(folder / "model.safetensors") for folder in folders)
     for dtype in ("as stored", "bfloat16"):

@@ -1,4 +1,4 @@
-"""A step whose gradient was not finite: what is to blame, its batch on disk, and how to look again.
+"""A step whose gradient was not finite: its batch on disk, and how to take it again.
 
     failed_step_<k>/
         failure.json             step, policy version, cause, task ids by rank, the actor's settings
@@ -11,73 +11,23 @@ by rank, with the weights in DIRECTORY, and says what is not finite.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from areal.algorithms.packing import Batch, check_batch, sequence_index
+from areal.algorithms.packing import Batch, check_batch
 from areal.config.training import PPOActorConfig
-from areal.errors import InvalidInput
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.ppo import PPOActor
+from areal.errors import InvalidInput, TrainingDiverged
 from areal.training.exchange import gather_json
 from areal.training.run_files import write_atomically
 
-# In the order in which one makes the next: the first that is not finite is the cause.
-_INPUTS = (
-    "rewards", "behavior_logprobs", "reference_logprobs", "values", "bootstrap_values",
-    "proximal_logprobs", "advantages", "returns",
-)  # fmt: skip
 _MOST_NAMED = 5
-
-
-def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
-    """What of this rank's batch is not finite.
-
-    Args:
-        batch: of the optimizer step.
-        bad_logprobs: loss tokens whose logprob under the policy was not finite.
-        loss: its sum on this rank.
-
-    Returns:
-        JSON: `cause` (words; empty where everything is finite) and `groups` (values of
-        `group_index`: those with an input that is not finite).
-    """
-    owner = sequence_index(batch["cu_seqlens"])
-    groups: set[int] = set()
-    cause = ""
-    for name in _INPUTS:
-        if name not in batch:
-            continue
-        bad = ~torch.isfinite(batch[name])
-        read = torch.ones_like(bad)
-        if name not in ("rewards", "bootstrap_values"):
-            read = batch["loss_mask"]  # off it, these are never looked at
-        bad &= read
-        places = torch.nonzero(bad).flatten()
-        if len(places):
-            sequences = places if name == "bootstrap_values" else owner[places]
-            groups |= set(batch["group_index"][sequences].tolist())
-            cause = cause or f"{name} are not finite ({len(places)} of {int(read.sum())})"
-    if not cause and bad_logprobs:
-        tokens = int(batch["loss_mask"].sum())
-        cause = f"the policy's logprobs are not finite ({bad_logprobs} of {tokens})"
-    if not cause and not math.isfinite(loss):
-        cause = f"the loss is {loss}, its inputs and logprobs are finite"
-    return {"cause": cause, "groups": sorted(groups)}
-
-
-def name_cause(found: Sequence[Mapping[str, Any]], grad_norm: float) -> str:
-    """One line from what `find_cause` gave on each rank."""
-    causes = [f"rank {rank}: {each['cause']}" for rank, each in enumerate(found) if each["cause"]]
-    return "; ".join(causes) or (
-        f"the gradient norm is {grad_norm}, while losses, logprobs and inputs are finite on all "
-        f"{len(found)} ranks"
-    )
 
 
 def save_failed_batch(
@@ -173,10 +123,6 @@ def replay(folder: Path, model: Path) -> list[str]:
         InvalidInput: one of the two is not what it should be.
     """
     from omegaconf import OmegaConf
-
-    from areal.engines.fsdp.engine import FSDPEngine
-    from areal.engines.ppo import PPOActor
-    from areal.errors import TrainingDiverged
 
     batches, info = load_failed_batch(folder)
     settings = {**info["actor"], "path": str(model)}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.config.training import PPOActorConfig, RefConfig
+from areal.engines.export.publishing import host_tensors, make_publisher
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.models.directory import serving_dtype
-from areal.training.publishing import host_tensors, make_publisher
 from areal.training.session import current_session
 from areal.types import WeightUpdateMeta
 from areal.weights.publisher import NewVersion, Publisher
@@ -50,8 +50,8 @@ class FSDPPPOActor:
         Raises:
             InvalidInput: There is a trainable actor already.
         """
-        from areal.engines.fsdp import random_state
-        from areal.engines.fsdp.engine import FSDPEngine
+        from areal.engines import random_state
+        from areal.engines.fsdp import FSDPEngine
         from areal.engines.ppo import PPOActor
 
         session = current_session()

@@ -9,7 +9,7 @@ from torch import Tensor
 from areal.algorithms import packing
 from areal.algorithms.losses import LossResult, sft_loss
 from areal.algorithms.packing import Batch
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.fsdp import FSDPEngine
 from areal.engines.train_api import TrainEngine
 
 

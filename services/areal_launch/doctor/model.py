@@ -36,7 +36,7 @@ def architecture(directory: Path) -> Finding:
         found = f"not tried: about {needed / _GIB:.0f} GiB of memory, {free / _GIB:.0f} available"
         return note(name, found, "nothing: a trainer tries it at start")
     since = time.monotonic()
-    command = [sys.executable, "-m", "areal.engines.fsdp.examine", str(directory)]
+    command = [sys.executable, "-m", "areal.engines.model.examine", str(directory)]
     try:
         done = subprocess.run(  # noqa: S603 - our own module
             command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False

@@ -257,7 +257,7 @@ def test_check_when_main_extends_engines_and_calls_rollout_batch_then_it_is_foll
             extra = 1
 
         def main(argv):
-            from areal.engines.fsdp.engine import FSDPEngine
+            from areal.engines.fsdp import FSDPEngine
 
             config, _ = load_expr_config(argv, GRPOConfig)
             actor, engine = Bigger(config.actor), FSDPEngine(config.actor)

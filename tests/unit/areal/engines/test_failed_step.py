@@ -9,8 +9,8 @@ from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
 from areal.config.training import OptimizerConfig, PPOActorConfig
-from areal.engines import failed_step
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines import failed_step, finite
+from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.errors import ConfigError, InvalidInput, TrainingDiverged
 
@@ -198,4 +198,4 @@ def test_find_cause_when_padding_off_the_mask_is_not_finite_then_is_not_blamed()
             }
         ]
     )
-    assert failed_step.find_cause(batch, 0, 1.0) == {"cause": "", "groups": []}
+    assert finite.find_cause(batch, 0, 1.0) == {"cause": "", "groups": []}

@@ -15,10 +15,10 @@ from tests.unit.areal.engines.train_fixtures import (
 
 from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
-from areal.engines.fsdp.engine import FSDPEngine
-from areal.engines.fsdp.model import logprobs_of
-from areal.engines.fsdp.setup import checkpoints_activations
-from areal.engines.fsdp.weights import load_model
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.model.heads import logprobs_of
+from areal.engines.model.source import load_model
+from areal.engines.parallel.memory import checkpoints_activations
 from areal.errors import InvalidInput
 
 

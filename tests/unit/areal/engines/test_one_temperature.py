@@ -8,7 +8,7 @@ from tests.unit.areal.engines.train_fixtures import make_batch
 
 from areal.config.experiment import GRPOConfig
 from areal.config.training import PPOActorConfig
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.engines.sampling import check_sampling
 from areal.errors import InvalidInput

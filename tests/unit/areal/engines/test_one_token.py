@@ -11,7 +11,7 @@ from tests.unit.areal.engines.train_fixtures import (
 
 from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.fsdp import FSDPEngine
 from areal.errors import InvalidInput
 
 ONE = {"input_ids": [3], "loss_mask": [False]}

@@ -6,7 +6,7 @@ from tests.unit.areal.engines.train_fixtures import assert_gradients_close, grad
 
 from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.errors import InvalidInput
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal.engines.fsdp import random_state
+from areal.engines import random_state
 
 
 def draw():

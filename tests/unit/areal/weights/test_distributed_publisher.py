@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal.training.publishing import host_tensors
+from areal.engines.export.publishing import host_tensors
 from areal.weights import distributed
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.distributed import DistributedPublisher

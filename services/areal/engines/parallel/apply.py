@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
-from areal.engines.fsdp.model import PackedCausalLM
+from areal.engines.model.packed import PackedCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -28,14 +28,6 @@ def resolve_precision(
 
         flash = bool(is_flash_attn_2_available())
     return compute, master, flash
-
-
-def checkpoints_activations(config: TrainEngineConfig | RefConfig, device: torch.device) -> bool:
-    """Whether the backward pass recomputes each layer: as configured, or where there is a GPU."""
-    if isinstance(config, RefConfig) or config.optimizer is None:
-        return False
-    chosen = config.gradient_checkpointing
-    return device.type == "cuda" if chosen is None else chosen
 
 
 def shard(

@@ -35,20 +35,20 @@ from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
 from areal.config.training import RefConfig, TrainEngineConfig
-from areal.engines import failed_step
-from areal.engines.fsdp import checkpoint, hub_names, weights
-from areal.engines.fsdp.distributed import join_process_group, local_device, reduce_scalars
-from areal.engines.fsdp.guards import recompute_layers
-from areal.engines.fsdp.model import PackedCausalLM
-from areal.engines.fsdp.packed_attention import build_layout
-from areal.engines.fsdp.self_test import self_test
-from areal.engines.fsdp.setup import (
+from areal.engines import checkpoint, finite
+from areal.engines.export.directory import write_directory
+from areal.engines.model import hub_names, source
+from areal.engines.model.attention.packed import build_layout
+from areal.engines.model.packed import PackedCausalLM
+from areal.engines.model.self_test import self_test
+from areal.engines.parallel.apply import (
     DTYPES,
-    checkpoints_activations,
     make_optimizer,
     resolve_precision,
     shard,
 )
+from areal.engines.parallel.memory import checkpoints_activations, recompute_layers
+from areal.engines.parallel.mesh import join_process_group, local_device, reduce_scalars
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, TrainingDiverged, WaitTimeout
 from areal.training.exchange import gather_json
@@ -84,7 +84,7 @@ class FSDPEngine(TrainEngine):
         self._sharded = False
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
-        self._log = get_logger("areal.engines.fsdp.engine")
+        self._log = get_logger("areal.engines.fsdp")
 
     # -- life cycle ----------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class FSDPEngine(TrainEngine):
             backend="gloo", timeout=timedelta(seconds=config.distributed_timeout_seconds)
         )
         compute, master, flash = resolve_precision(config, self.device)
-        hf = weights.load_model(
+        hf = source.load_model(
             config.path,
             master,
             flash=flash,
@@ -229,8 +229,8 @@ class FSDPEngine(TrainEngine):
         """Say on rank 0 why a step was skipped; end training where one after the other is."""
         assert self.config.optimizer is not None
         self._skipped_in_a_row += 1
-        found = gather_json(failed_step.find_cause(batch, bad_logprobs, loss))
-        cause = failed_step.name_cause(found, grad_norm)
+        found = gather_json(finite.find_cause(batch, bad_logprobs, loss))
+        cause = finite.name_cause(found, grad_norm)
         if self.rank == 0:
             self._log.warning(
                 "optimizer_step_skipped", in_a_row=self._skipped_in_a_row, cause=cause
@@ -358,7 +358,7 @@ class FSDPEngine(TrainEngine):
     def save(self, directory: str | Path, dtype: str | None = None) -> None:
         tensors = self.iter_full_tensors(dtype)
         if self.rank == 0:
-            weights.write_directory(Path(directory), tensors, self.model.hf, Path(self.config.path))
+            write_directory(Path(directory), tensors, self.model.hf, Path(self.config.path))
         else:
             for _ in tensors:
                 pass
@@ -370,7 +370,7 @@ class FSDPEngine(TrainEngine):
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
         live = hub_names.live_tensors(hf)
-        with weights.TensorDirectory(Path(directory)) as tensors:
+        with source.TensorDirectory(Path(directory)) as tensors:
             try:
                 steps = hub_names.import_steps(hf, tensors)
             except InvalidInput as error:

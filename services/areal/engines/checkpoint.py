@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from areal.engines.fsdp import random_state
+from areal.engines import random_state
 from areal.errors import InvalidInput
 
 STATE_FILE = "trainer_state.json"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.engines.fsdp.weights import TensorDirectory
+from areal.engines.model.source import TensorDirectory
 from areal.errors import InvalidInput
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Whether a model can be trained: `python -m areal.engines.fsdp.examine DIRECTORY`, for the doctor.
+"""Tests whether a model can be trained: `python -m areal.engines.model.examine DIRECTORY`.
 
 Prints one JSON object: what the self-test measured, or `{"refused": "why, in one line"}`. A process
 of its own, since the command line imports no torch.
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from areal.engines.fsdp.model import PackedCausalLM
-from areal.engines.fsdp.self_test import self_test
-from areal.engines.fsdp.weights import load_model
+from areal.engines.model.packed import PackedCausalLM
+from areal.engines.model.self_test import self_test
+from areal.engines.model.source import load_model
 from areal.errors import InvalidInput
 
 

@@ -7,10 +7,10 @@ from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
 from areal.config.training import TrainEngineConfig
-from areal.engines.fsdp.engine import FSDPEngine
-from areal.engines.fsdp.model import PackedCausalLM
-from areal.engines.fsdp.self_test import self_test
-from areal.engines.fsdp.weights import load_model
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.model.packed import PackedCausalLM
+from areal.engines.model.self_test import self_test
+from areal.engines.model.source import load_model
 from areal.errors import InvalidInput
 
 SIZE = {
@@ -202,7 +202,7 @@ def test_self_test_when_a_model_is_big_then_runs_its_first_layers_of_every_kind(
     hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
     model = PackedCausalLM(hf, flash=False, chunk_elements=1 << 20)
     everything = self_test(model, torch.device("cpu"), torch.float32)
-    monkeypatch.setattr("areal.engines.fsdp.self_test.WHOLE", 1000)
+    monkeypatch.setattr("areal.engines.model.self_test.WHOLE", 1000)
     found = self_test(model, torch.device("cpu"), torch.float32)
     assert (everything.layers, found.layers) == (9, 6)
     assert found.difference < 1e-5

@@ -1,21 +1,18 @@
 """The module that is sharded and trained: a causal language model from packed tokens to logprobs.
 
-The language-model head runs only where a logprob is wanted, in chunks, so that [T, vocabulary]
-logits never exist at once for a large vocabulary. All of it happens inside one `forward`, because
-FSDP gathers the root's parameters (the embedding and the head) around that call.
+Decoder and head run inside one `forward`, because FSDP gathers the root's parameters (the embedding
+and the head) around that call.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from areal.algorithms.packing import Batch
-from areal.engines.fsdp import guards, packed_attention
-from areal.engines.fsdp.packed_attention import PackedLayout
+from areal.engines.model import guards, heads
+from areal.engines.model.attention.packed import NAME, PackedLayout
 from areal.errors import InvalidInput
 
 
@@ -41,7 +38,7 @@ class PackedCausalLM(nn.Module):
         guards.refuse_unsupported(hf, flash=flash)
         self.rope_limit = guards.rope_limit(hf.config)
         if not flash:
-            guards.set_attention(hf, packed_attention.NAME)
+            guards.set_attention(hf, NAME)
 
     def forward(
         self, batch: Batch, layout: PackedLayout, targets: Tensor, temperature: float
@@ -81,23 +78,9 @@ class PackedCausalLM(nn.Module):
         rows = layout.locate[(targets - 1).clamp(min=0)]
         labels = batch["input_ids"][targets]
         hidden = output.last_hidden_state[0].index_select(0, rows)
-        vocabulary = self.hf.config.get_text_config().vocab_size
-        size = max(1, self.chunk_elements // vocabulary)
-        if len(labels) <= size:
-            return logprobs_of(self._logits(hidden), labels, temperature)
-
-        def chunk(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
-            return logprobs_of(self._logits(part), part_labels, temperature)
-
-        # Logits are computed again in the backward pass, chunk by chunk.
-        parts = [
-            checkpoint(chunk, part, part_labels, use_reentrant=False)
-            for part, part_labels in zip(
-                torch.split(hidden, size), torch.split(labels, size), strict=True
-            )
-        ]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return heads.chosen_logprobs(
+            self.hf, hidden, labels, temperature, chunk_elements=self.chunk_elements
+        )
 
     def _check_lengths(self, batch: Batch) -> None:
         if self.rope_limit is None:
@@ -109,35 +92,3 @@ class PackedCausalLM(nn.Module):
                 "changes for all sequences of a micro-batch; expected prompt and response within "
                 f"{self.rope_limit} tokens (gconfig.max_new_tokens), or a model with yarn rope"
             )
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The head, and what the architecture does to its output."""
-        config = self.hf.config.get_text_config()
-        logits: Tensor = self.hf.get_output_embeddings()(hidden)
-        scale = guards.logit_scale(config)
-        if scale != 1.0:
-            logits = logits * scale
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(logits / temperature) at the labels, and the entropies without gradient.
-
-    Args:
-        logits: [N, vocabulary].
-        labels: int64 [N].
-        temperature: > 0.
-
-    Returns:
-        Two tensors [N], float32 (float64 for float64 logits).
-    """
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    everything = torch.log_softmax(logits, -1)
-    logprobs = -torch.nn.functional.nll_loss(everything, labels, reduction="none")
-    with torch.no_grad():
-        entropies = -(everything.exp() * everything).sum(-1)
-    return logprobs, entropies

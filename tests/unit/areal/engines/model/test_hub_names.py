@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from tests.unit.areal.engines.hub_families import FAMILIES, make_family, scatter
 
 from areal.config.training import TrainEngineConfig
-from areal.engines.fsdp.engine import FSDPEngine
+from areal.engines.export.publishing import host_tensors
+from areal.engines.fsdp import FSDPEngine
 from areal.errors import InvalidInput
-from areal.training.publishing import host_tensors
 from areal.weights.disk import DiskPublisher
 from areal.weights.fallback import FallbackPublisher
 from areal.weights.manifest import build_manifest, check_same_tensors

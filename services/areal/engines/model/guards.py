@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from areal.engines.model.attention import packed
 from areal.errors import InvalidInput
 
 # Layers in which tokens meet in attention only. State spaces, convolutions and linear attention
@@ -70,9 +71,7 @@ def set_attention(hf: Any, name: str) -> None:
     """
     from transformers import AttentionInterface
 
-    from areal.engines.fsdp import packed_attention
-
-    AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+    AttentionInterface.register(packed.NAME, packed.packed_attention)
     if not hf._can_set_attn_implementation():
         raise refusal(hf, "attention of its own, which lets packed sequences see one another")
     hf.set_attn_implementation(name)
@@ -87,14 +86,6 @@ def decoder_of(hf: Any) -> nn.Module:
     """Return the part that maps tokens to the hidden states that the head reads."""
     decoder: nn.Module = hf.base_model if hf.base_model is not hf else hf.get_decoder()
     return decoder
-
-
-def logit_scale(config: Any) -> float:
-    """Return the factor that the architecture puts on its logits."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
-    # Granite divides by it, HyperCLOVA X multiplies.
-    return scale * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
 
 
 def rope_limit(config: Any) -> int | None:
@@ -127,20 +118,3 @@ def silence_noise(hf: Any) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
-
-
-def recompute_layers(hf: Any) -> None:
-    """Recompute each decoder layer in the backward pass.
-
-    Raises:
-        InvalidInput: the architecture cannot.
-    """
-    if not hf.supports_gradient_checkpointing:
-        raise InvalidInput(
-            f"model {type(hf).__name__} cannot recompute its layers; "
-            "expected gradient_checkpointing=false"
-        )
-    hf.activation_checkpointing_enable()
-    for module in hf.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True  # transformers looks at it; their children stay in eval()

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.engines.fsdp.guards import decoder_of, refusal, set_attention
-from areal.engines.fsdp.model import PackedCausalLM, logprobs_of
-from areal.engines.fsdp.packed_attention import build_layout
+from areal.engines.model.attention.packed import build_layout
+from areal.engines.model.guards import decoder_of, refusal, set_attention
+from areal.engines.model.heads import logprobs_of
+from areal.engines.model.packed import PackedCausalLM
 from areal.errors import InvalidInput
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2}

@@ -5,7 +5,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import make_batch
 
 from areal.algorithms import packing
-from areal.engines.fsdp.packed_attention import build_layout, packed_attention
+from areal.engines.model.attention.packed import build_layout, packed_attention
 from areal.errors import InvalidInput
 
 

@@ -1,0 +1,1 @@
+"""Weights on their way out: Hugging Face folders and published versions."""

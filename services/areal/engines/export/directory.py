@@ -1,0 +1,87 @@
+"""Writing a Hugging Face directory: weights in shards, configs, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+_INDEX = "model.safetensors.index.json"
+# Files that make the directory servable, beside config and weights.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+)
+_SHARD_BYTES = 4 << 30
+
+
+def write_directory(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], hf: Any, source: Path
+) -> None:
+    """Write a Hugging Face directory: weights, config, generation config, tokenizer files.
+
+    Args:
+        directory: made if missing.
+        tensors: (name, CPU tensor), from `iter_full_tensors`; held in memory one shard at a time.
+        hf: the model, for its configs.
+        source: directory that the tokenizer files are copied from.
+    """
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    size = total = 0
+    dtype = None
+
+    def flush() -> None:
+        nonlocal size
+        if pending:
+            part = directory / f"part-{len(shards):05d}.safetensors"
+            save_file(pending, part, metadata={"format": "pt"})
+            shards.append(list(pending))
+            pending.clear()
+            size = 0
+
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > _SHARD_BYTES:
+            flush()
+        pending[name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if tensor.is_floating_point():
+            dtype = tensor.dtype
+    flush()
+    weight_map = {}
+    for number, names in enumerate(shards):
+        final = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        )
+        (directory / f"part-{number:05d}.safetensors").rename(directory / final)
+        weight_map.update(dict.fromkeys(names, final))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    config = hf.config.to_dict()
+    config["architectures"] = [type(hf).__name__]
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if getattr(hf, "generation_config", None) is not None:
+        hf.generation_config.save_pretrained(directory)
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != directory.resolve():
+            shutil.copyfile(source / name, directory / name)

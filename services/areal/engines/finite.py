@@ -1,0 +1,62 @@
+"""What of a training step is not finite: the first thing in the chain from rewards to gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from areal.algorithms.packing import Batch, sequence_index
+
+# In the order in which one makes the next: the first that is not finite is the cause.
+_INPUTS = (
+    "rewards", "behavior_logprobs", "reference_logprobs", "values", "bootstrap_values",
+    "proximal_logprobs", "advantages", "returns",
+)  # fmt: skip
+
+
+def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
+    """What of this rank's batch is not finite.
+
+    Args:
+        batch: of the optimizer step.
+        bad_logprobs: loss tokens whose logprob under the policy was not finite.
+        loss: its sum on this rank.
+
+    Returns:
+        JSON: `cause` (words; empty where everything is finite) and `groups` (values of
+        `group_index`: those with an input that is not finite).
+    """
+    owner = sequence_index(batch["cu_seqlens"])
+    groups: set[int] = set()
+    cause = ""
+    for name in _INPUTS:
+        if name not in batch:
+            continue
+        bad = ~torch.isfinite(batch[name])
+        read = torch.ones_like(bad)
+        if name not in ("rewards", "bootstrap_values"):
+            read = batch["loss_mask"]  # off it, these are never looked at
+        bad &= read
+        places = torch.nonzero(bad).flatten()
+        if len(places):
+            sequences = places if name == "bootstrap_values" else owner[places]
+            groups |= set(batch["group_index"][sequences].tolist())
+            cause = cause or f"{name} are not finite ({len(places)} of {int(read.sum())})"
+    if not cause and bad_logprobs:
+        tokens = int(batch["loss_mask"].sum())
+        cause = f"the policy's logprobs are not finite ({bad_logprobs} of {tokens})"
+    if not cause and not math.isfinite(loss):
+        cause = f"the loss is {loss}, its inputs and logprobs are finite"
+    return {"cause": cause, "groups": sorted(groups)}
+
+
+def name_cause(found: Sequence[Mapping[str, Any]], grad_norm: float) -> str:
+    """One line from what `find_cause` gave on each rank."""
+    causes = [f"rank {rank}: {each['cause']}" for rank, each in enumerate(found) if each["cause"]]
+    return "; ".join(causes) or (
+        f"the gradient norm is {grad_norm}, while losses, logprobs and inputs are finite on all "
+        f"{len(found)} ranks"
+    )

@@ -1,1 +1,0 @@
-"""Training with PyTorch FSDP2: the engine, packed attention, checkpoints."""

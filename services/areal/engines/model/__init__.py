@@ -1,0 +1,1 @@
+"""A model as training sees it: loaded, packed, checked, under the names of the Hub."""

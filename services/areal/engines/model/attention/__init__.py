@@ -1,0 +1,1 @@
+"""How attention is computed over packed sequences."""
