@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
-from areal.clients.backoff import Backoff
 from areal.errors import ArealError
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient

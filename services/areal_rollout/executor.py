@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from areal.chassis import tracing
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
-from areal.clients.backoff import Backoff
 from areal.errors import ArealError
 from areal.protocol.leases import Lease, ReturnCause
 from areal.tokenizer import Tokenizer

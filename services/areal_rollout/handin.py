@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from areal.chassis import tracing
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.backoff import Backoff
 from areal.errors import (
     CapacityExceeded,
     InvalidInput,

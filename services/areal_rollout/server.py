@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.open_files import open_files
 from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.chassis.service import Registration, Service, ServiceContext
-from areal.clients.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
 from areal.clients.stores import connect_nats

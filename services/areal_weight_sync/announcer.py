@@ -14,8 +14,8 @@ from nats.aio.client import Client as NatsClient
 from nats.js.api import StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.backoff import Backoff
 from areal.clients.stores import connect_nats
 from areal.errors import Unavailable
 from areal_weight_sync.coordinator import Coordinator

@@ -25,6 +25,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
@@ -54,6 +55,7 @@ class Member:
         self.record = record
         self._engine = engine
         self._hub = hub
+        self._backoff = Backoff(hub.config.backoff_s, hub.config.backoff_max_s)
         self._poked = asyncio.Event()
         self._deep = True
         self._served: PolicyVersion | None = None
@@ -143,7 +145,7 @@ class Member:
             self._move(record.state, str(error))
             return config.backoff_max_s
         if record.state is SERVING:
-            record.failures = 0
+            self._backoff.reset()
         newest = self._hub.target
         behind = newest is not None and not record.holds(newest)
         return 0.0 if behind else config.probe_interval_s
@@ -356,7 +358,7 @@ class Member:
         self.record.hold(target)
         if newest is not None and self.record.holds_other(newest):
             return self._rejoin(_ANEW.format(target.version))
-        self.record.failures = 0
+        self._backoff.reset()
         self._move(SERVING)
         return self._hub.changed(self.record)
 
@@ -374,17 +376,15 @@ class Member:
         if never_reached and error.fault is Fault.UNREACHABLE:
             self._move(JOINING, f"not up yet: {error}")
             return config.probe_interval_s
-        if record.state is SERVING or record.failures == 0:
+        if record.state is SERVING or self._backoff.fresh:
             self._log.warning("server_quarantined", cause=str(error), fault=error.fault.value)
         self._hub.failed(error.fault)
         if error.fault in (Fault.WRONG_VERSION, Fault.WRONG_WEIGHTS):
             record.version = -1
         self._move(QUARANTINED, str(error))
-        record.failures += 1
-        if error.fault is Fault.UNREACHABLE:  # being restarted, most likely; asking costs nothing
-            return config.probe_interval_s
-        ceiling = min(config.backoff_max_s, config.backoff_s * 2.0 ** min(record.failures - 1, 10))
-        return random.uniform(0.5, 1.0) * ceiling  # noqa: S311 - jitter, not a secret
+        pause = self._backoff.next()
+        # One that cannot be reached is being restarted, most likely; asking costs nothing.
+        return config.probe_interval_s if error.fault is Fault.UNREACHABLE else pause
 
     def _move(self, state: ServerState, cause: str = "") -> None:
         if self.record.move(state, cause):

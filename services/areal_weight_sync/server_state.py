@@ -76,8 +76,6 @@ class ServerRecord:
     aborted_requests: int = 0
     boot_id: str = ""
     """Of the boot that confirmed `version`; empty: never reached."""
-    failures: int = 0
-    """In a row."""
 
     def move(self, state: ServerState, cause: str = "") -> bool:
         """Enters a state (or notes a new cause in the same one); says whether anything changed.

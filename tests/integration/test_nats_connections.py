@@ -9,8 +9,8 @@ import structlog
 from tests.nats_server import NatsServer
 from tests.waiting import until
 
+from areal.chassis.backoff import Backoff
 from areal.clients import stores
-from areal.clients.backoff import Backoff
 
 
 class Pauses(Backoff):

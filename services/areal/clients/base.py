@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from areal import errors
 from areal.chassis import tracing
-from areal.clients.backoff import Backoff
+from areal.chassis.backoff import Backoff
 from areal.security import Security
 
 RequestT = TypeVar("RequestT")

@@ -14,8 +14,8 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.backoff import Backoff
 from areal.errors import ConfigError, Unavailable
 from areal.security import redact
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import grpc
 
-from areal.clients.backoff import Backoff
+from areal.chassis.backoff import Backoff
 from areal.clients.base import Client, from_rpc_error
 from areal.errors import Unavailable, WaitTimeout
 from areal.protocol.versions import (

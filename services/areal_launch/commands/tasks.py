@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from areal.clients.backoff import Backoff
+from areal.chassis.backoff import Backoff
 from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.config.experiment import GRPOConfig, load_service_config

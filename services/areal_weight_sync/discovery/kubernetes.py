@@ -22,8 +22,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.backoff import Backoff
 from areal.config.server_sources import ServerSource
 from areal.weights.servers import ServerState
 from areal_weight_sync.coordinator import Coordinator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal.clients.backoff import Backoff
+from areal.chassis.backoff import Backoff
 
 
 def test_backoff_when_it_fails_again_then_longer_with_jitter_up_to_the_ceiling() -> None:
