@@ -12,8 +12,8 @@ from pathlib import Path
 
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
+from areal.weights.delta import complete
 from areal.weights.manifest import SPARE, PolicyVersion, parse_version_dir
-from areal.weights.rebuild import complete
 from areal.weights.safetensors import file_digest
 
 _STAGING = re.compile(r"\.staging-v(\d{8,})-inc(\d+)")

@@ -23,7 +23,7 @@ from tests.inference_server import REPOSITORY
 
 from areal.engines.export.publishing import host_tensors
 from areal.security import Security
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.manifest import PolicyVersion, build_manifest
 from areal.weights.publisher import NewVersion
 from areal.weights.stream import StreamPublisher

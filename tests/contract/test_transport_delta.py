@@ -18,13 +18,11 @@ from safetensors.torch import load_file
 from tests.contract.transport_rig import HEADERS, TRANSPORTS, Rig, free_port, run, same
 
 from areal.errors import InvalidInput
-from areal.weights.chain import DeltaChain
-from areal.weights.delta import Delta, encode
+from areal.weights.delta import Delta, DeltaChain, complete, encode, rebuild
 from areal.weights.fallback import FallbackPublisher
+from areal.weights.fetch import fetch_version
 from areal.weights.manifest import DeltaFile, PolicyVersion, read_manifest, version_name
 from areal.weights.publisher import NewVersion, Publisher, TransportError
-from areal.weights.pull import pull_version
-from areal.weights.rebuild import complete, rebuild
 from areal.weights.safetensors import HostTensor, digest_of
 from areal.weights.stream import StreamPublisher
 from areal_inference.model.weights import WeightError, Weights
@@ -87,7 +85,7 @@ async def test_delta_when_little_changed_then_holders_read_only_that_and_nothing
     first = await chain.publish()
     assert first.delta is None  # nothing to start from
     held = await chain.load(first)
-    await run(lambda: pull_version(rig.location("stream", first), HEADERS, memory))
+    await run(lambda: fetch_version(rig.location("stream", first), HEADERS, memory))
     for number in (2, 3, 4):
         version = await chain.publish()
         new = chain.news[-1]
@@ -99,7 +97,7 @@ async def test_delta_when_little_changed_then_holders_read_only_that_and_nothing
         location = rig.location("stream", version)
         with without(version, WHOLE):  # whoever has the base needs nothing but the delta
             held = await chain.load(version, held)
-            pulled = await run(lambda at=location: pull_version(at, HEADERS, memory))
+            pulled = await run(lambda at=location: fetch_version(at, HEADERS, memory))
         same(held, new)
         same(await run(lambda p=pulled: rig.load(p.path)), new)
         assert held.checksums() == {t.name: t.digest for t in version.tensors}
@@ -130,7 +128,7 @@ async def test_delta_when_damaged_then_servers_read_the_snapshot(
     chain, memory = Chain(rig, transport), rig.root / "memory"
     first = await chain.publish()
     held = await chain.load(first)
-    await run(lambda: pull_version(rig.location("stream", first), HEADERS, memory))
+    await run(lambda: fetch_version(rig.location("stream", first), HEADERS, memory))
     second = await chain.publish()
     file = Path(second.path) / DELTA
     raw = bytearray(file.read_bytes())
@@ -149,7 +147,7 @@ async def test_delta_when_damaged_then_servers_read_the_snapshot(
     if (damage, transport) != ("padded", "stream"):  # over HTTP nobody asks for what follows
         assert "delta_unusable" in capsys.readouterr().out
     location = rig.location("stream", second)
-    pulled = await run(lambda: pull_version(location, HEADERS, memory))
+    pulled = await run(lambda: fetch_version(location, HEADERS, memory))
     same(await run(lambda: rig.load(pulled.path)), chain.news[-1])
 
 
@@ -158,13 +156,13 @@ async def test_pulled_base_when_damaged_then_the_whole_file_is_pulled(
 ) -> None:
     chain, memory = Chain(rig, "stream"), rig.root / "memory"
     first = await chain.publish()
-    base = await run(lambda: pull_version(rig.location("stream", first), HEADERS, memory))
+    base = await run(lambda: fetch_version(rig.location("stream", first), HEADERS, memory))
     file = Path(base.path) / WHOLE
     raw = bytearray(file.read_bytes())
     raw[-3] ^= 1
     file.write_bytes(raw)
     second = await chain.publish()
-    pulled = await run(lambda: pull_version(rig.location("stream", second), HEADERS, memory))
+    pulled = await run(lambda: fetch_version(rig.location("stream", second), HEADERS, memory))
     same(await run(lambda: rig.load(pulled.path)), chain.news[-1])
     assert "delta_unusable" in capsys.readouterr().out
 

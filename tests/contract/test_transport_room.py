@@ -6,8 +6,8 @@ import pytest
 from tests.contract.transport_rig import HEADERS, Rig, run
 
 from areal.errors import InvalidInput
-from areal.weights import pull
-from areal.weights.pull import pull_version
+from areal.weights import fetch
+from areal.weights.fetch import fetch_version
 
 
 async def test_pull_when_versions_come_one_after_the_other_then_the_newest_two_stay(
@@ -19,10 +19,10 @@ async def test_pull_when_versions_come_one_after_the_other_then_the_newest_two_s
             lambda n=number: rig.publisher("disk").publish(rig.noisy(n), rig.announce)
         )
         location = rig.location("stream", version)
-        await run(lambda at=location: pull_version(at, HEADERS, memory))
+        await run(lambda at=location: fetch_version(at, HEADERS, memory))
         here = sorted(folder.name for folder in memory.iterdir())
         assert here == [f"v{n:08}-inc1" for n in range(max(1, number - 1), number + 1)]
-    await run(lambda: pull_version(location, HEADERS, memory, keep=1))  # it is there
+    await run(lambda: fetch_version(location, HEADERS, memory, keep=1))  # it is there
     assert len(list(memory.iterdir())) == 2
 
 
@@ -37,8 +37,8 @@ async def test_pull_when_what_comes_is_not_what_was_announced_then_nothing_of_it
         raise InvalidInput("digest 00…, expected 11…")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pull, "_check", other)
+        patched.setattr(fetch, "_check", other)
         with pytest.raises(InvalidInput, match="digest"):
-            await run(lambda: pull_version(location, HEADERS, memory))
+            await run(lambda: fetch_version(location, HEADERS, memory))
     assert list(memory.iterdir()) == []
-    assert (await run(lambda: pull_version(location, HEADERS, memory))).version == 1
+    assert (await run(lambda: fetch_version(location, HEADERS, memory))).version == 1

@@ -31,10 +31,9 @@ from tests.contract.transport_rig import (
 from areal.errors import CapacityExceeded, InvalidInput
 from areal.weights.disk import DiskPublisher
 from areal.weights.fallback import FallbackPublisher
-from areal.weights.fetch import fetch_model
+from areal.weights.fetch import fetch_model, fetch_version
 from areal.weights.manifest import SPARE, build_manifest, version_name
 from areal.weights.publisher import NewVersion, TransportError
-from areal.weights.pull import pull_version
 from areal.weights.safetensors import HostTensor
 from areal.weights.sidecar import Sidecar
 from areal.weights.store_client import StoreConnection
@@ -178,7 +177,7 @@ async def test_stored_version_when_damaged_then_no_server_takes_it(
         return
     location = rig.location("stream", version)
     with pytest.raises((InvalidInput, TransportError)):
-        await run(lambda: pull_version(location, HEADERS, rig.root / "memory"))
+        await run(lambda: fetch_version(location, HEADERS, rig.root / "memory"))
     assert not list((rig.root / "memory").glob("*"))
 
 

@@ -18,7 +18,7 @@ from tests.ports import free_port
 from areal.engines.export.publishing import host_tensors
 from areal.security import Security
 from areal.weights.broadcast import Offer, Seat, Seats, buckets
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.disk import DiskPublisher
 from areal.weights.distributed import DistributedPublisher
 from areal.weights.manifest import PolicyVersion, build_manifest, check_same_tensors, version_name

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.integration.weight_sync_rig import Process, generate, inference, rig_with_stores
 
 from areal.engines.export.publishing import host_tensors
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState

@@ -30,7 +30,7 @@ import numpy as np
 
 from areal.weights import delta
 from areal.weights.broadcast import DTYPES, Offer, Seats
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.disk import DiskPublisher
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion, Publisher

@@ -14,22 +14,35 @@ Element width is that of the dtype (2 for BF16, 4 for F32), so nothing is interp
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 from areal.errors import InvalidInput
-from areal.weights.publisher import in_threads
-from areal.weights.safetensors import HostTensor, item_bytes
+from areal.weights.manifest import (
+    SINGLE_FILE,
+    SPARE,
+    DeltaFile,
+    PolicyVersion,
+    parse_version_dir,
+    read_manifest,
+    version_name,
+)
+from areal.weights.publisher import NewVersion, in_threads, write_at
+from areal.weights.safetensors import HostTensor, TensorPlace, digest_of, item_bytes, read_layout
 
 FILE = "delta.bin"
 PAYS_BELOW = 0.5
 """A delta larger than this part of the full size is not worth the second step."""
 _DENSE_ABOVE = 0.5
+_PARTIAL = ".partial"
 _LEVEL = 1
 _MAX_HEADER_BYTES = 16 << 20
 _WORDS: dict[int, type[np.unsignedinteger]] = {
@@ -182,3 +195,123 @@ def _planes(words: Words) -> bytes:
 def _unplanes(raw: bytes, count: int, width: int) -> Words:
     planes = np.frombuffer(raw, np.uint8).reshape(width, count)
     return np.ascontiguousarray(planes.T).view(_WORDS[width]).reshape(count)
+
+
+def complete(folder: Path, wanted: DeltaFile) -> None:
+    """Makes a published folder whole that has a delta only, unless it is; blocking.
+
+    It is whole or has no `model.safetensors`, whenever this process is killed.
+
+    Args:
+        folder: Published; its base lies beside it.
+        wanted: What its manifest says of the delta.
+
+    Raises:
+        InvalidInput: The base is not there or another one, the delta is damaged, or the volume is
+            full.
+    """
+    if (folder / SINGLE_FILE).exists():
+        return
+    base = folder.parent / wanted.base
+    names = [parse_version_dir(name) for name in (folder.name, wanted.base)]
+    if None in names or not (base / SINGLE_FILE).is_file():
+        raise InvalidInput(f"{FILE}: its base {wanted.base[:80]!r} is not in {folder.parent}")
+    try:
+        with suppress(OSError):  # its pages are there already
+            (folder.parent / SPARE / SINGLE_FILE).rename(folder / _PARTIAL)
+        rebuild(folder, base, wanted, name=_PARTIAL)
+        (folder / _PARTIAL).rename(folder / SINGLE_FILE)
+    except OSError as error:
+        raise InvalidInput(f"{folder}: {error.strerror or error}") from None
+
+
+def rebuild(folder: Path, base: Path, wanted: DeltaFile, *, name: str = SINGLE_FILE) -> None:
+    """Writes the whole file into a folder that has the delta; blocking.
+
+    What comes out is checked by whoever publishes or loads it: here only that the chain fits.
+
+    Args:
+        folder: Has `delta.bin`.
+        base: Folder of the version that the delta starts from.
+        wanted: What the manifest says of the delta.
+        name: Of the file; one that is there is written over.
+
+    Raises:
+        InvalidInput: The base is another one than the delta's, or the delta does not fit it.
+    """
+    delta = open_delta((folder / FILE).read_bytes(), wanted)
+    found = read_manifest(base).digest
+    if found != delta.base_digest:
+        raise InvalidInput(
+            f"{FILE}: starts from weights {delta.base_digest[:16]}…, "
+            f"{base.name} holds {found[:16]}…"
+        )
+    layout = read_layout(base / SINGLE_FILE)
+    delta.check_names({place.name for place in layout.places}, base.name)
+    held = np.memmap(base / SINGLE_FILE, np.uint8, "r")
+    target = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(target, layout.size_bytes)
+        write_at(target, memoryview(layout.header), 0)
+
+        def apply(place: TensorPlace) -> None:
+            data = np.array(held[place.begin : place.end])
+            delta.apply(place.name, place.dtype, data.data)
+            write_at(target, data.data, place.begin)
+
+        in_threads(apply, layout.places)
+    finally:
+        os.close(target)
+
+
+def open_delta(raw: bytes, wanted: DeltaFile) -> Delta:
+    """A delta that is the one which a manifest names.
+
+    Raises:
+        InvalidInput: It is another one, truncated or damaged.
+    """
+    if len(raw) != wanted.size_bytes:
+        raise InvalidInput(f"{FILE}: {len(raw)} bytes, expected {wanted.size_bytes}: truncated")
+    found = digest_of(raw)
+    if found != wanted.digest:
+        raise InvalidInput(f"{FILE}: digest {found[:16]}…, expected {wanted.digest[:16]}…")
+    delta = Delta(raw)
+    if delta.base_digest != wanted.base_digest:
+        raise InvalidInput(
+            f"{FILE}: starts from weights {delta.base_digest[:16]}…, expected "
+            f"{wanted.base_digest[:16]}…"
+        )
+    return delta
+
+
+class DeltaChain:
+    """What the next delta starts from. One for all transports: it holds a copy of the model.
+
+    A trainer that has just started holds nothing, so its first version travels whole; so does what
+    follows a version that the other side has lost, and a delta that would not pay.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[PolicyVersion, NewVersion] | None = None
+
+    def encode(self, new: NewVersion) -> tuple[DeltaFile, bytes] | None:
+        """The delta to `new` and its description; None: it must travel whole."""
+        if self._before is None:
+            return None
+        base, before = self._before
+        if _kinds(before) != _kinds(new):
+            return None
+        held = {tensor.name: tensor.data for tensor in before.tensors}
+        raw = encode(new.tensors, held, base.digest)
+        if raw is None:
+            return None
+        name = version_name(base.version, base.incarnation)
+        return DeltaFile(name, base.digest, len(raw), digest_of(raw)), raw
+
+    def advance(self, manifest: PolicyVersion, new: NewVersion) -> None:
+        """`new` was published: the next delta starts from it."""
+        self._before = manifest, new
+
+
+def _kinds(version: NewVersion) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {tensor.name: (tensor.shape, tensor.dtype) for tensor in version.tensors}

@@ -5,7 +5,7 @@ allocated and cleared first), so a folder that garbage collection retires is kep
 becomes the next staging folder. No one reads it then: see `areal_weight_sync.versions`.
 
 As a delta only what changed is written here; weight-sync makes the whole file of it before it tells
-any server (`rebuild.complete`), and servers that hold the version before read the delta only.
+any server (`delta.complete`), and servers that hold the version before read the delta only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pathlib import Path
 
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
-from areal.weights.chain import DeltaChain
-from areal.weights.delta import FILE
+from areal.weights.delta import FILE, DeltaChain
 from areal.weights.manifest import (
     SINGLE_FILE,
-    SPARE,
     PolicyVersion,
     at_path,
+    open_staging,
     publish_dir,
     staging_dir,
     version_dir,
@@ -104,17 +103,8 @@ class DiskPublisher:
         return manifest
 
     def _write(self, new: NewVersion) -> PolicyVersion:
-        staging = staging_dir(self._root, new.version, new.incarnation)
+        staging = open_staging(self._root, new.version, new.incarnation)
         final = version_dir(self._root, new.version, new.incarnation)
-        shutil.rmtree(staging, ignore_errors=True)
-        self._root.mkdir(parents=True, exist_ok=True)
-        try:
-            (self._root / SPARE).rename(staging)
-        except OSError:
-            staging.mkdir()
-        for file in staging.iterdir():
-            if file.name != SINGLE_FILE:
-                file.unlink()
         for file in companions(new.model):
             shutil.copyfile(file, staging / file.name)
         manifest = write_version(staging, new)

@@ -1,10 +1,15 @@
-"""Brings a version with its tokenizer to where an engine starts from: servers without a volume.
+"""Brings versions from a weight store into folders: for engines that load folders only.
 
-python -m areal.weights.fetch http://weight-sync:8500/versions/v00000000-inc0 /model
+    python -m areal.weights.fetch http://weight-sync:8500/versions/v00000000-inc0 /model
+
+fetches what an engine starts from, with its tokenizer: servers without a volume.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -16,10 +21,21 @@ import typer
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError, InvalidInput
 from areal.security import Security, SecurityConfig
-from areal.weights.publisher import TransportError
-from areal.weights.pull import TIMEOUT_S, pull_file, split_location
-from areal.weights.store_client import StoreConnection
+from areal.weights.delta import FILE, rebuild
+from areal.weights.manifest import (
+    SINGLE_FILE,
+    PolicyVersion,
+    WeightFile,
+    at_path,
+    parse_version_dir,
+    version_name,
+    write_manifest,
+)
+from areal.weights.publisher import TransportError, in_threads
+from areal.weights.safetensors import file_digest
+from areal.weights.store_client import CHUNK_BYTES, TIMEOUT_S, StoreConnection, split_location
 
+_LANES = 2
 _TRY_AGAIN_S = 1.0
 
 
@@ -47,10 +63,114 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
         for file in files.values():
             if Path(file.name).name != file.name:
                 raise InvalidInput(f"{location}: file name {file.name!r}")
-            pull_file(url, name, headers, file, folder / file.name)
+            fetch_file(url, name, headers, file, folder / file.name)
     except OSError as error:
         raise TransportError(f"{folder}: {error.strerror or error}") from None
     return len(files)
+
+
+def fetch_version(
+    location: str, headers: Mapping[str, str], root: Path, *, keep: int = 2
+) -> PolicyVersion:
+    """Brings a version below `root`, complete and checked, unless it is there; blocking.
+
+    Args:
+        location: http://host:port/versions/NAME.
+        headers: The bearer token.
+        root: Best a memory-backed folder; older versions in it are deleted.
+        keep: How many stay, this one included.
+
+    Raises:
+        InvalidInput: What came is not what the manifest says; names file and digest.
+        TransportError: The store is away or refuses, or `root` is full.
+    """
+    url, name = split_location(location)
+    final, staging = root / name, root / f".fetch-{name}"
+    with StoreConnection(url, headers, TIMEOUT_S) as store:
+        manifest = store.manifest(name)
+    if final.is_dir():
+        return at_path(manifest, final)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        _make_room(root, name, keep)
+        made = _fetch_delta(url, manifest, headers, root, staging)
+        for file in manifest.files:
+            if Path(file.name).name != file.name:
+                raise InvalidInput(f"{location}: file name {file.name!r}")
+            if not (made and file.name == SINGLE_FILE):
+                fetch_file(url, name, headers, file, staging / file.name)
+        write_manifest(manifest, staging)
+        staging.rename(final)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise TransportError(f"{root}: {error.strerror or error}") from None
+    except Exception:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return at_path(manifest, final)
+
+
+def fetch_file(
+    url: str, name: str, headers: Mapping[str, str], file: WeightFile, target: Path
+) -> None:
+    """Brings one file of a version; raises InvalidInput when its digest is another one."""
+    with target.open("w+b") as stream:
+        if not file.size_bytes:
+            return
+        os.posix_fallocate(stream.fileno(), 0, file.size_bytes)  # a full folder says so now
+        with mmap.mmap(stream.fileno(), file.size_bytes) as mapped, memoryview(mapped) as view:
+
+            def lane(number: int) -> None:
+                with StoreConnection(url, headers, TIMEOUT_S) as store:
+                    step = _LANES * CHUNK_BYTES
+                    for start in range(number * CHUNK_BYTES, file.size_bytes, step):
+                        with view[start : start + CHUNK_BYTES] as part:
+                            store.read_into(name, file.name, start, part)
+
+            in_threads(lane, range(_LANES))
+    _check(url, name, file, target)
+
+
+def _fetch_delta(
+    url: str, manifest: PolicyVersion, headers: Mapping[str, str], root: Path, staging: Path
+) -> bool:
+    """Makes the weights of the version before, where that is here; False: pull them whole."""
+    delta = manifest.delta
+    if delta is None or parse_version_dir(delta.base) is None or not (root / delta.base).is_dir():
+        return False
+    name = version_name(manifest.version, manifest.incarnation)
+    try:
+        fetch_file(
+            url, name, headers, WeightFile(FILE, delta.size_bytes, delta.digest), staging / FILE
+        )
+        rebuild(staging, root / delta.base, delta)
+        for file in manifest.files:
+            if file.name == SINGLE_FILE:
+                _check(url, name, file, staging / SINGLE_FILE)
+    except (InvalidInput, TransportError) as error:
+        get_logger("areal.weights.fetch").warning("delta_unusable", cause=str(error))
+        (staging / FILE).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _check(url: str, name: str, file: WeightFile, target: Path) -> None:
+    digest = file_digest(target)
+    if digest != file.digest:
+        raise InvalidInput(
+            f"{url}: {name}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
+        )
+
+
+def _make_room(root: Path, name: str, keep: int) -> None:
+    """Deletes all but the newest versions, and what a killed fetch left."""
+    here = sorted(f for f in root.iterdir() if parse_version_dir(f.name) and f.name != name)
+    for folder in here[: max(0, len(here) - (keep - 1))]:
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in root.glob(".fetch-*"):
+        if folder.name != f".fetch-{name}":
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(

@@ -146,6 +146,25 @@ def staging_dir(root: Path, version: int, incarnation: int) -> Path:
     return root / f".staging-v{version:08d}-inc{incarnation}"
 
 
+def open_staging(root: Path, version: int, incarnation: int) -> Path:
+    """An empty staging folder, but for a weight file of a retired version to write over.
+
+    Raises:
+        OSError: The volume is full, read-only or away.
+    """
+    staging = staging_dir(root, version, incarnation)
+    shutil.rmtree(staging, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        (root / SPARE).rename(staging)
+    except OSError:
+        staging.mkdir()
+    for file in staging.iterdir():
+        if file.name != SINGLE_FILE:
+            file.unlink()
+    return staging
+
+
 def parse_version_dir(name: str) -> tuple[int, int] | None:
     """(version, incarnation) of a published folder's name; None for anything else."""
     match = _FOLDER.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Beside an unmodified SGLang: pulls versions into a memory-backed folder that it then loads.
+"""Beside an unmodified SGLang: fetches versions into a memory-backed folder that it then loads.
 
     weight-sync ── POST /stage_weights {"model_path": http://store/versions/NAME} ──> sidecar
                 <─ {"success": true, "model_path": "/dev/shm/areal-weights/NAME"} ──┘
@@ -22,19 +22,19 @@ from areal.chassis.http_connections import IDLE_S
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError
 from areal.security import UNAUTHENTICATED, Security, SecurityConfig
-from areal.weights.pull import pull_version
+from areal.weights.fetch import fetch_version
 
 _MAX_BODY_BYTES = 64 << 10
 
 
 class Sidecar:
-    """The HTTP application; one pull at a time, repeated requests for one version share it."""
+    """The HTTP application; one fetch at a time, repeated requests for one version share it."""
 
     def __init__(self, folder: Path, security: Security) -> None:
         """Keeps the two newest versions below `folder`."""
         self._folder = folder
         self._security = security
-        self._pulling = asyncio.Lock()
+        self._fetching = asyncio.Lock()
         self._log = get_logger("areal.weights.sidecar")
 
     def app(self) -> web.Application:
@@ -57,13 +57,13 @@ class Sidecar:
             source = None
         if not isinstance(source, str):
             return _answer('body: expected {"model_path": "http://host:port/versions/NAME"}', 400)
-        async with self._pulling:
+        async with self._fetching:
             try:
                 version = await asyncio.to_thread(
-                    pull_version, source, self._security.headers(), self._folder
+                    fetch_version, source, self._security.headers(), self._folder
                 )
             except ArealError as error:
-                self._log.warning("pull_failed", source=source, cause=str(error))
+                self._log.warning("fetch_failed", source=source, cause=str(error))
                 return _answer(str(error), 400)
         return web.json_response({"success": True, "message": "", "model_path": version.path})
 

@@ -16,16 +16,25 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from areal.errors import InvalidInput
-from areal.weights.manifest import MANIFEST, PolicyVersion, WeightFile, from_json
+from areal.weights.manifest import (
+    MANIFEST,
+    PolicyVersion,
+    WeightFile,
+    from_json,
+    parse_version_dir,
+)
 from areal.weights.publisher import TransportError, patience_s
 from areal.weights.safetensors import digest_of
 
 DIGEST_HEADER = "Areal-Digest"
 CHUNK_BYTES = 32 << 20
 MAX_CHUNK_BYTES = 256 << 20
+TIMEOUT_S = 60.0
+"""Each wait on the store's socket."""
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 4096
 _BLOCK_BYTES = 1 << 20
+_PREFIX = "/versions/"
 
 
 class StoreConnection:
@@ -181,3 +190,11 @@ class StoreConnection:
             self._http.close()
             raise TransportError(f"weight store {self.url}: an answer of over {limit} bytes")
         return body
+
+
+def split_location(location: str) -> tuple[str, str]:
+    """(store's url, version's name) of http://host:port/versions/NAME; raises InvalidInput."""
+    url, _, name = location.partition(_PREFIX)
+    if parse_version_dir(name) is None:
+        raise InvalidInput(f"{location[:200]!r}: expected http://host:port/versions/NAME")
+    return url, name

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal.chassis.logging import get_logger
 from areal.weights import delta
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.manifest import SINGLE_FILE, PolicyVersion, at_path, to_json
 from areal.weights.publisher import NewVersion, TransportError, companions, describe, in_threads
 from areal.weights.safetensors import Layout

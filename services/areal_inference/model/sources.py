@@ -8,7 +8,6 @@ published as what changed since the one that this server holds, only that is rea
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import threading
@@ -19,10 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.errors import InvalidInput
-from areal.weights.delta import FILE, Delta
-from areal.weights.manifest import MANIFEST, PolicyVersion, read_manifest
-from areal.weights.pull import split_location
-from areal.weights.rebuild import open_delta
+from areal.weights.delta import FILE, Delta, open_delta
+from areal.weights.manifest import MANIFEST, PolicyVersion, read_manifest, weight_files
 from areal.weights.safetensors import (
     SUFFIX,
     Layout,
@@ -32,11 +29,8 @@ from areal.weights.safetensors import (
     parse_header,
     read_layout,
 )
-from areal.weights.store_client import StoreConnection
+from areal.weights.store_client import TIMEOUT_S, StoreConnection, split_location
 from areal_inference.model.config import ModelError
-
-STORE_TIMEOUT_S = 60.0
-"""Each wait on the store's socket."""
 
 
 class WeightError(ModelError):
@@ -87,7 +81,7 @@ class FolderSource:
         self._files = ExitStack()
         self._mapped: dict[str, mmap.mmap] = {}
         layouts = {}
-        for file in _files(folder):
+        for file in weight_files(folder):
             layouts[file.name] = read_layout(file)
             try:
                 with file.open("rb") as stream:
@@ -151,7 +145,7 @@ class StoreSource:
     def _connection(self) -> StoreConnection:
         found: StoreConnection | None = getattr(self._lanes, "connection", None)
         if found is None:
-            found = StoreConnection(self._url, self._headers, STORE_TIMEOUT_S)
+            found = StoreConnection(self._url, self._headers, TIMEOUT_S)
             self._lanes.connection = found
             self._open.append(found)
         return found
@@ -222,7 +216,7 @@ def open_changes(
             raise InvalidInput(f"{folder / FILE}: {error.strerror}") from None
         return DeltaSource(manifest, open_delta(raw, manifest.delta), held)
     url, name = split_location(location)
-    with StoreConnection(url, headers, STORE_TIMEOUT_S) as store:
+    with StoreConnection(url, headers, TIMEOUT_S) as store:
         manifest = store.manifest(name)
         wanted = manifest.delta
         if wanted is None or wanted.base_digest != digest():
@@ -245,20 +239,3 @@ def _collect(
                 raise WeightError(f"{where}: tensor {place.name} is in two files")
             tensors[place.name] = Stored(file, place, digests.get(place.name, ""))
     return tensors
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if not index.is_file():
-        if not single.is_file():
-            raise WeightError(f"{folder}: no model.safetensors and no {index.name}")
-        return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise WeightError(f"{index}: expected a JSON object with a weight_map") from None
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise WeightError(f"{index}: shard {name!r} is not a file in this folder")
-    return [folder / name for name in names]

@@ -15,15 +15,15 @@ import shutil
 from pathlib import Path
 
 from areal.errors import CapacityExceeded, InvalidInput, NotFound
-from areal.weights.delta import FILE
+from areal.weights.delta import FILE, rebuild
 from areal.weights.manifest import (
     MANIFEST,
     MAX_POLICY_VERSION,
     SINGLE_FILE,
-    SPARE,
     DeltaFile,
     PolicyVersion,
     check_same_tensors,
+    open_staging,
     parse_version_dir,
     publish_dir,
     staging_dir,
@@ -31,7 +31,6 @@ from areal.weights.manifest import (
     write_manifest,
 )
 from areal.weights.publisher import companions
-from areal.weights.rebuild import rebuild
 from areal.weights.safetensors import SUFFIX, file_digest, read_layout, tensor_digests
 
 _MAX_FILES = 10_000
@@ -63,17 +62,9 @@ class WeightStore:
         _check_manifest(manifest)
         if base is not None:
             check_same_tensors(manifest, base)
-        staging = staging_dir(self._root, manifest.version, manifest.incarnation)
-        shutil.rmtree(staging, ignore_errors=True)
-        self._root.mkdir(parents=True, exist_ok=True)
-        try:
-            (self._root / SPARE).rename(staging)
-        except OSError:
-            staging.mkdir()
-        wanted = {file.name for file in manifest.files}
-        for left in staging.iterdir():
-            if left.name != SINGLE_FILE or left.name not in wanted:
-                left.unlink()
+        staging = open_staging(self._root, manifest.version, manifest.incarnation)
+        if SINGLE_FILE not in {file.name for file in manifest.files}:
+            (staging / SINGLE_FILE).unlink(missing_ok=True)
         free = shutil.disk_usage(self._root).free
         held = sum(file.stat().st_size for file in staging.iterdir())
         if manifest.size_bytes > free + held - _RESERVE_BYTES:

@@ -90,7 +90,7 @@ def test_load_when_sharded_then_equal_to_one_file(folder: Path):
 
     index[names[0]] = "../a.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(WeightError, match="not a file in this folder"):
+    with pytest.raises(WeightError, match="not a file of this folder"):
         load(folder)
 
 

@@ -11,19 +11,17 @@ from areal.config.services import transport_order
 from areal.security import Security
 from areal.types import WeightUpdateMeta
 from areal.weights.broadcast import Offer, Seats
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.disk import DiskPublisher
 from areal.weights.fallback import FallbackPublisher
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import Publisher
 from areal.weights.safetensors import HostTensor
+from areal.weights.store_client import TIMEOUT_S
 from areal.weights.stream import StreamPublisher
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-UPLOAD_TIMEOUT_S = 60.0
-"""Each wait on the weight store's socket."""
 
 
 def make_publisher(
@@ -46,7 +44,7 @@ def make_publisher(
     ways: dict[str, Publisher] = {
         "disk": DiskPublisher(root, chain=chain),
         "stream": StreamPublisher(
-            config.endpoints.weight_store, security.headers(), UPLOAD_TIMEOUT_S, chain=chain
+            config.endpoints.weight_store, security.headers(), TIMEOUT_S, chain=chain
         ),
     }
     kind = meta.type or own.transport

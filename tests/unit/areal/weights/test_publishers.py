@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.unit.areal_weight_sync.weight_sync_fakes import TENSORS, make_model
 
-from areal.weights.chain import DeltaChain
+from areal.weights.delta import DeltaChain
 from areal.weights.fallback import FallbackPublisher
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion, TransportError
