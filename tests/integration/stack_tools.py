@@ -121,7 +121,9 @@ class RunningStack:
         eventually(lambda: not self.processes(), "all processes are gone", timeout)
         guard = stack["guard"]["pid"]
         eventually(
-            lambda: not lives(guard, "areal_launch.processes.guard"), "the guard is gone", timeout
+            lambda: not lives(guard, "areal_launch.processes.orphan_guard"),
+            "the guard is gone",
+            timeout,
         )
 
     def clean_up(self) -> None:

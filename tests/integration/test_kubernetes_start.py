@@ -82,7 +82,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     # The log is open until the process ends, and this one has more to do.
-    name = "areal_launch.commands.follow.configure_logging"
+    name = "areal_launch.commands.remote.configure_logging"
     monkeypatch.setattr(name, lambda *_, stream: stream.close())
     return Cluster(tmp_path)
 

@@ -23,9 +23,9 @@ from areal.config.experiment import BaseExperimentConfig, parse_allocation
 from areal.config.services import EndpointsConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.security import Security, SecurityConfig
+from areal_launch.clusters.base import count_nodes
 from areal_launch.clusters.pods import component_of
 from areal_launch.processes.commands import run_command
-from areal_launch.stack.places import shape_of
 
 HELM_TIMEOUT_S = 300.0
 GRPC_PORT, HTTP_PORT = 50051, 8080
@@ -41,7 +41,7 @@ FORWARDED = {
 
 def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
     """The chart's values that `allocation_mode` and `stack` stand for."""
-    allocation, shape = parse_allocation(config.allocation_mode), shape_of(config)
+    allocation, counts = parse_allocation(config.allocation_mode), count_nodes(config)
     gpus = config.stack.gpus_per_node
     servers: dict[str, Any] = {
         "replicaCount": allocation.inference_replicas,
@@ -54,8 +54,8 @@ def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
         "rollout": {"replicaCount": config.stack.rollout_workers},
         "trainer": {
             # On CPUs a pod is one rank.
-            "replicaCount": shape.trainer_nodes if gpus else allocation.trainer_ranks,
-            "gpusPerPod": shape.ranks_per_node if gpus else 0,
+            "replicaCount": counts.trainer_nodes if gpus else allocation.trainer_ranks,
+            "gpusPerPod": counts.ranks_per_node if gpus else 0,
         },
     }
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from areal_launch.processes.supervisor import ProcessState
-from areal_launch.stack.remote import FollowedProcess
+from areal_launch.processes.supervisor import ProcessState, RemoteProcess
 
 # Registries have bad minutes, and Secrets come late; longer than this a run does not wait for them.
 STUCK_S = 120.0
@@ -119,14 +118,14 @@ class StuckWatch:
         return given_up
 
 
-def processes_of(pods: list[dict[str, Any]], release: str) -> dict[str, FollowedProcess]:
+def processes_of(pods: list[dict[str, Any]], release: str) -> dict[str, RemoteProcess]:
     """Pods as the live view shows processes."""
     shown = {}
     for pod in pods:
         statuses = pod.get("status", {}).get("containerStatuses") or []
         name = pod["metadata"]["name"].removeprefix(f"{release}-").removeprefix("areal-")
         restarts = sum(status.get("restartCount", 0) for status in statuses)
-        shown[name] = FollowedProcess(_state(pod, statuses), restarts)
+        shown[name] = RemoteProcess(_state(pod, statuses), restarts)
     return dict(sorted(shown.items()))
 
 

@@ -23,9 +23,9 @@ from typing import Any
 from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.config.experiment import BaseExperimentConfig, parse_allocation
 from areal.errors import ArealError, CannotStart, WaitTimeout
+from areal_launch.clusters.base import EVERYWHERE, HOST, Cluster, Placement, count_nodes
 from areal_launch.processes.descendants import STACK_VARIABLE
-from areal_launch.processes.process import Child, Life, ProcessSpec, Slot, child_environment
-from areal_launch.stack.places import EVERYWHERE, HOST, Hosts, shape_of
+from areal_launch.processes.process import Child, Life, Node, ProcessSpec, child_environment
 
 # Without GPUs processes share cores, as they do on one machine.
 _SHARED_CPU = 0.1
@@ -44,15 +44,15 @@ def bundles_of(config: BaseExperimentConfig) -> list[dict[str, float]]:
     Raises:
         ConfigError: The allocation does not fall into nodes.
     """
-    shape, allocation = shape_of(config), parse_allocation(config.allocation_mode)
+    counts, allocation = count_nodes(config), parse_allocation(config.allocation_mode)
     servers = 0 if config.endpoints.inference else allocation.inference_replicas
-    widths = [allocation.inference_gpus] * servers + [shape.ranks_per_node] * shape.trainer_nodes
+    widths = [allocation.inference_gpus] * servers + [counts.ranks_per_node] * counts.trainer_nodes
     if not config.stack.gpus_per_node:
         return [{"CPU": _SHARED_CPU} for _ in widths]
     return [{"CPU": 1.0, "GPU": float(width)} for width in widths]
 
 
-class RayPlace:
+class RayCluster(Cluster):
     """A placement group of the cluster at RAY_ADDRESS, of the one that runs here, or of a new one.
 
     This process has to be on a node of that cluster.
@@ -63,13 +63,13 @@ class RayPlace:
         self._group: Any = None
         self._bundles: list[dict[str, float]] = []
 
-    async def open(self, config: BaseExperimentConfig) -> Hosts:
+    async def open(self, config: BaseExperimentConfig) -> Placement:
         """Connects and waits for the placement group, at most `stack.ready_timeout_s`."""
         self._bundles = bundles_of(config)
         # In a thread: it blocks, and in the main thread Ray would take our signal handlers.
         return await asyncio.to_thread(self._open, config)
 
-    def _open(self, config: BaseExperimentConfig) -> Hosts:
+    def _open(self, config: BaseExperimentConfig) -> Placement:
         try:
             import ray
             from ray.util.placement_group import placement_group, placement_group_table
@@ -97,22 +97,22 @@ class RayPlace:
         here = ray.get_runtime_context().get_node_id()
         alone = set(placed.values()) == {here}
 
-        def slot(bundle: int) -> Slot:
-            return Slot(str(bundle), HOST if alone else addresses[placed[bundle]])
+        def node(bundle: int) -> Node:
+            return Node(str(bundle), HOST if alone else addresses[placed[bundle]])
 
-        servers = len(self._bundles) - shape_of(config).trainer_nodes
-        return Hosts(
+        servers = len(self._bundles) - count_nodes(config).trainer_nodes
+        return Placement(
             control=HOST if alone else addresses[here],
             bind=HOST if alone else EVERYWHERE,
-            inference=tuple(slot(bundle) for bundle in range(servers)),
-            trainer=tuple(slot(bundle) for bundle in range(servers, len(self._bundles))),
+            inference=tuple(node(bundle) for bundle in range(servers)),
+            trainer=tuple(node(bundle) for bundle in range(servers, len(self._bundles))),
         )
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
         """An actor on each of the spec's bundles; a child where it has none."""
-        if not spec.slots:
+        if not spec.nodes:
             return await Child.start(spec, stack_id)
-        actors = [self._actor(int(slot.node)) for slot in spec.slots]
+        actors = [self._actor(int(node.name)) for node in spec.nodes]
         return await RayLife.start(self._ray, actors, spec, stack_id)
 
     def _actor(self, bundle: int) -> Any:
@@ -132,12 +132,8 @@ class RayPlace:
             .remote()
         )
 
-    def describe(self) -> dict[str, Any]:
-        """The driver is the launcher: its pid suffices."""
-        return {}
-
     async def close(self) -> None:
-        """Gives the bundles back; a cluster that we started ends."""
+        """Releases the bundles; a cluster that we started ends."""
         if self._ray is None:
             return
         ray, self._ray = self._ray, None

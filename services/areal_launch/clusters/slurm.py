@@ -24,9 +24,9 @@ from typing import Any
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, ConfigError
 from areal.security import without_secrets
+from areal_launch.clusters.base import EVERYWHERE, Cluster, Placement, assign, count_nodes
 from areal_launch.processes.commands import run_command
-from areal_launch.processes.process import Child, ProcessSpec, Slot
-from areal_launch.stack.places import EVERYWHERE, Hosts, assign, shape_of
+from areal_launch.processes.process import Child, Node, ProcessSpec
 
 # Before the time limit: for the step in progress, a checkpoint and the end of everything.
 END_NOTICE_S = 60
@@ -48,12 +48,12 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
         folder: Where the job's output goes; absolute.
         experiment: The resolved experiment file; absolute.
     """
-    slurm, shape = config.stack.slurm, shape_of(config)
+    slurm, counts = config.stack.slurm, count_nodes(config)
     options = {
         "job-name": f"areal-{config.experiment_name}-{config.trial_name}",
         "output": str(folder / "slurm-%j.out"),
         "open-mode": "append",
-        "nodes": str(shape.nodes),
+        "nodes": str(counts.nodes),
         "ntasks-per-node": "1",
         # To the script alone, which ends the steps in order.
         "signal": f"B:TERM@{END_NOTICE_S}",
@@ -146,7 +146,7 @@ def _plain(key: str, value: str) -> str:
     return value
 
 
-class SlurmPlace:
+class SlurmCluster(Cluster):
     """The nodes of the allocation that this process runs in."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -155,18 +155,18 @@ class SlurmPlace:
         self._list = environment.get("SLURM_JOB_NODELIST", "")
         self._here = environment.get("SLURMD_NODENAME", "")
 
-    async def open(self, config: BaseExperimentConfig) -> Hosts:
+    async def open(self, config: BaseExperimentConfig) -> Placement:
         """Names of nodes as Slurm knows them become addresses; this one goes first."""
         names = (
             await asyncio.to_thread(_run, ["scontrol", "show", "hostnames", self._list])
         ).split()
         names.sort(key=lambda name: name != self._here)  # stable
         addresses = await asyncio.to_thread(_addresses, names)
-        return assign(config, [Slot(name, addresses.get(name, name)) for name in names], EVERYWHERE)
+        return assign(config, [Node(name, addresses.get(name, name)) for name in names], EVERYWHERE)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Child:
         """A step on the spec's nodes; a child where it has none."""
-        if not spec.slots:
+        if not spec.nodes:
             return await Child.start(spec, stack_id)
         return await SlurmChild.start(replace(spec, argv=step_argv(spec)), stack_id)
 
@@ -174,18 +174,15 @@ class SlurmPlace:
         """The job."""
         return {"slurm_job": self._job}
 
-    async def close(self) -> None:
-        """The nodes go when the job ends."""
-
 
 def step_argv(spec: ProcessSpec) -> tuple[str, ...]:
     """The srun command that starts a process on each of its nodes."""
-    count = str(len(spec.slots))
+    count = str(len(spec.nodes))
     # The GPUs that Slurm shows to a step are all of the job: each process is told its own.
     pairs = [f"{key}={value}" for key, value in spec.environment.items()]
     return (
         *("srun", f"--job-name={spec.name}", "--overlap", "--nodes", count, "--ntasks", count),
-        *("--ntasks-per-node=1", f"--nodelist={','.join(slot.node for slot in spec.slots)}"),
+        *("--ntasks-per-node=1", f"--nodelist={','.join(node.name for node in spec.nodes)}"),
         *("--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--kill-on-bad-exit=1"),
         *("/bin/sh", "-c", 'export PET_NODE_RANK="$SLURM_PROCID"; exec "$@"', "sh"),
         *(("env", *pairs) if pairs else ()),

@@ -27,14 +27,14 @@ from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, WaitTimeout
 from areal_launch.clusters.kubernetes import Outcome, Release
 from areal_launch.clusters.pods import StuckWatch, component_of, problems_of, processes_of
-from areal_launch.commands.follow import Follower
-from areal_launch.commands.stack import PLOT_TIMEOUT_S
+from areal_launch.commands.remote import Follower
+from areal_launch.commands.stack import draw_plot
 from areal_launch.processes.free_ports import PortPicker
-from areal_launch.processes.guarding import Guard
-from areal_launch.processes.process import ProcessSpec, python_environment
+from areal_launch.processes.orphan_guard import Guard
+from areal_launch.processes.process import ProcessSpec
 from areal_launch.processes.supervisor import RestartPolicy, Supervisor
 from areal_launch.run_folder import RunFolder, write_json
-from areal_launch.stack.remote import FollowedStack
+from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import choose_display
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.summary import build_summary
@@ -55,7 +55,7 @@ def run_on_kubernetes(config: BaseExperimentConfig, *, as_json: bool, keep: bool
     release = Release(config, folder.path / "kubernetes")
     print(f"areal: release {release.name}: {release.pin_context()}", file=sys.stderr, flush=True)  # noqa: T201
     release.install()
-    stack = FollowedStack(config, folder, "Ctrl-C leaves it running")
+    stack = RemoteStack(config, folder, "Ctrl-C leaves it running")
     display = choose_display(as_json=as_json, quiet=False)
     follower = ReleaseFollower(release, Follower("kubernetes", stack, display), keep=keep)
     return asyncio.run(follower.run())
@@ -76,7 +76,7 @@ class ReleaseFollower:
         self._stack_id = f"forward:{uuid.uuid4().hex}"
         # The guard ends the port-forwards of a follower that was killed with -9; it reads the note.
         self._note = follower.stack.folder.path / "kubernetes" / f"follower-{os.getpid()}.json"
-        self._guard = Guard(self._stack_id, self._note, None, self._on_forward)
+        self._guard = Guard(self._note, None, self._on_forward)
         # A pod that is replaced ends its port-forward, any number of times in a long run.
         self._forwards = Supervisor(
             self._stack_id,
@@ -231,7 +231,7 @@ class ReleaseFollower:
             words = await asyncio.to_thread(self._release.last_words)
             error = ArealError(f"{outcome.cause}{f' | {words}' if words else ''}")
         summary = self._sum_up(outcome, snapshot, str(error or ""))
-        await self._plot()
+        await asyncio.to_thread(draw_plot, folder)
         self._follower.display.summary(stack, summary, error)
         if error is not None or self._keep:
             self._say_how_to_go_on()
@@ -260,19 +260,6 @@ class ReleaseFollower:
         rows = "".join(json.dumps(row) + "\n" for row in snapshot.rows)
         folder.metrics_file.write_text(rows)
         return summary
-
-    async def _plot(self) -> None:
-        folder = self._follower.stack.folder
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal_launch.view.plots", str(folder.path)),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=python_environment(),
-        )
-        try:
-            await asyncio.wait_for(process.wait(), PLOT_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
 
     def _say_how_to_go_on(self) -> None:
         release = self._release

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from areal_launch.clusters.base import Cluster
 from areal_launch.commands.stack import read_experiment, resolve_run, run_foreground
-from areal_launch.stack.places import Place
 from areal_launch.stack.recipe_check import refuse_failing
 from areal_launch.stack.trial_config import check_unchanged
 
@@ -29,26 +29,26 @@ def run_on(
         experiment, _ = read_experiment(recipe, config, overrides)
         return run_on_kubernetes(experiment, as_json=as_json, keep=keep)
     resolved = resolve_run(recipe, config, overrides)
-    place: Place | None = None
+    cluster: Cluster | None = None
     if on == "slurm":
-        from areal_launch.clusters.slurm import SlurmPlace, in_allocation
+        from areal_launch.clusters.slurm import SlurmCluster, in_allocation
 
         if not in_allocation():
             from areal_launch.commands.slurm import submit_and_follow
 
             check_unchanged(resolved.config, accept=accept_changes)
             return submit_and_follow(resolved.config, as_json=as_json)
-        place = SlurmPlace()
+        cluster = SlurmCluster()
     elif on == "ray":
-        from areal_launch.clusters.ray import RayPlace
+        from areal_launch.clusters.ray import RayCluster
 
-        place = RayPlace()
+        cluster = RayCluster()
     else:
         asyncio.run(refuse_failing(resolved.config, model_later=resolved.prepare))
     return run_foreground(
         resolved,
         with_trainer=True,
         as_json=as_json,
-        place=place,
+        cluster=cluster,
         accept_changes=accept_changes,
     )

@@ -23,10 +23,10 @@ from areal.config.experiment import BaseExperimentConfig, load_service_config, s
 from areal.errors import ArealError, WaitTimeout
 from areal.security import Security
 from areal_launch.clusters.slurm import JobState, end_job, job_state, render_script, submit
-from areal_launch.commands.follow import Follower
+from areal_launch.commands.remote import Follower
 from areal_launch.processes.process import last_lines
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.remote import FollowedStack
+from areal_launch.stack.remote import RemoteStack
 from areal_launch.stack.secret_files import place_secrets
 from areal_launch.view.display import Display, choose_display
 from areal_launch.view.summary import read_results
@@ -51,14 +51,14 @@ def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     script = folder.path / "job.sh"
     script.write_text(render_script(config, folder.logs, experiment))
     job = submit(script)
-    stack = FollowedStack(config, folder, "Ctrl-C ends the job")
+    stack = RemoteStack(config, folder, "Ctrl-C ends the job")
     return asyncio.run(JobFollower(job, stack, choose_display(as_json=as_json, quiet=False)).run())
 
 
 class JobFollower(Follower):
     """Shows one job until it has ended."""
 
-    def __init__(self, job: str, stack: FollowedStack, display: Display) -> None:
+    def __init__(self, job: str, stack: RemoteStack, display: Display) -> None:
         super().__init__("slurm", stack, display)
         self._job = job
         self._said = ""

@@ -39,6 +39,7 @@ from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
 from areal.recipe import Recipe, find_config_class, load_recipe
 from areal.security import Security
 from areal.types import TaskState
+from areal_launch.clusters.base import Cluster
 from areal_launch.commands.dead_letters import keep_dead_letters
 from areal_launch.doctor.preflight import check_start
 from areal_launch.processes.descendants import end_tagged
@@ -47,14 +48,13 @@ from areal_launch.processes.usage import UsageSampler
 from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.events import EventLog
 from areal_launch.stack.local import PREPARE_TIMEOUT_S, LocalStack
-from areal_launch.stack.places import Place
 from areal_launch.stack.plan import missing_model
 from areal_launch.stack.trial_config import check_unchanged
 from areal_launch.view.display import Display, choose_display
 from areal_launch.view.poller import Snapshot, StackPoller
 from areal_launch.view.summary import build_summary, continue_summary, read_results, read_rows
 
-PLOT_TIMEOUT_S = 60.0
+_PLOT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ def run_foreground(
     with_trainer: bool,
     as_json: bool = False,
     ready_fd: int | None = None,
-    place: Place | None = None,
+    cluster: Cluster | None = None,
     accept_changes: bool = False,
 ) -> int:
     """Runs a stack from this process until it ends; returns the exit code.
 
-    `place`: lends the nodes; None: this machine. `accept_changes`: of the configuration, in a
+    `cluster`: lends the nodes; None: this machine. `accept_changes`: of the configuration, in a
     trial that has trained already.
     """
     folder = RunFolder(resolved.config.run_dir)
@@ -147,8 +147,8 @@ def run_foreground(
     if changes:
         get_logger("areal.launcher").warning("configuration_changed", changes=changes)
     display = choose_display(as_json=as_json, quiet=ready_fd is not None)
-    session = Session(resolved, display, with_trainer=with_trainer, ready_fd=ready_fd, place=place)
-    return asyncio.run(session.run())
+    stack = LocalStack(resolved.config, EventLog(), with_trainer=with_trainer, cluster=cluster)
+    return asyncio.run(Session(resolved, stack, display, ready_fd=ready_fd).run())
 
 
 def _make_logs(folder: RunFolder) -> None:
@@ -165,35 +165,24 @@ class Session:
     """One invocation of `areal run` or `areal up`."""
 
     def __init__(
-        self,
-        resolved: Resolved,
-        display: Display,
-        *,
-        with_trainer: bool,
-        ready_fd: int | None,
-        place: Place | None = None,
+        self, resolved: Resolved, stack: LocalStack, display: Display, *, ready_fd: int | None
     ) -> None:
+        """`ready_fd`: a pipe that is told "ready", or why not."""
         self._resolved = resolved
+        self._stack = stack
         self._display = display
-        self._with_trainer = with_trainer
         self._ready_fd = ready_fd
-        self._place = place
 
     async def run(self) -> int:
         """Start to end; returns the exit code."""
-        began = time.monotonic()
+        began, stack, with_trainer = time.monotonic(), self._stack, self._stack.with_trainer
         interrupt = asyncio.Event()
-        stack = LocalStack(
-            self._resolved.config, EventLog(), with_trainer=self._with_trainer, place=self._place
-        )
-        self._handle_signals(interrupt, stack)
+        self._handle_signals(interrupt)
         usage = UsageSampler(stack.pids)
         await stack.open()
         stack.folder.dead_letters_file.unlink(missing_ok=True)
         poller = StackPoller(
-            stack.config.endpoints,
-            Security.load(stack.config.security),
-            with_trainer=self._with_trainer,
+            stack.config.endpoints, Security.load(stack.config.security), with_trainer=with_trainer
         )
 
         def ended(error: BaseException) -> None:
@@ -205,14 +194,14 @@ class Session:
             poller.listen_notices(lambda text: stack.events.report("warning", "recipe", text))
             poller.start()
             self._display.begin(stack, poller, usage)
-            for caution in cautions(stack.config) if self._with_trainer else ():
+            for caution in cautions(stack.config) if with_trainer else ():
                 stack.events.report("warning", "config", caution)
             background.append(endless.keep(self._display.run(), "display", ended))
-            status, error = await self._work(stack, interrupt)
+            status, error = await self._work(interrupt)
             stack.cause = str(error or "")
             if stack.supervisor.processes:
                 await poller.refresh(timeout=3.0)
-                await self._keep_dead_letters(stack, poller.snapshot)
+                await self._keep_dead_letters(poller.snapshot)
         finally:
             for task in background:
                 task.cancel()
@@ -222,16 +211,15 @@ class Session:
             await stack.stop(failed=status == "failed")
         if isinstance(error, (CannotStart, InvalidInput)):
             raise error
-        if self._with_trainer:
-            took = time.monotonic() - began
-            summary = self._sum_up(status, stack, poller, usage, took, str(error or ""))
+        if with_trainer:
+            summary = self._sum_up(status, poller.snapshot, usage, time.monotonic() - began)
             self._display.summary(stack, summary, error)
         elif error is not None:
             raise error
-        return {"finished": 0, "interrupted": 130 if self._with_trainer else 0}.get(status, 1)
+        return {"finished": 0, "interrupted": 130 if with_trainer else 0}.get(status, 1)
 
-    @staticmethod
-    async def _keep_dead_letters(stack: LocalStack, snapshot: Snapshot) -> None:
+    async def _keep_dead_letters(self, snapshot: Snapshot) -> None:
+        stack = self._stack
         if snapshot.ledger is None or not snapshot.ledger.counts[TaskState.DEAD_LETTERED]:
             return
         try:
@@ -241,15 +229,13 @@ class Session:
         except ArealError as error:
             stack.events.report("warning", "buffer", f"dead letters were not written: {error}")
 
-    async def _work(
-        self, stack: LocalStack, interrupt: asyncio.Event
-    ) -> tuple[str, ArealError | None]:
+    async def _work(self, interrupt: asyncio.Event) -> tuple[str, ArealError | None]:
         """Until the trainer ends, something fails, or a signal comes."""
 
         async def work() -> None:
-            await stack.start(prepare=self._resolved.prepare)
+            await self._stack.start(prepare=self._resolved.prepare)
             self._tell_ready("ready")
-            await stack.wait()
+            await self._stack.wait()
 
         working = asyncio.create_task(work())
         interrupted = asyncio.create_task(interrupt.wait())
@@ -268,10 +254,10 @@ class Session:
             return "failed", error
         raise error
 
-    def _handle_signals(self, interrupt: asyncio.Event, stack: LocalStack) -> None:
+    def _handle_signals(self, interrupt: asyncio.Event) -> None:
         def handle() -> None:
             if interrupt.is_set():  # the second one: no more patience
-                end_tagged(stack.stack_id, leaders=stack.leaders())
+                end_tagged(self._stack.stack_id, leaders=self._stack.leaders())
             interrupt.set()
 
         loop = asyncio.get_running_loop()
@@ -286,39 +272,38 @@ class Session:
             self._ready_fd = None
 
     def _sum_up(
-        self,
-        status: str,
-        stack: LocalStack,
-        poller: StackPoller,
-        usage: UsageSampler,
-        wall_s: float,
-        cause: str,
+        self, status: str, snapshot: Snapshot, usage: UsageSampler, wall_s: float
     ) -> dict[str, Any]:
         """Writes summary.json and reward.png; the run's, over all its invocations."""
-        folder = stack.folder
+        stack, folder = self._stack, self._stack.folder
         summary = build_summary(
             status=status,
             rows=read_rows(folder.metrics_file),
             results=read_results(folder.trainer_file),
-            snapshot=poller.snapshot,
+            snapshot=snapshot,
             wall_s=wall_s,
             cpu_s=usage.cpu_seconds(),
             memory_mb=usage.peak_mb,
-            restarts={n: p.restarts for n, p in stack.supervisor.processes.items()},
-            cause=cause,
+            restarts={n: p.restarts for n, p in stack.processes.items()},
+            cause=stack.cause,
         )
         earlier = read_results(folder.summary_file)
         summary = continue_summary(earlier, summary, began=stack.started)
         write_json(folder.summary_file, summary)
-        with contextlib.suppress(subprocess.SubprocessError, OSError):
-            subprocess.run(  # noqa: S603 - our own module
-                [sys.executable, "-m", "areal_launch.view.plots", str(folder.path)],
-                timeout=PLOT_TIMEOUT_S,
-                check=False,
-                capture_output=True,
-                env=python_environment(),
-            )
+        draw_plot(folder)
         return summary
+
+
+def draw_plot(folder: RunFolder) -> None:
+    """Draws reward.png in a process of its own, as far as that succeeds."""
+    with contextlib.suppress(subprocess.SubprocessError, OSError):
+        subprocess.run(  # noqa: S603 - our own module
+            [sys.executable, "-m", "areal_launch.view.plots", str(folder.path)],
+            timeout=_PLOT_TIMEOUT_S,
+            check=False,
+            capture_output=True,
+            env=python_environment(),
+        )
 
 
 def run_detached(resolved: Resolved, arguments: list[str]) -> int:

@@ -20,6 +20,7 @@ import psutil
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions, parse_allocation
 from areal.errors import ArealError, InvalidInput
 from areal.security import Security
+from areal_launch.clusters.base import count_nodes
 from areal_launch.doctor import memory
 from areal_launch.doctor.memory import ModelShape
 from areal_launch.doctor.preflight import (
@@ -31,7 +32,6 @@ from areal_launch.doctor.preflight import (
     weights_problem,
 )
 from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
-from areal_launch.stack.places import shape_of
 from areal_launch.stack.plan import missing_model
 from areal_launch.stack.stores import find_nats_server, find_redis_server
 
@@ -164,7 +164,7 @@ def _gpus(config: BaseExperimentConfig) -> Finding:
     if wanted > devices:
         return missing("gpus", f"{devices} here", f"stack.gpus_per_node={devices}, or a driver")
     if wanted:
-        nodes = shape_of(config).nodes
+        nodes = count_nodes(config).nodes
         if nodes > 1:
             fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
             return missing("gpus", f"one node of the {nodes} that the allocation takes", fix)

@@ -34,15 +34,15 @@ _SWEEP_S = 6.0
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a process runs: a node, and the GPUs of it that the process may use.
+class Node:
+    """A node, and the GPUs of it that one process may use.
 
     Example:
-        >>> Slot("node07", "10.0.0.7", gpus=(0, 1))
+        >>> Node("node07", "10.0.0.7", gpus=(0, 1))
     """
 
-    node: str = ""
-    """As the place (Slurm, Ray) calls it; empty: beside the launcher."""
+    name: str = ""
+    """Its name in the cluster (Slurm, Ray); empty: the launcher's own."""
     address: str = "127.0.0.1"
     """At which the others reach it."""
     gpus: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class ProcessSpec:
     stop_grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    slots: tuple[Slot, ...] = ()
+    nodes: tuple[Node, ...] = ()
     """The nodes that start it, one each, the first with node rank 0; empty: beside the launcher."""
     verdict: Path | None = None
     """Where a process below it says that its input is bad (see `areal.chassis.bad_input`)."""

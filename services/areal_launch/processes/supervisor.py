@@ -67,6 +67,14 @@ class ProcessState(StrEnum):
 
 
 @dataclass(frozen=True)
+class RemoteProcess:
+    """A process that another machine supervises, as far as it is shown here."""
+
+    state: ProcessState
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
 class RestartPolicy:
     """How often and how fast a process is started again."""
 

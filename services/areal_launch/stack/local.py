@@ -1,4 +1,4 @@
-"""The whole stack as processes of this machine, and of the nodes that its place lends.
+"""The whole stack as processes of this machine, and of the nodes that its cluster lends.
 
     lock, guard -> prepare model -> redis, nats --> buffer, weight-sync --> reward, rollout, gateway
                                 |                             |                       |
@@ -28,14 +28,14 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, save_config
 from areal.errors import CannotStart, InvalidInput, NotFound, WaitTimeout
 from areal.security import Security
-from areal_launch.processes.guarding import Guard
+from areal_launch.clusters.base import Cluster
 from areal_launch.processes.log_tail import LogTail, humanize
+from areal_launch.processes.orphan_guard import Guard
 from areal_launch.processes.process import ProcessSpec
 from areal_launch.processes.supervisor import RestartPolicy, Supervised, Supervisor
 from areal_launch.run_folder import RunFolder, remove_secrets
 from areal_launch.stack.control_socket import ControlSocket, Say
 from areal_launch.stack.events import EventLog, StackEvent
-from areal_launch.stack.places import LocalPlace, Place
 from areal_launch.stack.plan import StackPlan, missing_model, plan_stack, ports_of
 from areal_launch.stack.recipe_check import refuse_failing
 from areal_launch.stack.scaling import Scaler
@@ -74,10 +74,10 @@ class LocalStack:
         events: EventLog,
         *,
         with_trainer: bool,
-        place: Place | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         """`config`: valid; endpoints that are set are used, the others are started."""
-        self._place = place or LocalPlace()
+        self._cluster = cluster or Cluster()
         self.folder = RunFolder(config.run_dir)
         self.config = config
         self.state = StackState.STOPPED
@@ -92,10 +92,10 @@ class LocalStack:
             self.stack_id,
             RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
             events.report,
-            self._place.spawn,
+            self._cluster.spawn,
         )
         self.events = events
-        self._with_trainer = with_trainer
+        self.with_trainer = with_trainer
         self._lock: int | None = None
         self._guard: Guard | None = None
         self._control = ControlSocket(self.folder.control_file, self._obey)
@@ -115,20 +115,18 @@ class LocalStack:
             self.plan = plan_stack(
                 self.config,
                 self.folder,
-                with_trainer=self._with_trainer,
+                with_trainer=self.with_trainer,
                 preferred_ports=self._earlier_ports(),
-                hosts=await self._place.open(self.config),
+                placement=await self._cluster.open(self.config),
             )
             self.config = self.plan.config
             self._save_config()
             self._write_stack()  # the guard reads it
-            self._guard = Guard(
-                self.stack_id, self.folder.stack_file, self._lock, self.events.report
-            )
+            self._guard = Guard(self.folder.stack_file, self._lock, self.events.report)
             await self._guard.start()
         except BaseException:
             remove_secrets(self.folder)
-            await self._place.close()
+            await self._cluster.close()
             os.close(self._lock)
             self._lock = None
             raise
@@ -153,7 +151,7 @@ class LocalStack:
         """
         if prepare:
             await self._prepare_model()
-            if self._with_trainer:
+            if self.with_trainer:
                 await refuse_failing(self.config, model_later=False)
         if self.plan.inference and (why := missing_model(self.config)):
             raise CannotStart(why)
@@ -208,7 +206,7 @@ class LocalStack:
         await self.supervisor.stop(self.plan.stop_order(), grace_s)
         if self._guard is not None:
             await self._guard.stop()
-        await self._place.close()
+        await self._cluster.close()
         remove_secrets(self.folder)
         self._set(StackState.FAILED if failed else StackState.STOPPED)
         os.close(self._lock)
@@ -316,7 +314,7 @@ class LocalStack:
         del self.supervisor.processes["prepare"]
 
     def _check_recover(self) -> None:
-        never = self._with_trainer and self.config.checkpoint.recover == "never"
+        never = self.with_trainer and self.config.checkpoint.recover == "never"
         if never and (self.folder.path / "redis").exists():
             raise CannotStart(
                 f"checkpoint.recover 'never': {str(self.folder.path)!r} holds an earlier run of "
@@ -359,7 +357,7 @@ class LocalStack:
                 "launcher": {
                     "pid": os.getpid(),
                     "log": str(self.folder.log_of("launcher")),
-                    **self._place.describe(),
+                    **self._cluster.describe(),
                 },
                 "guard": {"pid": self._guard.pid if self._guard else 0},
                 "config": str(self.folder.config_file),

@@ -9,18 +9,17 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from areal.chassis.bad_input import VERDICT_VARIABLE
 from areal.config.experiment import BaseExperimentConfig, parse_allocation
 from areal.errors import ConfigError
 from areal.models.directory import serving_dtype
+from areal_launch.clusters.base import LOCAL, Placement
 from areal_launch.processes.free_ports import PortPicker
 from areal_launch.processes.probes import http_probe
-from areal_launch.processes.process import ProcessSpec, Slot
+from areal_launch.processes.process import Node, ProcessSpec
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.places import LOCAL, Hosts
 from areal_launch.stack.secret_files import place_secrets, sglang_config
 from areal_launch.stack.stores import nats_spec, redis_spec
 
@@ -87,7 +86,7 @@ def plan_stack(
     *,
     with_trainer: bool,
     preferred_ports: Mapping[str, int] | None = None,
-    hosts: Hosts = LOCAL,
+    placement: Placement = LOCAL,
 ) -> StackPlan:
     """Plans everything whose endpoint is empty.
 
@@ -96,169 +95,174 @@ def plan_stack(
         folder: Of the run.
         with_trainer: False: `areal up`.
         preferred_ports: Ports of an earlier run of this trial, by process name.
-        hosts: Where things run.
+        placement: Where things run.
 
     Raises:
         ConfigError: A store's program is missing, or a secret's file, or `stack.inference_command`
             is no command.
     """
     config = copy.deepcopy(config)
-    plan = StackPlan(config)
+    picker = PortPicker(preferred_ports)
+    planner = _Planner(config, folder, picker, placement)
+    plan = StackPlan(config, ports=picker)
     security = place_secrets(config, folder)
-    plan.ports = picker = PortPicker(preferred_ports)
     endpoints = config.endpoints
     if not endpoints.redis:
-        plan.stores.append(redis_spec(folder, picker.pick("redis"), security.redis_password, hosts))
+        password = security.redis_password
+        plan.stores.append(redis_spec(folder, picker.pick("redis"), password, placement))
         endpoints.redis = f"redis://{plan.stores[-1].address}/0"
     if not endpoints.nats:
-        plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token, hosts))
+        plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token, placement))
         endpoints.nats = f"nats://{plan.stores[-1].address}"
     if not endpoints.inference:
         count = parse_allocation(config.allocation_mode).inference_replicas
-        plan.make_inference = partial(_inference, config, folder, picker, hosts)
+        plan.make_inference = planner.inference
         plan.capacity = count if config.stack.gpus_per_node else None
         for _ in range(count):
             plan.add_inference()
-    endpoints.weight_store = endpoints.weight_store or _weight_store(config, picker, hosts)
+    endpoints.weight_store = endpoints.weight_store or planner.weight_store()
     for name, (module, key) in _SERVICES.items():
         if not getattr(endpoints, key):
-            spec = _service(name, module, folder, picker, hosts)
-            plan.services.append(spec)
-            setattr(endpoints, key, spec.address)
+            plan.services.append(planner.service(name, module))
+            setattr(endpoints, key, plan.services[-1].address)
     if not endpoints.rollout:
         for index in range(config.stack.rollout_workers):
-            plan.services.append(
-                _service(f"rollout-{index}", "areal_rollout", folder, picker, hosts)
-            )
+            plan.services.append(planner.service(f"rollout-{index}", "areal_rollout"))
             endpoints.rollout = endpoints.rollout or plan.services[-1].address
     if not endpoints.trainer:
-        endpoints.trainer = f"{hosts.trainer[0].address}:{picker.pick('trainer')}"
+        endpoints.trainer = f"{placement.trainer[0].address}:{picker.pick('trainer')}"
     if not endpoints.gateway:
         port = config.stack.gateway_port
-        plan.services.append(_service("gateway", "areal_gateway", folder, picker, hosts, port))
+        plan.services.append(planner.service("gateway", "areal_gateway", port))
         endpoints.gateway = f"http://{plan.services[-1].address}"
     if with_trainer:
-        plan.trainer = _trainer(config, folder, picker, hosts)
+        plan.trainer = planner.trainer()
     return plan
 
 
-def _weight_store(config: BaseExperimentConfig, picker: PortPicker, hosts: Hosts) -> str:
-    """Where the weight-sync that we start keeps its store; another one's is its own business."""
-    if config.endpoints.weight_sync:
-        return ""
-    return f"http://{hosts.control}:{picker.pick('weight-sync.store')}"
+@dataclass(frozen=True)
+class _Planner:
+    """Makes the specs of processes that are ours."""
 
+    config: BaseExperimentConfig
+    folder: RunFolder
+    picker: PortPicker
+    placement: Placement
 
-def _service(
-    name: str, module: str, folder: RunFolder, picker: PortPicker, hosts: Hosts, port: int = 0
-) -> ProcessSpec:
-    """`port`: 0 for a free one."""
-    port, metrics_port = port or picker.pick(name), picker.pick(f"{name}.metrics")
-    return ProcessSpec(
-        name=name,
-        argv=(
-            *(sys.executable, "-m", module, "--config", str(folder.config_file)),
-            *("--listen", f"{hosts.bind}:{port}", "--metrics", f"{hosts.bind}:{metrics_port}"),
-            *("--grace", "8"),
-        ),
-        log=folder.log_of(name),
-        probe=http_probe(hosts.control, metrics_port, "/healthz"),
-        address=f"{hosts.control}:{port}",
-        metrics=f"{hosts.control}:{metrics_port}",
-    )
+    def weight_store(self) -> str:
+        """Where the weight-sync that we start keeps its store; "" when it is another stack's."""
+        if self.config.endpoints.weight_sync:
+            return ""
+        return f"http://{self.placement.control}:{self.picker.pick('weight-sync.store')}"
 
-
-def _inference(
-    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, hosts: Hosts, index: int
-) -> ProcessSpec:
-    name = f"inference-{index}"
-    port = picker.pick(name)
-    slot = hosts.inference[index % len(hosts.inference)]
-    try:
-        command = shlex.split(config.stack.inference_command)
-    except ValueError as error:
-        raise ConfigError(
-            f"stack.inference_command {config.stack.inference_command!r}: {error}"
-        ) from None
-    arguments = {
-        "model-path": config.model.path,
-        "host": hosts.bind,
-        "port": str(port),
-        "dtype": _dtype(config, own_engine=not command),
-        "context-length": str(config.model.context_length),
-        "max-running-requests": str(config.stack.inference_max_running),
-        # Servers must differ, and a rerun should not.
-        "random-seed": str(1_000 * config.seed + index),
-    }
-    if config.security.token_file and not command:
-        arguments["token-file"] = config.security.token_file
-    elif config.security.token_file:
-        command, arguments["config"] = sglang_config(config, folder, command)
-    if command and (width := parse_allocation(config.allocation_mode).inference_gpus) > 1:
-        arguments["tensor-parallel-size"] = str(width)
-    return ProcessSpec(
-        name=name,
-        argv=(
-            *(command or (sys.executable, "-m", "areal_inference")),
-            *(part for key, value in arguments.items() for part in (f"--{key}", value)),
-        ),
-        log=folder.log_of(name),
-        probe=http_probe(slot.address, port, "/health"),
-        address=f"{slot.address}:{port}",
-        metrics=f"{slot.address}:{port}",
-        environment=_devices(slot),
-        slots=_remote(slot),
-    )
-
-
-def _dtype(config: BaseExperimentConfig, *, own_engine: bool) -> str:
-    """For `--dtype`. The CPU engine decides when it loads the model, which may not be made yet."""
-    model, gpu = config.model, config.stack.gpus_per_node > 0
-    return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
-
-
-def _trainer(
-    config: BaseExperimentConfig, folder: RunFolder, picker: PortPicker, hosts: Hosts
-) -> ProcessSpec:
-    ranks = parse_allocation(config.allocation_mode).trainer_ranks
-    nodes, first = len(hosts.trainer), hosts.trainer[0]
-    launch: tuple[str, ...] = ()
-    if ranks > 1:
-        # On several nodes each finds its rank among them in PET_NODE_RANK.
-        launch = (
-            "torch.distributed.run",
-            *("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes)),
-            *("--master-addr", first.address, "--master-port", str(picker.pick("torchrun")), "-m"),
+    def service(self, name: str, module: str, port: int = 0) -> ProcessSpec:
+        """`port`: 0 for a free one."""
+        at, folder = self.placement, self.folder
+        port, metrics = port or self.picker.pick(name), self.picker.pick(f"{name}.metrics")
+        return ProcessSpec(
+            name=name,
+            argv=(
+                *(sys.executable, "-m", module, "--config", str(folder.config_file)),
+                *("--listen", f"{at.bind}:{port}", "--metrics", f"{at.bind}:{metrics}"),
+                *("--grace", "8"),
+            ),
+            log=folder.log_of(name),
+            probe=http_probe(at.control, metrics, "/healthz"),
+            address=f"{at.control}:{port}",
+            metrics=f"{at.control}:{metrics}",
         )
-    metrics_port = picker.pick("trainer.metrics")
-    return ProcessSpec(
-        name="trainer",
-        argv=(
-            *(sys.executable, "-m", *launch, "areal_trainer", "--config", str(folder.config_file)),
-            *("--listen", f"{hosts.bind}:{config.endpoints.trainer.rpartition(':')[2]}"),
-            *("--metrics", f"{hosts.bind}:{metrics_port}"),
-        ),
-        log=folder.log_of("trainer"),
-        probe=http_probe(first.address, metrics_port, "/healthz"),
-        address=config.endpoints.trainer,
-        metrics=f"{first.address}:{metrics_port}",
-        job=True,
-        stop_grace_s=30.0,
-        environment={
-            VERDICT_VARIABLE: str(folder.verdict_file.resolve()),
-            **_devices(first),
-        },
-        slots=_remote(*hosts.trainer),
-        verdict=folder.verdict_file,
-    )
+
+    def inference(self, index: int) -> ProcessSpec:
+        config, folder = self.config, self.folder
+        name = f"inference-{index}"
+        port = self.picker.pick(name)
+        node = self.placement.inference[index % len(self.placement.inference)]
+        command = self._inference_command()
+        arguments = {
+            "model-path": config.model.path,
+            "host": self.placement.bind,
+            "port": str(port),
+            "dtype": self._dtype(own_engine=not command),
+            "context-length": str(config.model.context_length),
+            "max-running-requests": str(config.stack.inference_max_running),
+            # Servers must differ, and a rerun should not.
+            "random-seed": str(1_000 * config.seed + index),
+        }
+        if config.security.token_file and not command:
+            arguments["token-file"] = config.security.token_file
+        elif config.security.token_file:
+            command, arguments["config"] = sglang_config(config, folder, command)
+        if command and (width := parse_allocation(config.allocation_mode).inference_gpus) > 1:
+            arguments["tensor-parallel-size"] = str(width)
+        return ProcessSpec(
+            name=name,
+            argv=(
+                *(command or (sys.executable, "-m", "areal_inference")),
+                *(part for key, value in arguments.items() for part in (f"--{key}", value)),
+            ),
+            log=folder.log_of(name),
+            probe=http_probe(node.address, port, "/health"),
+            address=f"{node.address}:{port}",
+            metrics=f"{node.address}:{port}",
+            environment=_devices(node),
+            nodes=_remote(node),
+        )
+
+    def _inference_command(self) -> list[str]:
+        command = self.config.stack.inference_command
+        try:
+            return shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"stack.inference_command {command!r}: {error}") from None
+
+    def _dtype(self, *, own_engine: bool) -> str:
+        """For `--dtype`. The CPU engine decides when it loads the model, which may come later."""
+        model, gpu = self.config.model, self.config.stack.gpus_per_node > 0
+        return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
+
+    def trainer(self) -> ProcessSpec:
+        config, folder, bind = self.config, self.folder, self.placement.bind
+        ranks = parse_allocation(config.allocation_mode).trainer_ranks
+        nodes, first = len(self.placement.trainer), self.placement.trainer[0]
+        launch: tuple[str, ...] = ()
+        if ranks > 1:
+            # On several nodes each finds its rank among them in PET_NODE_RANK.
+            port = self.picker.pick("torchrun")
+            launch = (
+                "torch.distributed.run",
+                *("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes)),
+                *("--master-addr", first.address, "--master-port", str(port), "-m"),
+            )
+        metrics = self.picker.pick("trainer.metrics")
+        return ProcessSpec(
+            name="trainer",
+            argv=(
+                *(sys.executable, "-m", *launch, "areal_trainer"),
+                *("--config", str(folder.config_file)),
+                *("--listen", f"{bind}:{config.endpoints.trainer.rpartition(':')[2]}"),
+                *("--metrics", f"{bind}:{metrics}"),
+            ),
+            log=folder.log_of("trainer"),
+            probe=http_probe(first.address, metrics, "/healthz"),
+            address=config.endpoints.trainer,
+            metrics=f"{first.address}:{metrics}",
+            job=True,
+            stop_grace_s=30.0,
+            environment={
+                VERDICT_VARIABLE: str(folder.verdict_file.resolve()),
+                **_devices(first),
+            },
+            nodes=_remote(*self.placement.trainer),
+            verdict=folder.verdict_file,
+        )
 
 
-def _devices(slot: Slot) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus))} if slot.gpus else {}
+def _devices(node: Node) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
 
 
-def _remote(*slots: Slot) -> tuple[Slot, ...]:
-    return slots if slots[0].node else ()
+def _remote(*nodes: Node) -> tuple[Node, ...]:
+    return nodes if nodes[0].name else ()
 
 
 def ports_of(stack: Mapping[str, object]) -> dict[str, int]:

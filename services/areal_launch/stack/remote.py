@@ -9,21 +9,13 @@ from typing import Any
 
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import NotFound
-from areal_launch.processes.supervisor import ProcessState
+from areal_launch.processes.supervisor import ProcessState, RemoteProcess
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.events import EventLog
 
 
-@dataclass(frozen=True)
-class FollowedProcess:
-    """One process of it."""
-
-    state: ProcessState
-    restarts: int = 0
-
-
 @dataclass
-class FollowedStack:
+class RemoteStack:
     """What a display shows of it."""
 
     config: BaseExperimentConfig
@@ -35,7 +27,7 @@ class FollowedStack:
     started: float = field(default_factory=time.time)
     state: str = "starting"
     cause: str = ""
-    processes: dict[str, FollowedProcess] = field(default_factory=dict)
+    processes: dict[str, RemoteProcess] = field(default_factory=dict)
 
     def refresh(self, launcher: Mapping[str, Any]) -> bool:
         """Reads stack.json; False while it is none of the launcher with those entries.
@@ -54,7 +46,7 @@ class FollowedStack:
         self.cause = str(content.get("cause", ""))
         self.started = float(content["started"])
         seen = {
-            name: FollowedProcess(ProcessState(entry["state"]), int(entry["restarts"]))
+            name: RemoteProcess(ProcessState(entry["state"]), int(entry["restarts"]))
             for name, entry in content["processes"].items()
         }
         for name, process in seen.items():

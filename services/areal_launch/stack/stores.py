@@ -10,10 +10,10 @@ from importlib import metadata
 from pathlib import Path
 
 from areal.errors import CannotStart
+from areal_launch.clusters.base import LOCAL, Placement
 from areal_launch.processes.probes import nats_probe, redis_probe
 from areal_launch.processes.process import ProcessSpec
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.places import LOCAL, Hosts
 from areal_launch.stack.secret_files import nats_conf, redis_conf
 
 
@@ -61,7 +61,7 @@ def find_nats_server() -> str:
 
 
 def redis_spec(
-    folder: RunFolder, port: int, password: str = "", hosts: Hosts = LOCAL
+    folder: RunFolder, port: int, password: str = "", placement: Placement = LOCAL
 ) -> ProcessSpec:
     """Redis with an append-only file in the run folder: a restart has everything acknowledged.
 
@@ -71,7 +71,7 @@ def redis_spec(
     data = folder.path / "redis"
     data.mkdir(parents=True, exist_ok=True)
     options = {
-        "bind": hosts.bind,
+        "bind": placement.bind,
         "port": str(port),
         "dir": str(data.resolve()),
         "appendonly": "yes",
@@ -85,12 +85,14 @@ def redis_spec(
         name="redis",
         argv=(find_redis_server(), *redis_conf(folder, password), *arguments),
         log=folder.log_of("redis"),
-        probe=redis_probe(hosts.control, port, password),
-        address=f"{hosts.control}:{port}",
+        probe=redis_probe(placement.control, port, password),
+        address=f"{placement.control}:{port}",
     )
 
 
-def nats_spec(folder: RunFolder, port: int, token: str = "", hosts: Hosts = LOCAL) -> ProcessSpec:
+def nats_spec(
+    folder: RunFolder, port: int, token: str = "", placement: Placement = LOCAL
+) -> ProcessSpec:
     """nats-server with JetStream, its store in the run folder."""
     data = folder.path / "nats"
     data.mkdir(parents=True, exist_ok=True)
@@ -99,10 +101,10 @@ def nats_spec(folder: RunFolder, port: int, token: str = "", hosts: Hosts = LOCA
         argv=(
             find_nats_server(),
             *nats_conf(folder, token),
-            *("--addr", hosts.bind, "--port", str(port)),
+            *("--addr", placement.bind, "--port", str(port)),
             *("--jetstream", "--store_dir", str(data.resolve())),
         ),
         log=folder.log_of("nats"),
-        probe=nats_probe(hosts.control, port),
-        address=f"{hosts.control}:{port}",
+        probe=nats_probe(placement.control, port),
+        address=f"{placement.control}:{port}",
     )

@@ -18,15 +18,19 @@ from areal_launch.view.live_view import LiveView, dashboard_listens, login_hint,
 from areal_launch.view.summary import read_rows, summary_lines
 
 if TYPE_CHECKING:
+    from areal_launch.processes.usage import UsageSampler
     from areal_launch.stack.events import StackEvent
+    from areal_launch.stack.local import LocalStack
+    from areal_launch.stack.remote import RemoteStack
     from areal_launch.view.poller import StackPoller
-    from areal_launch.view.protocols import ShownStack, ShownUsage
+
+    Stack = LocalStack | RemoteStack
 
 
 class Display:
     """Shows nothing; the others override what they show."""
 
-    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+    def begin(self, stack: Stack, poller: StackPoller, usage: UsageSampler | None) -> None:
         """The stack has been opened."""
         self._stack = stack
         self._poller = poller
@@ -39,9 +43,7 @@ class Display:
     def end(self, word: str) -> None:
         """The work is over; `word` says what comes now."""
 
-    def summary(
-        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
-    ) -> None:
+    def summary(self, stack: Stack, summary: Mapping[str, Any], error: ArealError | None) -> None:
         """The run has ended and everything is stopped."""
 
 
@@ -53,7 +55,7 @@ class PlainDisplay(Display):
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+    def begin(self, stack: Stack, poller: StackPoller, usage: UsageSampler | None) -> None:
         super().begin(stack, poller, usage)
         self._line(f"run folder {stack.folder.path}")
         stack.events.listen(self._event)
@@ -75,9 +77,7 @@ class PlainDisplay(Display):
     def end(self, word: str) -> None:
         self._line(word)
 
-    def summary(
-        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
-    ) -> None:
+    def summary(self, stack: Stack, summary: Mapping[str, Any], error: ArealError | None) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bright_black", no_wrap=True)
         grid.add_column()
@@ -111,7 +111,7 @@ class LiveDisplay(PlainDisplay):
 
     interval_s = 0.5
 
-    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+    def begin(self, stack: Stack, poller: StackPoller, usage: UsageSampler | None) -> None:
         Display.begin(self, stack, poller, usage)
         self._view = LiveView(stack, usage)
         self._view.snapshot = poller.snapshot
@@ -133,16 +133,14 @@ class LiveDisplay(PlainDisplay):
 class JsonDisplay(Display):
     """One JSON object per step, and the summary at the end; nothing else on stdout."""
 
-    def begin(self, stack: ShownStack, poller: StackPoller, usage: ShownUsage) -> None:
+    def begin(self, stack: Stack, poller: StackPoller, usage: UsageSampler | None) -> None:
         """Rows of an earlier invocation are not repeated."""
         super().begin(stack, poller, usage)
         self._printed = {int(row["step"]) for row in read_rows(stack.folder.metrics_file)}
         poller.listen(self._row)
         stack.events.listen(self._event)
 
-    def summary(
-        self, stack: ShownStack, summary: Mapping[str, Any], error: ArealError | None
-    ) -> None:
+    def summary(self, stack: Stack, summary: Mapping[str, Any], error: ArealError | None) -> None:
         """Steps whose row came too late for the poller, then the summary."""
         for row in read_rows(stack.folder.metrics_file):
             self._row(row)

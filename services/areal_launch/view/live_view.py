@@ -20,7 +20,8 @@ from areal_launch.view.poller import Snapshot
 from areal_launch.view.words import pause_words, state_word
 
 if TYPE_CHECKING:
-    from areal_launch.view.protocols import ShownStack, ShownUsage
+    from areal_launch.processes.usage import UsageSampler
+    from areal_launch.view.display import Stack
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MUTED = "bright_black"
@@ -91,8 +92,8 @@ def eta_s(snapshot: Snapshot) -> float | None:
 class LiveView:
     """Renders a stack; holds no state but what it was given."""
 
-    def __init__(self, stack: ShownStack, usage: ShownUsage) -> None:
-        """Reads all three whenever it is drawn."""
+    def __init__(self, stack: Stack, usage: UsageSampler | None) -> None:
+        """`usage`: None where the processes run elsewhere."""
         self._stack = stack
         self._usage = usage
         self.snapshot = Snapshot()
@@ -230,6 +231,7 @@ class LiveView:
 
     def _process_table(self, names: list[str]) -> RenderableType:
         table = _table("process", "state", "MiB")
+        memory = self._usage.now_mb if self._usage is not None else {}
         for name in names:
             process = self._stack.processes[name]
             state = Text(process.state.value, _STATE_STYLE.get(process.state.value, ""))
@@ -238,7 +240,7 @@ class LiveView:
             table.add_row(
                 name,
                 state,
-                f"{self._usage.now_mb.get(name, 0):,.0f}",
+                f"{memory.get(name, 0):,.0f}",
             )
         return table
 
@@ -281,18 +283,18 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def dashboard_listens(stack: ShownStack) -> bool:
+def dashboard_listens(stack: Stack) -> bool:
     """Whether the address answers: the stack's own gateway is up, or all that it starts is."""
     gateway = stack.processes.get("gateway")
     return stack.state != "starting" if gateway is None else gateway.state.value == "up"
 
 
-def login_hint(stack: ShownStack) -> str:
+def login_hint(stack: Stack) -> str:
     """How to get past the dashboard's form, where a command knows the token."""
     return " (log in: areal token)" if stack.config.security.token_file else ""
 
 
-def plain_line(stack: ShownStack, snapshot: Snapshot) -> str:
+def plain_line(stack: Stack, snapshot: Snapshot) -> str:
     """The same in one line, for logs and pipes."""
     parts = [f"[{duration(time.time() - stack.started)}]"]
     trainer, ledger = snapshot.trainer, snapshot.ledger

@@ -16,7 +16,7 @@ from areal.types import TaskState
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_launch.processes.supervisor import ProcessState
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.remote import FollowedProcess, FollowedStack
+from areal_launch.stack.remote import RemoteProcess, RemoteStack
 from areal_launch.view.live_view import (
     LiveView,
     count,
@@ -28,17 +28,17 @@ from areal_launch.view.live_view import (
 from areal_launch.view.poller import LedgerView, Snapshot
 
 
-def make_stack(**processes: tuple[str, int]) -> FollowedStack:
+def make_stack(**processes: tuple[str, int]) -> RemoteStack:
     config = GRPOConfig(experiment_name="sums", trial_name="t1")
     config.endpoints.gateway = "http://127.0.0.1:24000"
-    return FollowedStack(
+    return RemoteStack(
         config,
         RunFolder(config.run_dir),
         "Ctrl-C ends the job",
         state="ready",
         started=time.time() - 65,
         processes={
-            name: FollowedProcess(ProcessState(state), restarts)
+            name: RemoteProcess(ProcessState(state), restarts)
             for name, (state, restarts) in processes.items()
         },
     )

@@ -8,7 +8,7 @@ import pytest
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import CannotStart
-from areal_launch.clusters.ray import RayPlace, bundles_of
+from areal_launch.clusters.ray import RayCluster, bundles_of
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_bundles_when_allocated_then_one_per_server_and_trainer_node(
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed here")
 async def test_place_when_ray_is_not_installed_then_one_line_says_what_to_install() -> None:
     with pytest.raises(CannotStart, match=r"install areal\[ray\]"):
-        await RayPlace().open(build_config(GRPOConfig, None, []))
+        await RayCluster().open(build_config(GRPOConfig, None, []))

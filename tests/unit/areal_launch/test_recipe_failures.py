@@ -16,11 +16,10 @@ from tests.waiting import until
 from areal.types import TaskState
 from areal.v1 import buffer_service_pb2 as pb
 from areal_launch.processes.supervisor import ProcessState
-from areal_launch.stack.remote import FollowedProcess
+from areal_launch.stack.remote import RemoteProcess
 from areal_launch.view.display import PlainDisplay
 from areal_launch.view.live_view import plain_line
 from areal_launch.view.poller import Snapshot, StackPoller
-from areal_launch.view.protocols import NoUsage
 from areal_launch.view.summary import summary_lines
 
 DETAIL = "reward 'reward_fn' (function): reward_fn raised KeyError: 'solution' (/tmp/mine.py:41)"
@@ -137,12 +136,12 @@ async def test_dashboard_when_the_gateway_is_not_up_yet_then_its_address_is_not_
     output = io.StringIO()
     display = PlainDisplay(Console(file=output, width=200))
     poller = StackPoller(stack.config.endpoints)
-    display.begin(stack, poller, NoUsage())
+    display.begin(stack, poller, None)
     running = asyncio.create_task(display.run())
     try:
         await asyncio.sleep(1.2)
         assert "http://127.0.0.1:24000" not in output.getvalue() + draw(stack, Snapshot())
-        stack.processes["gateway"] = FollowedProcess(ProcessState.UP)
+        stack.processes["gateway"] = RemoteProcess(ProcessState.UP)
         await until(lambda: "24000" in output.getvalue(), state=output.getvalue)
         assert "dashboard http://127.0.0.1:24000" in output.getvalue()
         assert "http://127.0.0.1:24000" in draw(stack, Snapshot())

@@ -11,7 +11,7 @@ import pytest
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ArealError, ConfigError, NotFound
 from areal_launch.clusters.slurm import (
-    SlurmPlace,
+    SlurmCluster,
     end_job,
     in_allocation,
     job_state,
@@ -19,7 +19,7 @@ from areal_launch.clusters.slurm import (
     step_argv,
     submit,
 )
-from areal_launch.processes.process import ProcessSpec, Slot
+from areal_launch.processes.process import Node, ProcessSpec
 
 
 def script_of(tmp_path: Path, *overrides: str) -> str:
@@ -115,7 +115,7 @@ def test_step_when_the_trainer_has_two_nodes_then_each_gets_its_rank(tmp_path: P
         ("python", "-m", "areal_trainer"),
         tmp_path / "log",
         environment={"CUDA_VISIBLE_DEVICES": "0,1"},
-        slots=(Slot("n0", "10.0.0.1", (0, 1)), Slot("n1", "10.0.0.2", (0, 1))),
+        nodes=(Node("n0", "10.0.0.1", (0, 1)), Node("n1", "10.0.0.2", (0, 1))),
     )
     argv = step_argv(spec)
     assert argv[0] == "srun"
@@ -149,13 +149,13 @@ async def test_place_when_opened_then_this_node_goes_first(
         "SLURMD_NODENAME": "n2",
     }
     assert in_allocation(environment)
-    place = SlurmPlace(environment)
+    cluster = SlurmCluster(environment)
     config = build_config(GRPOConfig, None, ["allocation_mode=sglang:d2+fsdp:d1"])
-    hosts = await place.open(config)
-    assert hosts.control == "10.0.0.2"
-    assert hosts.bind == "0.0.0.0"
-    assert [slot.node for slot in hosts.inference] == ["n2", "n1"]
-    assert place.describe() == {"slurm_job": "7"}
+    placement = await cluster.open(config)
+    assert placement.control == "10.0.0.2"
+    assert placement.bind == "0.0.0.0"
+    assert [node.name for node in placement.inference] == ["n2", "n1"]
+    assert cluster.describe() == {"slurm_job": "7"}
 
 
 def test_submit_when_there_is_a_token_in_the_environment_then_slurm_does_not_get_it(

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal.config.experiment import GRPOConfig
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.remote import FollowedStack
+from areal_launch.stack.remote import RemoteStack
 
 
 def write(folder: RunFolder, job: str, state: str, restarts: int, cause: str = "") -> None:
@@ -24,7 +24,7 @@ def write(folder: RunFolder, job: str, state: str, restarts: int, cause: str = "
 
 def test_followed_when_the_file_is_an_earlier_jobs_then_it_is_not_believed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    stack = FollowedStack(GRPOConfig(), folder, "")
+    stack = RemoteStack(GRPOConfig(), folder, "")
     assert not stack.refresh({"slurm_job": "8"}), "nothing is there yet"
     write(folder, "7", "failed", 0, "an old story")
     assert not stack.refresh({"slurm_job": "8"})
@@ -37,7 +37,7 @@ def test_followed_when_the_file_is_an_earlier_jobs_then_it_is_not_believed(tmp_p
 
 def test_followed_when_a_process_was_restarted_then_there_is_an_event(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    stack = FollowedStack(GRPOConfig(), folder, "")
+    stack = RemoteStack(GRPOConfig(), folder, "")
     for restarts in (0, 0, 1, 1):
         write(folder, "8", "ready", restarts)
         stack.refresh({"slurm_job": "8"})

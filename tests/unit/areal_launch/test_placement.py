@@ -9,12 +9,12 @@ import pytest
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import CannotStart, ConfigError
 from areal.security import Security
-from areal_launch.processes.process import Slot
+from areal_launch.clusters.base import EVERYWHERE, assign, count_nodes
+from areal_launch.processes.process import Node
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.places import EVERYWHERE, assign, shape_of
 from areal_launch.stack.plan import plan_stack
 
-NODES = [Slot(f"n{i}", f"10.0.0.{i}") for i in range(8)]
+NODES = [Node(f"n{i}", f"10.0.0.{i}") for i in range(8)]
 
 
 def make(*overrides: str) -> GRPOConfig:
@@ -41,7 +41,7 @@ def test_shape_when_allocated_then_so_many_nodes(
         f"stack.gpus_per_node={gpus}",
         f"stack.ranks_per_node={ranks}",
     )
-    assert shape_of(config).nodes == nodes
+    assert count_nodes(config).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -53,22 +53,22 @@ def test_shape_when_allocated_then_so_many_nodes(
 )
 def test_shape_when_it_cannot_be_then_one_line_says_why(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        shape_of(make(*overrides))
+        count_nodes(make(*overrides))
 
 
 def test_assign_when_one_node_has_gpus_then_no_gpu_has_two_users() -> None:
     config = make("allocation_mode=sglang:d2t2+fsdp:d4", "stack.gpus_per_node=8")
-    hosts = assign(config, NODES[:1], EVERYWHERE)
-    assert [slot.gpus for slot in hosts.trainer] == [(0, 1, 2, 3)]
-    assert [slot.gpus for slot in hosts.inference] == [(4, 5), (6, 7)]
+    placement = assign(config, NODES[:1], EVERYWHERE)
+    assert [node.gpus for node in placement.trainer] == [(0, 1, 2, 3)]
+    assert [node.gpus for node in placement.inference] == [(4, 5), (6, 7)]
 
 
 def test_assign_when_several_nodes_then_servers_have_nodes_of_their_own() -> None:
     config = make("allocation_mode=sglang:d3t4+fsdp:d16", "stack.gpus_per_node=8")
-    hosts = assign(config, NODES[:4], EVERYWHERE)
-    assert [slot.node for slot in hosts.trainer] == ["n0", "n1"]
-    assert {slot.gpus for slot in hosts.trainer} == {tuple(range(8))}
-    placed = [(slot.node, slot.gpus) for slot in hosts.inference]
+    placement = assign(config, NODES[:4], EVERYWHERE)
+    assert [node.name for node in placement.trainer] == ["n0", "n1"]
+    assert {node.gpus for node in placement.trainer} == {tuple(range(8))}
+    placed = [(node.name, node.gpus) for node in placement.inference]
     assert placed == [("n2", (0, 1, 2, 3)), ("n2", (4, 5, 6, 7)), ("n3", (0, 1, 2, 3))]
     with pytest.raises(CannotStart, match=r"takes 4 nodes .* there is 3"):
         assign(config, NODES[:3], EVERYWHERE)
@@ -80,14 +80,14 @@ def test_plan_when_nodes_are_lent_then_addresses_and_slots_are_theirs(tmp_path: 
         "allocation_mode=sglang:d2+fsdp:d2",
         "stack.ranks_per_node=1",
     )
-    hosts = assign(config, NODES[:2], EVERYWHERE)
-    plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, hosts=hosts)
+    placement = assign(config, NODES[:2], EVERYWHERE)
+    plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, placement=placement)
     assert all(spec.address.startswith("10.0.0.0:") for spec in [*plan.stores, *plan.services])
-    assert not any(spec.slots for spec in [*plan.stores, *plan.services])
+    assert not any(spec.nodes for spec in [*plan.stores, *plan.services])
     assert [spec.address.partition(":")[0] for spec in plan.inference] == ["10.0.0.0", "10.0.0.1"]
     trainer = plan.trainer
     assert trainer is not None
-    assert [slot.node for slot in trainer.slots] == ["n0", "n1"]
+    assert [node.name for node in trainer.nodes] == ["n0", "n1"]
     assert trainer.argv[trainer.argv.index("--nnodes") + 1] == "2"
     assert trainer.argv[trainer.argv.index("--nproc-per-node") + 1] == "1"
     assert trainer.argv[trainer.argv.index("--master-addr") + 1] == "10.0.0.0"
@@ -109,10 +109,10 @@ def test_plan_when_this_machine_has_gpus_then_each_process_sees_its_own(tmp_path
         "allocation_mode=sglang:d2+fsdp:d2",
         "stack.gpus_per_node=4",
     )
-    hosts = assign(config, [Slot()], "127.0.0.1")
-    plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, hosts=hosts)
+    placement = assign(config, [Node()], "127.0.0.1")
+    plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, placement=placement)
     assert plan.trainer is not None
     assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in plan.inference] == ["2", "3"]
-    assert not plan.trainer.slots
+    assert not plan.trainer.nodes
     assert Security.load(plan.config.security).token, "others of this machine reach it, too"

@@ -1,24 +1,40 @@
-"""The launcher's side of the guard: starts it, keeps it alive, lets it go."""
+"""The process that outlives a launcher killed with -9, and ends what it left behind.
+
+    launcher ──pipe──> guard (stdin)
+       │ dies: the kernel closes its end of the pipe
+       v
+    guard reads EOF ──> SIGTERM to every process of the stack, SIGKILL after the grace
+                    ──> removes the stack's secrets ──> exit
+
+The launcher starts it before any other child and holds the only writing end. A child that is
+being started still holds a copy until its exec, so EOF cannot come before it carries its tag.
+The guard also holds the run's lock: a new stack of the trial cannot start before it is done.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 from areal.chassis import endless
-from areal.chassis.process_name import PROCESS_VARIABLE
-from areal_launch.processes.descendants import STACK_VARIABLE
-from areal_launch.processes.process import child_environment
+from areal.security import without_secrets
+from areal_launch.processes.descendants import end_tagged, leaders_of
+from areal_launch.processes.process import python_environment
 from areal_launch.processes.supervisor import Report
+from areal_launch.run_folder import RunFolder, remove_secrets
+
+_GRACE_S = 8.0
 
 
 class Guard:
     """A guard process whose stdin is held open for as long as this process lives."""
 
-    def __init__(self, stack_id: str, stack_file: Path, lock: int | None, report: Report) -> None:
+    def __init__(self, stack_file: Path, lock: int | None, report: Report) -> None:
         """`lock`: the run's lock, if it is held: the guard keeps it until it has cleaned up."""
-        self._stack_id = stack_id
         self._stack_file = stack_file
         self._lock = lock
         self._report = report
@@ -40,21 +56,12 @@ class Guard:
             await asyncio.wait_for(self._process.wait(), 30.0)
 
     async def _spawn(self) -> None:
-        environment = child_environment(self._stack_id, "guard", {})
-        # Untagged: it must not find itself.
-        for variable in (STACK_VARIABLE, PROCESS_VARIABLE):
-            del environment[variable]
         self._process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "areal_launch.processes.guard",
-                str(self._stack_file.resolve()),
-            ),
+            *(sys.executable, "-m", __name__, str(self._stack_file.resolve())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            env=environment,
+            env=without_secrets(python_environment()),  # without the stack's tag
             pass_fds=() if self._lock is None else (self._lock,),
             start_new_session=True,
         )
@@ -76,3 +83,24 @@ class Guard:
                 self._report("warning", "guard", f"cannot be started: {error}; tried again")
             # A guard that cannot live must not make a busy loop.
             await asyncio.sleep(1.0)
+
+
+def main(argv: list[str]) -> int:
+    """Waits for EOF on stdin, then ends the stack of a stack.json within `argv[1]` seconds."""
+    # The terminal's and the launcher's signals are not for us: only the end of the pipe is.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    stack_file = Path(argv[0])
+    while os.read(0, 4096):
+        pass
+    stack = json.loads(stack_file.read_text())
+    grace_s = float(argv[1]) if len(argv) > 1 else _GRACE_S
+    try:
+        end_tagged(stack["stack_id"], grace_s=grace_s, leaders=leaders_of(stack))
+    finally:
+        remove_secrets(RunFolder(stack_file.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -10,16 +10,15 @@ from areal.chassis import endless
 from areal.chassis.logging import configure_logging
 from areal.config.services import EndpointsConfig
 from areal.security import Security
-from areal_launch.stack.remote import FollowedStack
+from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display
 from areal_launch.view.poller import StackPoller
-from areal_launch.view.protocols import NoUsage
 
 
 class Follower:
     """One stack on one screen."""
 
-    def __init__(self, name: str, stack: FollowedStack, display: Display) -> None:
+    def __init__(self, name: str, stack: RemoteStack, display: Display) -> None:
         """`name`: of the cluster, before what is said."""
         self.stack = stack
         self.display = display
@@ -51,7 +50,7 @@ class Follower:
         self.poller = StackPoller(endpoints, security)
         self.poller.listen_notices(lambda text: self.stack.events.report("warning", "recipe", text))
         self.poller.start()
-        self.display.begin(self.stack, self.poller, NoUsage())
+        self.display.begin(self.stack, self.poller, None)
         self._drawing = endless.keep(self.display.run(), "display", self._not_drawing)
 
     def _not_drawing(self, error: BaseException) -> None:

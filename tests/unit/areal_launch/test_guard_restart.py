@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_launch.processes.guarding import Guard
+from areal_launch.processes.orphan_guard import Guard
 
 
 async def test_guard_when_it_died_and_cannot_be_started_then_it_is_tried_again(
@@ -25,7 +24,7 @@ async def test_guard_when_it_died_and_cannot_be_started_then_it_is_tried_again(
         if level == "state":
             up.set()
 
-    guard = Guard(uuid.uuid4().hex, tmp_path / "stack.json", None, report)
+    guard = Guard(tmp_path / "stack.json", None, report)
     await guard.start()
     first, execute = guard.pid, asyncio.create_subprocess_exec
 
@@ -52,7 +51,7 @@ async def test_guard_when_its_keeper_fails_then_that_is_told(
         if level == "error":
             told.set_result(text)
 
-    guard = Guard(uuid.uuid4().hex, tmp_path / "stack.json", None, report)
+    guard = Guard(tmp_path / "stack.json", None, report)
     await guard.start()
 
     async def fail() -> None:

@@ -62,7 +62,13 @@ def spawn_guard(
     environment = child_environment(stack_id, "guard", {})
     del environment["AREAL_STACK"]
     return subprocess.Popen(
-        [sys.executable, "-m", "areal_launch.processes.guard", str(stack_file), str(grace_s)],
+        [
+            sys.executable,
+            "-m",
+            "areal_launch.processes.orphan_guard",
+            str(stack_file),
+            str(grace_s),
+        ],
         stdin=subprocess.PIPE,
         env=environment,
         start_new_session=True,
