@@ -1,5 +1,5 @@
-# Images of everything but SGLang: stores, control (no torch), weight-sync (control on
-# Kubernetes), trainer, inference-cpu, dev.
+# Images of everything but SGLang: stores; control, reward and weight-sync, without torch; trainer,
+# inference-cpu, dev. docs/images.md says what each holds.
 #
 #   docker build --target control -t areal/control:dev .        (all of them: make images)
 #
@@ -62,7 +62,7 @@ LABEL org.opencontainers.image.title="areal/stores" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["redis-server", "--help"]
 
-# -- control: gateway, rollout, reward, buffer, weight-sync ----------------------------------------
+# -- control: gateway, rollout, buffer ---------------------------------------------------------------
 FROM runtime AS control-runtime
 COPY --from=control-slim /packages /opt/areal
 
@@ -72,25 +72,43 @@ HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healt
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/control" \
-      org.opencontainers.image.description="Gateway, rollout, reward, buffer and weight-sync of AReaL" \
+      org.opencontainers.image.description="Gateway, rollout and buffer of AReaL" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-CMD ["areal", "--help"]
+CMD ["areal-gateway", "--help"]
 
-# -- weight-sync: control, and the client of Kubernetes (endpoints.inference=[kubernetes://…]) -----
-FROM control-packages AS kubernetes-packages
-COPY requirements/kubernetes.txt ./
-RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-kubernetes -r kubernetes.txt
+# -- reward: control, and the library of the built-in reward math ----------------------------------
+FROM control-packages AS reward-packages
+COPY requirements/reward.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-reward -r reward.txt
+
+FROM control-runtime AS reward
+COPY --from=reward-packages /packages-reward /opt/areal
+COPY --from=source /source /opt/areal
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/reward" \
+      org.opencontainers.image.description="The reward service of AReaL" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal-reward", "--help"]
+
+# -- weight-sync: control, and the clients of DNS and Kubernetes (endpoints.inference=[dns://…, kubernetes://…])
+FROM control-packages AS weight-sync-packages
+COPY requirements/weight-sync.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-weight-sync -r weight-sync.txt
 
 FROM control-runtime AS weight-sync
-COPY --from=kubernetes-packages /packages-kubernetes /opt/areal
+COPY --from=weight-sync-packages /packages-weight-sync /opt/areal
 COPY --from=source /source /opt/areal
 HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="areal/weight-sync" \
-      org.opencontainers.image.description="weight-sync of AReaL, for clusters" \
+      org.opencontainers.image.description="weight-sync of AReaL" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
@@ -141,8 +159,9 @@ CMD ["areal-trainer", "--help"]
 
 # -- dev: the whole repository with its tests and tools ----------------------------------------
 FROM trainer-packages AS dev-packages
-COPY requirements/dev.txt ./
-RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-dev -r dev.txt
+COPY requirements/dev.txt requirements/reward.txt requirements/weight-sync.txt ./
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-dev \
+        -r reward.txt -r weight-sync.txt -r dev.txt
 COPY tools/get_helm.py ./
 RUN /opt/areal/bin/python get_helm.py /packages-dev/bin
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 # What .venv is made of: locks with hashes, written by `make lock`.
-LOCKS := $(patsubst %,requirements/%.txt,build control stores inference trainer dev)
+LOCKS := $(patsubst %,requirements/%.txt,build control stores reward weight-sync inference trainer dev)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Many processes share few cores: one thread each.
 export OMP_NUM_THREADS := 1
@@ -28,6 +28,8 @@ $(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --require-hashes $(addprefix -r ,$(LOCKS))
 	$(BIN)/python tools/install_torch.py requirements/torch-cpu.txt
+	@# The original project, or this one's former name: both have the same import package.
+	$(BIN)/python -m pip uninstall --quiet --yes areal 2>/dev/null
 	$(PIP) --no-deps --no-index --no-build-isolation --editable .
 	$(BIN)/python tools/get_helm.py $(BIN)
 	@touch $@
@@ -121,8 +123,8 @@ layout: $(STAMP) ## Every service has the same rooms
 ##@ Deploy
 
 # The index with your build of torch: TORCH_INDEX; another base: BASE_IMAGE (Debian, Python 3.11+).
-images: ## Container images areal/{stores,control,weight-sync,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
-	@for target in $(or $(IMAGES),stores control weight-sync inference-cpu trainer); do \
+images: ## Container images areal/{stores,control,reward,weight-sync,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
+	@for target in $(or $(IMAGES),stores control reward weight-sync inference-cpu trainer); do \
 		echo "== areal/$$target:$(or $(TAG),dev)"; \
 		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
 			--build-arg VERSION=$(or $(TAG),dev) --build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \

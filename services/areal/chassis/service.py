@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import logging
@@ -24,10 +25,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import grpc
-import typer
 import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -303,27 +303,22 @@ def run_service(
         build: Makes the service; does no I/O.
         argv: Defaults to the process's.
     """
-
-    def command(
-        config: Annotated[Path, typer.Option(help="The experiment file.")],
-        listen: Annotated[str, typer.Option(help="host:port to serve on.")],
-        overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
-        metrics: Annotated[str, typer.Option(help="host:port of /metrics and /healthz.")] = "",
-        grace: Annotated[float, typer.Option(help="Seconds to drain in.")] = 20.0,
-        log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
-    ) -> None:
-        hide_memory()
-        open_files()
-        try:
-            loaded = load_service_config(config, overrides)
-            configure_logging(name, loaded.namespace, text=log_text)
-            with tracing.exporting(f"areal-{name}", loaded.namespace):
-                code = uvloop.run(_serve(name, build, loaded, listen, metrics, grace))
-        except ArealError as error:
-            print(f"areal-{name}: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
-            code = 2
-        raise typer.Exit(code)
-
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name=f"areal-{name}")(command)
-    app(args=argv, prog_name=f"areal-{name}")
+    parser = argparse.ArgumentParser(prog=f"areal-{name}", allow_abbrev=False)
+    parser.add_argument("--config", type=Path, required=True, help="The experiment file.")
+    parser.add_argument("--listen", required=True, help="host:port to serve on.")
+    parser.add_argument("--metrics", default="", help="host:port of /metrics and /healthz.")
+    parser.add_argument("--grace", type=float, default=20.0, help="Seconds to drain in.")
+    parser.add_argument("--log-text", action="store_true", help="Plain log lines, not JSON.")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    asked = parser.parse_intermixed_args(argv)
+    hide_memory()
+    open_files()
+    try:
+        loaded = load_service_config(asked.config, asked.overrides)
+        configure_logging(name, loaded.namespace, text=asked.log_text)
+        with tracing.exporting(f"areal-{name}", loaded.namespace):
+            code = uvloop.run(_serve(name, build, loaded, asked.listen, asked.metrics, asked.grace))
+    except ArealError as error:
+        print(f"areal-{name}: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+        code = 2
+    sys.exit(code)

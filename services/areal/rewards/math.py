@@ -15,10 +15,13 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-import math_verify
-
-from areal.errors import InvalidInput
+from areal.errors import CannotStart, InvalidInput
 from areal.rewards.boxed import last_boxed
+
+try:
+    import math_verify
+except ModuleNotFoundError:  # rollout workers import recipes, too, and score nothing
+    math_verify = None
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -87,6 +90,11 @@ def _gold(gold: str) -> list[Any]:
 
 @lru_cache(maxsize=1)
 def _parser() -> Callable[..., list[Any]]:
+    if math_verify is None:
+        raise CannotStart(
+            "reward math: the package math-verify is not installed; "
+            "pip install 'areal-services[reward]'"
+        )
     # It warns, once per process, that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ fetches what an engine starts from, with its tokenizer: servers without a volume
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import shutil
@@ -14,9 +15,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError, InvalidInput
@@ -173,12 +171,7 @@ def _make_room(root: Path, name: str, keep: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(
-    location: Annotated[str, typer.Argument(help="http://host:port/versions/NAME.")],
-    folder: Annotated[Path, typer.Argument(help="Where the files go.")],
-    token_file: Annotated[str, typer.Option(help="Bearer token; default: AREAL_TOKEN.")] = "",
-    wait: Annotated[float, typer.Option(help="Seconds until the store must have it.")] = 1800.0,
-) -> None:
+def run(location: str, folder: Path, token_file: str = "", wait: float = 1800.0) -> None:
     """Fetches, once the store is there and has it."""
     configure_logging("fetch", "")
     log, began, told = get_logger("areal.weights.fetch"), time.monotonic(), ""
@@ -199,4 +192,11 @@ def run(
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    parser = argparse.ArgumentParser(prog="python -m areal.weights.fetch")
+    parser.add_argument("location", help="http://host:port/versions/NAME.")
+    parser.add_argument("folder", type=Path, help="Where the files go.")
+    parser.add_argument("--token-file", default="", help="Bearer token; default: AREAL_TOKEN.")
+    parser.add_argument(
+        "--wait", type=float, default=1800.0, help="Seconds until the store must have it."
+    )
+    run(**vars(parser.parse_args()))

@@ -10,12 +10,11 @@ areal-inference does itself, so weight-sync asks both the same.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from aiohttp import web
 
 from areal.chassis.http_connections import IDLE_S
@@ -72,25 +71,31 @@ def _answer(message: str, status: int) -> web.Response:
     return web.json_response({"success": False, "message": message}, status=status)
 
 
-def run(
-    listen: Annotated[str, typer.Option(help="host:port.")] = "127.0.0.1:30900",
-    folder: Annotated[Path, typer.Option(help="Where versions go.")] = Path(
-        "/dev/shm/areal-weights"  # noqa: S108 - memory, and it may be shared on purpose
-    ),
-    token_file: Annotated[str, typer.Option(help="Bearer token; default: AREAL_TOKEN.")] = "",
-    allow_insecure_bind: Annotated[
-        bool, typer.Option(help="Listen where others reach it, without a token.")
-    ] = False,
-) -> None:
+def run() -> None:
     """Serves until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m areal.weights.sidecar")
+    parser.add_argument("--listen", default="127.0.0.1:30900", help="host:port.")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("/dev/shm/areal-weights"),  # noqa: S108 - memory, and it may be shared
+        help="Where versions go.",
+    )
+    parser.add_argument("--token-file", default="", help="Bearer token; default: AREAL_TOKEN.")
+    parser.add_argument(
+        "--allow-insecure-bind",
+        action="store_true",
+        help="Listen where others reach it, without a token.",
+    )
+    asked = parser.parse_args()
     configure_logging("sidecar", "")
     security = Security.load(
-        SecurityConfig(token_file=token_file, allow_insecure_bind=allow_insecure_bind)
+        SecurityConfig(token_file=asked.token_file, allow_insecure_bind=asked.allow_insecure_bind)
     )
-    host, _, port = listen.rpartition(":")
+    host, _, port = asked.listen.rpartition(":")
     security.check_bind(host, "--listen")
     web.run_app(
-        Sidecar(folder, security).app(),
+        Sidecar(asked.folder, security).app(),
         host=host,
         port=int(port),
         access_log=None,
@@ -100,4 +105,4 @@ def run(
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    run()

@@ -75,7 +75,8 @@ class RayCluster(Cluster):
             from ray.util.placement_group import placement_group, placement_group_table
         except ImportError as error:
             raise CannotStart(
-                f"--on ray: the package ray cannot be imported ({error}); install areal[ray]"
+                f"--on ray: the package ray cannot be imported ({error}); "
+                "pip install 'areal-services[ray]'"
             ) from None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:

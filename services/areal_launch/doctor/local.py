@@ -142,11 +142,11 @@ def _torch() -> Finding:
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        fix = "pip install 'areal[cpu]', or your CUDA build of torch and 'areal[trainer]'"
+        fix = "pip install 'areal-services[cpu]', or your build of torch and [trainer] for [cpu]"
         return missing("torch", "not installed", fix)
     absent = [name for name in ("transformers", "safetensors") if not _installed(name)]
     if absent:
-        return missing("torch", f"no {', '.join(absent)}", "pip install 'areal[trainer]'")
+        return missing("torch", f"no {', '.join(absent)}", "pip install 'areal-services[trainer]'")
     return ok("torch", version)
 
 

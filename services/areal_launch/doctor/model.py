@@ -45,7 +45,7 @@ def architecture(directory: Path) -> Finding:
         raise WaitTimeout("the self-test", on=str(directory), since=since) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return missing(name, last, "pip install 'areal[trainer]', or see the message")
+        return missing(name, last, "pip install 'areal-services[trainer]', or see the message")
     result = json.loads(done.stdout.splitlines()[-1])
     if "refused" in result:
         return missing(name, result["refused"], "another model; docs/models.md lists them")

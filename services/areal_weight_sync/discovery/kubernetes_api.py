@@ -64,7 +64,7 @@ class KubernetesApi:
         except ImportError:
             raise ConfigError(
                 f"endpoints.inference: kubernetes://{namespace}/{service} takes the package "
-                "kubernetes: pip install 'areal[kubernetes]'"
+                "kubernetes: pip install 'areal-services[weight-sync]'"
             ) from None
 
     async def slices(self) -> tuple[list[Json], str]:
