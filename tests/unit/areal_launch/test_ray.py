@@ -33,5 +33,5 @@ def test_bundles_when_allocated_then_one_per_server_and_trainer_node(
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed here")
 async def test_place_when_ray_is_not_installed_then_one_line_says_what_to_install() -> None:
-    with pytest.raises(CannotStart, match=r"install areal-services\[ray\]"):
+    with pytest.raises(CannotStart, match=r"install .areal-services\[ray\]"):
         await RayCluster().open(build_config(GRPOConfig, None, []))
