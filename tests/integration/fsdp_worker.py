@@ -21,7 +21,7 @@ from areal.config.training import PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.parallel.mesh import join_process_group, local_device
 from areal.engines.ppo import PPOActor
-from areal.training.exchange import gather_json
+from areal.training.ranks import gather_json
 
 
 def share_of(batch, rank, world_size):

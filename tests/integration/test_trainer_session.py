@@ -48,9 +48,9 @@ class Session(TrainerSession):
     async def _connect(self):
         return BufferClient(self.config.endpoints.buffer), ServedVersion()
 
-    def take(self) -> list[str]:
+    def take_ids(self) -> list[str]:
         """Ids of the next step's batch."""
-        taken = self.call(self.buffer.take_batch(self.incarnation, self.step + 1, 5.0), "batch")
+        taken = self.take(max_wait_s=5.0)
         assert taken.state is TakeState.TAKEN
         return [group.task_id for group in taken.groups]
 
@@ -122,7 +122,7 @@ def steps(session: Session, count: int) -> list[list[str]]:
     batches = []
     for _ in range(count):
         session.begin_step()
-        batches.append(session.take())
+        batches.append(session.take_ids())
         session.finish_step()
     return batches
 
@@ -137,9 +137,9 @@ def test_call_when_nobody_answers_then_the_error_names_the_service_and_its_addre
     held: list[str] = []
     buffer = f"buffer {session.buffer.address}"
     with pytest.raises(WaitTimeout, match=rf"for the batch on {buffer}$"):
-        session.ask_buffer(never(), "the batch", timeout=0.1)
+        session._ask_buffer(never, "the batch", timeout=0.1)
     with pytest.raises(WaitTimeout, match=r"for the version on weight-sync weight-sync\.test:1$"):
-        session.ask_weight_sync(never(), "the version", timeout=0.1)
+        session._ask_weight_sync(never, "the version", timeout=0.1)
     assert held[0].startswith(f"call (the batch) on {buffer} for ")
     assert held[1].startswith("call (the version) on weight-sync weight-sync.test:1 for ")
 
@@ -178,7 +178,7 @@ def test_resume_when_killed_between_checkpoint_and_commit_then_commits_first(beg
     steps(first, 2)
     first.save_checkpoint()
     first.begin_step()
-    lost = first.take()
+    lost = first.take_ids()
     # As if killed right after the rename: a whole checkpoint of step 3, nothing committed.
     first.step = 3
     first._snapshot()
@@ -189,7 +189,7 @@ def test_resume_when_killed_between_checkpoint_and_commit_then_commits_first(beg
     second = begin()
     assert second.step == 3
     assert second.committed() == {"trained": 3, "taken": 3}
-    assert second.take() != lost
+    assert second.take_ids() != lost
 
 
 @pytest.mark.parametrize("damaged", [0, 1])

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from areal.errors import InvalidInput
+from areal.types import StopReason, TrajectoryGroup
 
 Batch = dict[str, Tensor]
 
@@ -118,6 +119,49 @@ def unpack(batch: Batch) -> list[dict[str, Tensor]]:
     keys = [k for k in batch if k != "cu_seqlens" and k not in SEQUENCE_KEYS]
     columns = [torch.split(batch[key], sizes) for key in keys]
     return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def pack_groups(groups: Sequence[TrajectoryGroup]) -> Batch:
+    """Joins groups into one packed batch of tensors.
+
+    An empty share (more ranks than groups) gives an empty batch: the engine still takes part in
+    every collective.
+    """
+    sequences = []
+    group_index = []
+    truncated = []
+    for number, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            sequences.append(
+                {
+                    # Arrays from the wire are read-only views; torch wants to own its memory.
+                    "input_ids": torch.tensor(trajectory.input_ids, dtype=torch.int64),
+                    "loss_mask": torch.tensor(trajectory.loss_mask),
+                    "behavior_logprobs": torch.tensor(trajectory.behavior_logprobs),
+                    "token_versions": torch.tensor(trajectory.token_versions, dtype=torch.int64),
+                    "rewards": torch.tensor(trajectory.rewards),
+                }
+            )
+            group_index.append(number)
+            truncated.append(trajectory.finish_reason in (StopReason.LENGTH, StopReason.ABORT))
+    if not sequences:
+        return _empty_batch()
+    batch = pack(sequences, group_index)
+    batch["truncated"] = torch.tensor(truncated)
+    return batch
+
+
+def _empty_batch() -> Batch:
+    return {
+        "cu_seqlens": torch.zeros(1, dtype=torch.int32),
+        "group_index": torch.zeros(0, dtype=torch.int64),
+        "truncated": torch.zeros(0, dtype=torch.bool),
+        "input_ids": torch.zeros(0, dtype=torch.int64),
+        "loss_mask": torch.zeros(0, dtype=torch.bool),
+        "behavior_logprobs": torch.zeros(0),
+        "token_versions": torch.zeros(0, dtype=torch.int64),
+        "rewards": torch.zeros(0),
+    }
 
 
 def check_batch(batch: Batch) -> None:

@@ -24,7 +24,7 @@ from areal.config.training import PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.errors import InvalidInput, TrainingDiverged
-from areal.training.exchange import gather_json
+from areal.training.ranks import gather_json
 from areal.training.run_files import write_atomically
 
 _MOST_NAMED = 5

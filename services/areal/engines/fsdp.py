@@ -51,7 +51,7 @@ from areal.engines.parallel.memory import checkpoints_activations, recompute_lay
 from areal.engines.parallel.mesh import join_process_group, local_device, reduce_scalars
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, TrainingDiverged, WaitTimeout
-from areal.training.exchange import gather_json
+from areal.training.ranks import gather_json
 
 
 def count_loss_tokens(batch: Batch) -> int:

@@ -176,14 +176,14 @@ class FSDPPPOActor:
         source, gpu = Path(self.engine.config.path), self.engine.device.type == "cuda"
         dtype = serving_dtype(session.config.model.dtype, source, gpu=gpu)
         tensors = list(self.engine.iter_full_tensors(dtype))
-        if session.rank != 0:
-            return
-        if self._publisher is None or self._publisher[0] != meta:
-            self._publisher = (
-                meta,
-                make_publisher(session.config, session.security, meta, session.offer),
+
+        def publish() -> None:
+            if self._publisher is None or self._publisher[0] != meta:
+                publisher = make_publisher(session.config, session.security, meta, session.offer)
+                self._publisher = meta, publisher
+            self._publisher[1].publish(
+                NewVersion(version, session.incarnation, host_tensors(tensors), source),
+                session.publish,
             )
-        self._publisher[1].publish(
-            NewVersion(version, session.incarnation, host_tensors(tensors), source),
-            session.publish,
-        )
+
+        session.on_rank0(publish)

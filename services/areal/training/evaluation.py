@@ -1,9 +1,8 @@
 """Held-out rewards: when to measure, the tasks, their mean. Collective, like all batch calls.
 
-| wait              | on     | unblocked by                   | deadline                |
-|-------------------|--------|--------------------------------|-------------------------|
-| room for tasks    | ledger | the time that its refusal says | rollout.batch_timeout_s |
-| ends of the tasks | ledger | any of them                    | the same                |
+| wait              | on     | unblocked by | deadline                |
+|-------------------|--------|--------------|-------------------------|
+| ends of the tasks | buffer | any of them  | rollout.batch_timeout_s |
 
 Tasks are submitted as far as the ledger has room, and each result is read as soon as it is there:
 it may then be released, so that an evaluation can be larger than the ledger.
@@ -11,22 +10,17 @@ it may then be released, so that an evaluation can be larger than the ledger.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal import errors
-from areal.chassis.logging import get_logger
 from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
+from areal.protocol.leases import TaskRecord
 from areal.training.run_files import MEASURED_AT
-from areal.training.session import TrainerSession
+from areal.training.session import POLL_S, TrainerSession
 from areal.training.status import Evaluation
+from areal.training.submission import Submission
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
-
-# One long poll; the ranks meet after each, so none idles in a collective for longer.
-POLL_S = 10.0
-_CHUNK = 500
 
 
 def recorded(session: TrainerSession, name: str, version: int | None) -> float | None:
@@ -119,17 +113,13 @@ class Measurement:
         self, session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float
     ) -> None:
         self._session = session
-        self._name = name
+        self._what = f"evaluation {name!r}"
         self._timeout_s = timeout_s
-        self._since = time.monotonic()
         self._count = len(tasks)
-        self._unsent = {task.task_id: task for task in tasks}
+        self._submission = Submission(session, tasks, self._what, timeout_s)
         self._waiting: dict[str, Task] = {}
-        self._refusal: errors.CapacityExceeded | None = None
-        self._not_before = 0.0
         self._rewards: list[float] = []
         self._reasons: list[str] = []
-        self._log = get_logger("areal.training.evaluation")
 
     def proceed(self) -> str:
         """Submits what there is room for, takes in what has ended, or waits a while for some.
@@ -137,95 +127,47 @@ class Measurement:
         Returns:
             answered: all are; refused: the ledger had no room when last asked; waiting.
         """
-        self._submit()
-        self._collect()
-        left = len(self._unsent) + len(self._waiting)
-        if left and time.monotonic() - self._since > self._timeout_s:
-            what, hint = f"{left} of {self._count} tasks of evaluation {self._name!r}", ""
-            if self._refusal is not None:
-                what = f"{self._room()}: {self._refusal}"
-                hint = "raise buffer.max_memory_mb, or checkpoint more often"
-            raise errors.WaitTimeout(
-                what, on=f"buffer {self._session.buffer.address}", since=self._since, hint=hint
-            )
-        return ("refused" if self._refusal else "waiting") if left else "answered"
+        submission = self._submission
+        self._waiting |= submission.send()
+        if self._waiting:
+            self._collect()
+        elif submission.unsent:
+            submission.pause()
+        left = len(submission.unsent) + len(self._waiting)
+        if not left:
+            return "answered"
+        submission.check_deadline(f"{left} of {self._count} tasks of {self._what}")
+        return "refused" if submission.refused else "waiting"
 
     def mean(self) -> float:
         """Of the rewards of all trajectories."""
         if not self._rewards:
             raise errors.WorkflowError(
-                f"evaluation {self._name!r}: none of {self._count} rows was delivered; "
+                f"{self._what}: none of {self._count} rows was delivered; "
                 f"first cause: {self._reasons[0] if self._reasons else 'unknown'}"
             )
         return sum(self._rewards) / len(self._rewards)
 
-    def _submit(self) -> None:
-        session = self._session
-        while self._unsent and time.monotonic() >= self._not_before:
-            chunk = list(self._unsent.values())[:_CHUNK]
-            what = f"submission of {len(chunk)} tasks"
-            try:
-                session.ask_buffer(
-                    session.buffer.submit_tasks(chunk, incarnation=session.incarnation), what
-                )
-            except errors.CapacityExceeded as error:
-                if error.retry_after_s is None:
-                    raise
-                if self._refusal is None:
-                    self._log.warning("submission_held_back", tasks=len(chunk), cause=str(error))
-                self._refusal = error
-                self._not_before = time.monotonic() + error.retry_after_s
-                # The first of them may have found room.
-                found = session.ask_buffer(
-                    session.buffer.get_tasks([task.task_id for task in chunk]), what
-                )
-                self._sent(record.task.task_id for record in found)
-            else:
-                self._refusal = None
-                self._sent(task.task_id for task in chunk)
-
-    def _room(self) -> str:
-        return f"room for {len(self._unsent)} tasks of evaluation {self._name!r}"
-
-    def _sent(self, task_ids: Iterable[str]) -> None:
-        for task_id in task_ids:
-            self._waiting[task_id] = self._unsent.pop(task_id)
-
     def _collect(self) -> None:
-        session, what = self._session, f"evaluation {self._name!r}"
-        pause = POLL_S
-        if self._unsent:
-            pause = min(pause, max(0.0, self._not_before - time.monotonic()))
-        if not self._waiting:
-            if self._unsent:
-                session.ask_buffer(asyncio.sleep(pause), self._room())
-            return
+        session, unsent = self._session, self._submission.unsent
+        some = sorted(self._waiting)[:MAX_TASKS_PER_CALL]
         try:
-            ended = session.ask_buffer(
-                session.buffer.wait_tasks(
-                    sorted(self._waiting)[:MAX_TASKS_PER_CALL],
-                    pause,
-                    incarnation=session.incarnation,
-                ),
-                what,
+            ended = session.wait_ended(
+                some, self._submission.next_try_s if unsent else POLL_S, self._what
             )
         except errors.NotFound:
             # One was released before it was read, since the ledger was full: those that are still
             # there stay as they are when they are submitted again.
-            self._unsent.update(self._waiting)
+            unsent.update(self._waiting)
             self._waiting.clear()
             return
         if ended:
-            session.ask_buffer(self._read(ended), f"results of {what}", self._timeout_s)
+            session.read_results(ended, self._read, f"results of {self._what}", self._timeout_s)
 
-    async def _read(self, task_ids: Sequence[str]) -> None:
-        buffer = self._session.buffer
-        async for record in buffer.read_tasks(task_ids, include_groups=True):
-            task = self._waiting.pop(record.task.task_id)
-            if record.state is TaskState.DELIVERED and record.group is None:
-                self._unsent[task.task_id] = task  # released, after an earlier life had read it
-                continue
-            self._reasons.append(record.reason)
-            self._rewards.extend(
-                t.reward for t in (record.group.trajectories if record.group else ())
-            )
+    def _read(self, record: TaskRecord) -> None:
+        task = self._waiting.pop(record.task.task_id)
+        if record.state is TaskState.DELIVERED and record.group is None:
+            self._submission.unsent[task.task_id] = task  # released, after an earlier life read it
+            return
+        self._reasons.append(record.reason)
+        self._rewards.extend(t.reward for t in (record.group.trajectories if record.group else ()))

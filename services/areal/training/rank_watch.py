@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from areal.chassis.logging import get_logger
-from areal.training.exchange import gather_json
+from areal.training.ranks import gather_json
 
 BEAT_S = 1.0
 RANK_SILENT_S = 30.0

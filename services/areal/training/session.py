@@ -7,7 +7,9 @@
     FSDPPPOActor ── publish version s, finish step s ───────────┘
 
 `areal_trainer` opens a session around the recipe's `main`; engines find it by `current_session()`.
-Rank 0 talks to the services and broadcasts; every rank makes the same calls in the same order.
+Its verbs (submit, take, publish, …) are synchronous: rank 0 asks the service, every rank gets the
+answer or the error, so every rank makes the same calls in the same order. Only `fetch` is each
+rank's own. What a call waits for is in `waits`, named.
 
 | wait                     | on          | unblocked by            | deadline                |
 |--------------------------|-------------|-------------------------|-------------------------|
@@ -18,12 +20,13 @@ Rank 0 talks to the services and broadcasts; every rank makes the same calls in 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal import errors
 from areal.chassis.logging import get_logger
@@ -31,6 +34,8 @@ from areal.chassis.waits import Waits
 from areal.clients.buffer import BufferClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig
+from areal.protocol.leases import TakeResult, TaskRecord
+from areal.protocol.trajectories import STATE_FROM_PB
 from areal.recipe import Recipe
 from areal.security import Security
 from areal.training.bridge import AsyncBridge
@@ -41,14 +46,19 @@ from areal.training.ranks import Ranks
 from areal.training.run_files import RunFiles
 from areal.training.status import TrainerStatus
 from areal.training.step_trace import StepTrace
-from areal.types import Purpose
+from areal.types import Purpose, Task, TaskState, TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
+from areal.weights.servers import SyncStatus
+
+T = TypeVar("T")
 
 RPC_TIMEOUT_S = 30.0
 RETRY_S = 120.0
 """A service may be away for this long (restart, outage of Redis) before the trainer gives up."""
+POLL_S = 10.0
+"""One long poll; the ranks meet after each, so none idles in a collective for longer."""
 
 
 class TrainerStopped(BaseException):
@@ -155,16 +165,19 @@ class TrainerSession(Ranks):
             raise errors.ConfigError(
                 f"checkpoint.recover 'never': {newest.path} exists; choose another trial_name"
             )
-        digest = self._store_recipe()
+        digest = ""
+        if self.config.recipe:  # from the registration on workers are given tasks under it
+            recipe = Recipe.read(Path(self.config.recipe))
+            self.put_recipe(recipe)
+            digest = recipe.digest
         try:
-            registered = self.ask_buffer(
-                self.buffer.register_trainer(
+            registered = self._ask_buffer(
+                lambda: self.buffer.register_trainer(
                     resume_step=newest.step if newest else 0,
                     batch_size=self.config.train_dataset.batch_size,
                     max_head_offpolicyness=self.config.rollout.max_head_offpolicyness,
                     max_concurrent_rollouts=self.config.rollout.max_concurrent_rollouts,
                     recipe_digest=digest,
-                    retry_for=RETRY_S,
                 ),
                 "registration with the buffer",
             )
@@ -179,11 +192,7 @@ class TrainerSession(Ranks):
         self.folder.clean()
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit_step(registered.incarnation, newest.step)
-        versions = self.ask_weight_sync(
-            self.weight_sync.wait_confirmed(0, timeout=self.config.rollout.setup_timeout_s),
-            "the first inference server to serve",
-            timeout=self.config.rollout.setup_timeout_s + 5,
-        )
+        versions = self._wait_confirmed(0, "the first inference server to serve")
         return (
             newest,
             registered.incarnation,
@@ -191,16 +200,6 @@ class TrainerSession(Ranks):
             versions.current_version,
             versions.unstored,
         )
-
-    def _store_recipe(self) -> str:
-        """The recipe's digest: from the registration on workers are given tasks under it."""
-        if not self.config.recipe:
-            return ""
-        recipe = Recipe.read(Path(self.config.recipe))
-        self.ask_buffer(
-            self.buffer.put_recipe(recipe.file_name, recipe.source), "storing the recipe"
-        )
-        return recipe.digest
 
     @contextlib.contextmanager
     def active(self) -> Iterator[TrainerSession]:
@@ -214,15 +213,15 @@ class TrainerSession(Ranks):
                 self.save_checkpoint()
                 raise
             self.save_checkpoint()
+            cancelled = self._ask_buffer(
+                lambda: self.buffer.cancel_tasks(
+                    all_of_purpose=Purpose.TRAIN,
+                    reason="run finished",
+                    incarnation=self.incarnation,
+                ),
+                "cancelling surplus tasks",
+            )
             if self.rank == 0:
-                cancelled = self.ask_buffer(
-                    self.buffer.cancel_tasks(
-                        all_of_purpose=Purpose.TRAIN,
-                        reason="run finished",
-                        incarnation=self.incarnation,
-                    ),
-                    "cancelling surplus tasks",
-                )
                 self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
         finally:
             _CURRENT.reset(token)
@@ -237,25 +236,208 @@ class TrainerSession(Ranks):
 
     def call(
         self,
-        coroutine: Any,
+        coroutine: Coroutine[Any, Any, T],
         what: str,
         timeout: float = RETRY_S + RPC_TIMEOUT_S,
         *,
         on: str = "this process",
-    ) -> Any:
-        """Runs one coroutine from the recipe's thread; whoever waits is told on whom."""
+    ) -> T:
+        """Runs one coroutine from the recipe's thread; `waits` names it meanwhile."""
         with self.waits.on("call", on, what):
             return self.bridge.call(coroutine, timeout=timeout, what=what, on=on)
 
-    def ask_buffer(
-        self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S
-    ) -> Any:
-        return self.call(coroutine, what, timeout, on=f"buffer {self.buffer.address}")
+    # -- what the buffer is asked --------------------------------------------------------------
 
-    def ask_weight_sync(
-        self, coroutine: Any, what: str, timeout: float = RETRY_S + RPC_TIMEOUT_S
-    ) -> Any:
-        return self.call(coroutine, what, timeout, on=f"weight-sync {self.weight_sync.address}")
+    def _ask_buffer(
+        self,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        what: str,
+        timeout: float = RETRY_S + RPC_TIMEOUT_S,
+        *,
+        shape: Any = Any,
+    ) -> T:
+        on = f"buffer {self.buffer.address}"
+        return self.on_rank0(lambda: self.call(make(), what, timeout, on=on), shape)
+
+    def put_recipe(self, recipe: Recipe) -> None:
+        """Stores a recipe, from which workers rebuild its workflows and rewards."""
+        self._ask_buffer(
+            lambda: self.buffer.put_recipe(recipe.file_name, recipe.source), "storing the recipe"
+        )
+
+    def submit(self, tasks: Sequence[Task], *, seal: bool = False) -> int:
+        """Queues tasks; with `seal` no more of the rows follow.
+
+        Returns:
+            How many the ledger did not have already.
+
+        Raises:
+            CapacityExceeded: It is full; with `retry_after_s`, for now.
+        """
+        accepted = self._ask_buffer(
+            lambda: self.buffer.submit_tasks(tasks, incarnation=self.incarnation, seal=seal),
+            f"submission of {len(tasks)} tasks",
+        )
+        return sum(accepted)
+
+    def train_counts(self) -> dict[TaskState, int]:
+        """The numbers of the trial's train tasks by state."""
+
+        async def ask() -> dict[TaskState, int]:
+            stats = await self.buffer.get_stats()
+            return {STATE_FROM_PB[count.state]: count.tasks for count in stats.train_counts}
+
+        return self._ask_buffer(ask, "ledger statistics", shape=dict[TaskState, int])
+
+    def states(self, task_ids: Sequence[str]) -> dict[str, tuple[TaskState, int]]:
+        """State and step (0: of no batch) of each task that the ledger knows."""
+
+        async def ask() -> dict[str, tuple[TaskState, int]]:
+            records = await self.buffer.get_tasks(task_ids)
+            return {record.task.task_id: (record.state, record.step) for record in records}
+
+        return self._ask_buffer(ask, "task states", shape=dict[str, tuple[TaskState, int]])
+
+    def take(
+        self,
+        task_ids: Sequence[str] = (),
+        *,
+        max_wait_s: float = POLL_S,
+        refill_below: int = 0,
+    ) -> TakeResult:
+        """Asks for the batch of the next step; see `BufferClient.take_batch`."""
+        step = self.step + 1
+        return self._ask_buffer(
+            lambda: self.buffer.take_batch(
+                self.incarnation,
+                step,
+                max_wait_s,
+                task_ids=task_ids,
+                with_groups=self.world_size == 1,
+                refill_below=refill_below,
+            ),
+            f"batch of step {step}",
+            shape=TakeResult,
+        )
+
+    def fetch(self, taken: TakeResult) -> list[TrajectoryGroup]:
+        """This rank's share of a batch that was taken; describes the batch in the step's row."""
+        from areal.algorithms.packing import assign_groups
+
+        self.trace.taking()
+        shares = assign_groups([sum(g.lengths) for g in taken.groups], self.world_size)
+        mine = [taken.groups[i].task_id for i in shares[self.rank]]
+        groups = self.call(
+            self.buffer.fetch_groups(self.incarnation, self.step + 1, mine),
+            f"{len(mine)} groups of step {self.step + 1}",
+            on=f"buffer {self.buffer.address}",
+        )
+        self.batch_tasks = mine
+        if self._files is not None:
+            self._files.append_batch(
+                step=self.step + 1,
+                incarnation=self.incarnation,
+                replay=taken.replay,
+                task_ids=[g.task_id for g in taken.groups],
+            )
+        self.trace.took(groups, taken)
+        staleness = [self.step - g.head_version for g in taken.groups]
+        self.row.update(
+            groups=len(taken.groups),
+            samples=sum(len(g.lengths) for g in taken.groups),
+            tokens_total=sum(sum(g.lengths) for g in taken.groups),
+            staleness_mean=sum(staleness) / len(staleness),
+            staleness_max=max(staleness),
+            replay=taken.replay,
+            queued=taken.queued,
+        )
+        return groups
+
+    def wait_ended(self, task_ids: Sequence[str], max_wait_s: float, what: str) -> list[str]:
+        """Those of at most 10,000 tasks that have ended; waits for the first of them.
+
+        Raises:
+            NotFound: One was released, or never submitted.
+        """
+        return self._ask_buffer(
+            lambda: self.buffer.wait_tasks(task_ids, max_wait_s, incarnation=self.incarnation), what
+        )
+
+    def read_results(
+        self,
+        task_ids: Sequence[str],
+        visit: Callable[[TaskRecord], None],
+        what: str,
+        timeout: float,
+    ) -> None:
+        """Calls `visit` (on rank 0) with each record and its group, one message at a time."""
+
+        async def read() -> None:
+            async for record in self.buffer.read_tasks(task_ids, include_groups=True):
+                visit(record)
+
+        self._ask_buffer(read, what, timeout)
+
+    def pause(self, seconds: float, what: str) -> None:
+        """Lets time pass for the buffer to make `what` possible."""
+        self._ask_buffer(lambda: asyncio.sleep(seconds), what)
+
+    def _commit_step(self, incarnation: int, step: int) -> None:
+        """Tells the ledger of a whole checkpoint (rank 0, in any thread)."""
+        self.call(
+            self.buffer.commit_step(
+                incarnation=incarnation,
+                step=step,
+                oldest_retained_step=self.folder.list()[0].step,
+            ),
+            f"commit of step {step}",
+            on=f"buffer {self.buffer.address}",
+        )
+
+    # -- what weight-sync is asked -------------------------------------------------------------
+
+    def _ask_weight_sync(
+        self,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        what: str,
+        timeout: float = RETRY_S + RPC_TIMEOUT_S,
+    ) -> T:
+        on = f"weight-sync {self.weight_sync.address}"
+        return self.call(make(), what, timeout, on=on)
+
+    def _wait_confirmed(self, version: int, what: str) -> SyncStatus:
+        limit = self.config.rollout.setup_timeout_s
+        return self._ask_weight_sync(
+            lambda: self.weight_sync.wait_confirmed(version, timeout=limit), what, limit + 5
+        )
+
+    def confirm_version(self) -> None:
+        """Waits until one server has confirmed the weights of the last finished step (L5)."""
+
+        def wait() -> None:
+            if self.step <= self.published_version:
+                self._wait_confirmed(self.step, f"a server to confirm version {self.step}")
+
+        started = time.monotonic()
+        self.on_rank0(wait)
+        self.row["confirm_seconds"] = time.monotonic() - started
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Announces the weights of the step that ends (rank 0)."""
+        with self.trace.phase_active():
+            self._ask_weight_sync(
+                lambda: self.weight_sync.publish_version(version, retry_for=RETRY_S),
+                f"publishing version {version.version}",
+                RETRY_S + patience_s(version.size_bytes),
+            )
+        self.published_version = self.served_version = version.version
+
+    def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
+        """Announces weights that are about to be broadcast (rank 0)."""
+        return self._ask_weight_sync(
+            lambda: self.weight_sync.offer_version(version, offer, retry_for=RETRY_S),
+            f"offering version {version.version}",
+        )
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -281,47 +463,6 @@ class TrainerSession(Ranks):
         self.row = {"step": self.step + 1, "incarnation": self.incarnation}
         self.status.waiting(f"batch of step {self.step + 1}")
         self.trace.begin(self.step + 1)
-
-    def took_batch(self, task_ids: Sequence[str], *, replay: bool) -> None:
-        """Notes in batches.jsonl what the step in progress was given (rank 0)."""
-        if self._files is not None:
-            self._files.append_batch(
-                step=self.step + 1,
-                incarnation=self.incarnation,
-                replay=replay,
-                task_ids=task_ids,
-            )
-
-    def confirm_version(self) -> None:
-        """Waits until one server has confirmed the weights of the last finished step (L5)."""
-        started = time.monotonic()
-        if self.rank == 0 and self.step <= self.published_version:
-            self.ask_weight_sync(
-                self.weight_sync.wait_confirmed(
-                    self.step, timeout=self.config.rollout.setup_timeout_s
-                ),
-                f"a server to confirm version {self.step}",
-                timeout=self.config.rollout.setup_timeout_s + 5,
-            )
-        self.row["confirm_seconds"] = time.monotonic() - started
-
-    def publish(self, version: PolicyVersion) -> None:
-        """Announces the weights of the step that ends (rank 0)."""
-        with self.trace.phase_active():
-            self.ask_weight_sync(
-                self.weight_sync.publish_version(version, retry_for=RETRY_S),
-                f"publishing version {version.version}",
-                timeout=RETRY_S + patience_s(version.size_bytes),
-            )
-        self.published_version = self.served_version = version.version
-
-    def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
-        """Announces weights that are about to be broadcast (rank 0)."""
-        seats: Seats = self.ask_weight_sync(
-            self.weight_sync.offer_version(version, offer, retry_for=RETRY_S),
-            f"offering version {version.version}",
-        )
-        return seats
 
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
@@ -379,15 +520,4 @@ class TrainerSession(Ranks):
                 "resumed_from": self.resumed.step if self.resumed else 0,
                 **{name: provide() for name, provide in self.checkpoint_extra.items()},
             },
-        )
-
-    def _commit_step(self, incarnation: int, step: int) -> None:
-        self.ask_buffer(
-            self.buffer.commit_step(
-                incarnation=incarnation,
-                step=step,
-                oldest_retained_step=self.folder.list()[0].step,
-                retry_for=RETRY_S,
-            ),
-            f"commit of step {step}",
         )

@@ -10,7 +10,7 @@ from areal.config.experiment import GRPOConfig
 from areal.config.training import PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
-from areal.engines.sampling import check_sampling
+from areal.engines.rollout import check_sampling
 from areal.errors import InvalidInput
 from areal.types import GenerationHyperparameters
 from areal.workflows.base import RolloutWorkflow

@@ -3,7 +3,7 @@
 import pytest
 from tests.ledger_support import make_group
 
-from areal.engines.rollout import pack_groups
+from areal.algorithms.packing import pack_groups
 from areal.types import StopReason
 
 

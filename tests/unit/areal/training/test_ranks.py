@@ -15,9 +15,10 @@ import json, os, pathlib, sys
 import torch.distributed as dist
 from areal import errors
 from areal.protocol.leases import GroupManifest, TakeResult, TakeState
-from areal.training import exchange, rank_watch
+from areal.training import rank_watch
 from areal.training.checkpoints import Checkpoint
 from areal.training.rank_watch import RankWatch
+from areal.training import ranks as between
 from areal.training.ranks import Ranks
 
 def forbidden(*_, **__):
@@ -43,6 +44,8 @@ found = (Checkpoint(4, 1, pathlib.Path("/c/step_4-inc_1"), {"dataset": [1, 9]}),
 assert ranks.on_rank0(lambda: only_rank0(found), shape) == found
 assert ranks.on_rank0(lambda: only_rank0((None, 3)), shape) == (None, 3)
 assert ranks.on_rank0(lambda: only_rank0(None)) is None
+inner = lambda: ranks.on_rank0(lambda: only_rank0("inner"))
+assert ranks.on_rank0(lambda: inner() + " outer") == "inner outer"
 assert ranks.on_rank0(lambda: only_rank0(0.25)) == 0.25
 
 def refuse(error):
@@ -61,17 +64,17 @@ for error in (
         assert str(got) == str(error) or isinstance(error, errors.WaitTimeout)
         assert getattr(got, "traceback", "") == getattr(error, "traceback", "")
 
-assert exchange.gather_json({"rank": rank, "pad": "x" * 1000 * rank}) == [
+assert between.gather_json({"rank": rank, "pad": "x" * 1000 * rank}) == [
     {"rank": 0, "pad": ""}, {"rank": 1, "pad": "x" * 1000}
 ]
-exchange.MAX_BYTES = 100
-for call in (exchange.broadcast_json, exchange.gather_json):
+between.MAX_BYTES = 100
+for call in (between.broadcast_json, between.gather_json):
     try:
         call("x" * 200)
         raise AssertionError("expected a refusal")
     except errors.CapacityExceeded as got:
         assert "202 bytes" in str(got)
-exchange.MAX_BYTES = 1000
+between.MAX_BYTES = 1000
 rank_watch._connect = lambda: None  # its store is torchrun's
 RankWatch._run = lambda self: None
 watch = RankWatch(rank, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal.engines.row_supply import RowSupply
+from areal.engines.task_feeder import RowSupply
 from areal.types import TaskState
 
 BATCH, ETA = 8, 2
