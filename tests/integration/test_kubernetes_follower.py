@@ -6,6 +6,7 @@ helm and kubectl are small scripts: what is tested is what becomes of their proc
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.integration.stack_tools import areal_background, eventually
+from tests.kubernetes_api import ApiServer
 
 RELEASE = "sums-trial0"
 COMPONENTS = ("buffer", "weight-sync")
@@ -23,26 +25,32 @@ def labelled(kind: str, component: str, **more: object) -> dict[str, object]:
     return {"kind": kind, "metadata": {"name": f"{RELEASE}-{component}", "labels": labels}, **more}
 
 
-def program(file: Path, body: str) -> str:
-    file.write_text(f"#!/bin/sh\n{body}\n")
-    file.chmod(0o755)
-    return str(file)
-
-
 @pytest.fixture
-def tools(tmp_path: Path) -> tuple[str, str]:
-    """A helm and a kubectl for a release that is up and never ends."""
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A release that is up and never ends; yields the kubectl that forwards its ports."""
     status = {"phase": "Running", "containerStatuses": [{"ready": True}]}
-    pods = {"items": [labelled("Pod", name, status=status) for name in COMPONENTS]}
-    objects = [labelled("Service", name) for name in COMPONENTS] + [labelled("Job", "trainer")]
-    (tmp_path / "pods").write_text(json.dumps(pods))
+    objects = [labelled("Service", name) for name in COMPONENTS]
+    objects.append({"apiVersion": "batch/v1", **labelled("Job", "trainer")})
     (tmp_path / "manifest").write_text("\n---\n".join(map(json.dumps, objects)))
-    helm = f'case "$*" in *manifest*) cat {tmp_path}/manifest;; esac'
-    kubectl = (
-        f'case "$*" in *port-forward*) sleep 600; exit 0;;'
-        f' *"get pods"*) cat {tmp_path}/pods;; *) echo "{{}}";; esac'
-    )
-    return program(tmp_path / "helm", helm), program(tmp_path / "kubectl", kubectl)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    bodies = {
+        "helm": f'case "$*" in *manifest*) cat {tmp_path}/manifest;; esac',
+        "kubectl": "sleep 600",
+    }
+    for name, body in bodies.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    kubectl = str(programs / "kubectl")
+    with ApiServer() as api:
+        pods = [labelled("Pod", name, status=status) for name in COMPONENTS]
+        api.answers["/api/v1/namespaces/lab/pods"] = {"items": pods}
+        api.answers[f"/apis/batch/v1/namespaces/lab/jobs/{RELEASE}-trainer"] = {}
+        monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
+        yield kubectl
+    for process in forwards(kubectl):
+        process.kill()
 
 
 def forwards(kubectl: str) -> list[psutil.Process]:
@@ -54,31 +62,21 @@ def forwards(kubectl: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture
-def clean(tools: tuple[str, str]) -> Iterator[None]:
-    yield
-    for process in forwards(tools[1]):
-        process.kill()
-
-
-@pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_follower_when_it_ends_then_its_port_forwards_end_too(
-    tmp_path: Path, tools: tuple[str, str], signum: signal.Signals, code: int
+    tmp_path: Path, cluster: str, signum: signal.Signals, code: int
 ) -> None:
-    helm, kubectl = tools
     recipe = tmp_path / "recipe.py"
     recipe.write_text("def main(argv): pass\n")
     follower = areal_background(
         *("run", str(recipe), "--on", "kubernetes", "--json", "model.path=models/tiny"),
-        *("experiment_name=sums", f"stack.kubernetes.helm={helm}"),
-        f"stack.kubernetes.kubectl={kubectl}",
+        "experiment_name=sums",
         cwd=tmp_path,
         log=tmp_path / "log",
     )
     try:
         running = eventually(
-            lambda: len(found := forwards(kubectl)) == 2 * len(COMPONENTS) and found,
+            lambda: len(found := forwards(cluster)) == 2 * len(COMPONENTS) and found,
             f"port-forwards: {(tmp_path / 'log').read_text()}",
             120.0,
         )

@@ -1,16 +1,18 @@
 """`areal run --on kubernetes` until the release is up: what it says, and what it gives up.
 
-helm and kubectl are small scripts that answer from files, as a cluster in that state would.
+helm is a small script; the API answers from a table, as a cluster in that state would.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kubernetes_api import ApiServer
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import WaitTimeout
@@ -18,10 +20,6 @@ from areal_launch.clusters import pods as pods_module
 from areal_launch.commands.kubernetes import Stuck, run_on_kubernetes
 
 IMAGE = "nowhere.example.com/areal/control:0.1.0"
-VIEW = {
-    "contexts": [{"name": "lab", "context": {}}],
-    "clusters": [{"cluster": {"server": "https://lab.example.com"}}],
-}
 
 
 def labelled(kind: str, component: str, **more: object) -> dict[str, Any]:
@@ -30,33 +28,33 @@ def labelled(kind: str, component: str, **more: object) -> dict[str, Any]:
 
 
 class Cluster:
-    """What the scripts answer from."""
+    """An API, and a helm on PATH that answers from a file and writes down what it is asked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, api: ApiServer) -> None:
         self._folder = folder
-        objects = [labelled("Job", "trainer"), labelled("Job", "prepare")]
-        self.put("manifest", "\n---\n".join(map(json.dumps, objects)))
-        self.put("view", VIEW)
-        self.put("trainer", {})
-        self.put("prepare", {})
-        self.put("said", "")
-        said = f'echo "$0 $*" >> {folder}/calls'
-        self.helm = self._script(
-            "helm", f'{said}; case "$*" in *manifest*) cat {folder}/manifest;; esac'
+        self._api = api
+        objects = [
+            {"apiVersion": "batch/v1", **labelled("Job", name)} for name in ("trainer", "prepare")
+        ]
+        (folder / "manifest").write_text("\n---\n".join(map(json.dumps, objects)))
+        self.job("trainer", {})
+        self.job("prepare", {})
+        helm = folder / "helm"
+        helm.write_text(
+            f'#!/bin/sh\necho "$0 $*" >> {folder}/calls\n'
+            f'case "$*" in *manifest*) cat {folder}/manifest;; esac\n'
         )
-        answers = {
-            "config view": "view",
-            "get pods": "pods",
-            "get Job r-trainer": "trainer",
-            "get Job r-prepare": "prepare",
-            "component=prepare": "said",
-        }
-        cases = " ".join(f'*"{words}"*) cat {folder}/{file};;' for words, file in answers.items())
-        self.kubectl = self._script("kubectl", f'case "$*" in {cases} esac')
+        helm.chmod(0o755)
 
-    def put(self, name: str, content: Any) -> None:
-        text = content if isinstance(content, str) else json.dumps(content)
-        (self._folder / name).write_text(text)
+    def pods(self, *pods: dict[str, Any]) -> None:
+        self._api.answers["/api/v1/namespaces/lab/pods"] = {"items": pods}
+
+    def job(self, component: str, status: dict[str, Any]) -> None:
+        path = f"/apis/batch/v1/namespaces/lab/jobs/r-{component}"
+        self._api.answers[path] = {"status": status}
+
+    def log(self, component: str, text: str) -> None:
+        self._api.answers[f"/api/v1/namespaces/lab/pods/r-{component}/log"] = text
 
     def calls(self) -> str:
         return (self._folder / "calls").read_text()
@@ -65,39 +63,35 @@ class Cluster:
         recipe = self._folder / "recipe.py"
         recipe.write_text("def main(argv): pass\n")
         overrides = ["model.path=models/tiny", f"run_root={self._folder}/runs"]
-        overrides += [f"stack.kubernetes.helm={self.helm}", "stack.kubernetes.timeout_s=0.5"]
-        config = build_config(
-            GRPOConfig, None, [*overrides, f"stack.kubernetes.kubectl={self.kubectl}"]
-        )
+        config = build_config(GRPOConfig, None, [*overrides, "stack.kubernetes.timeout_s=0.5"])
         config.recipe = str(recipe)
         return run_on_kubernetes(config, as_json=True, keep=False)
 
-    def _script(self, name: str, body: str) -> str:
-        file = self._folder / name
-        file.write_text(f"#!{shutil.which('sh')}\n{body}\n")
-        file.chmod(0o755)
-        return str(file)
-
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     # The log is open until the process ends, and this one has more to do.
     name = "areal_launch.commands.remote.configure_logging"
     monkeypatch.setattr(name, lambda *_, stream: stream.close())
-    return Cluster(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with ApiServer() as api:
+        monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
+        yield Cluster(tmp_path, api)
 
 
 def waiting(component: str, reason: str) -> dict[str, Any]:
     state = {"waiting": {"reason": reason, "message": "not found"}}
     status = {"name": component, "image": IMAGE, "ready": False, "state": state}
-    return labelled("Pod", component, status={"phase": "Pending", "containerStatuses": [status]})
+    spec = {"containers": [{"name": component}]}
+    status = {"phase": "Pending", "containerStatuses": [status]}
+    return labelled("Pod", component, spec=spec, status=status)
 
 
 def test_run_when_an_image_cannot_be_pulled_then_it_is_said_and_the_run_ends(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pods_module, "STUCK_S", 0.0)
-    cluster.put("pods", {"items": [waiting("buffer", "ErrImagePull")]})
+    cluster.pods(waiting("buffer", "ErrImagePull"))
     with pytest.raises(Stuck) as given_up:
         cluster.run()
     said = capsys.readouterr().err
@@ -105,7 +99,7 @@ def test_run_when_an_image_cannot_be_pulled_then_it_is_said_and_the_run_ends(
     for text in (said, str(given_up.value)):
         for word in ("r-buffer", IMAGE, "ErrImagePull", "image.repository"):
             assert word in text
-    assert "context lab (https://lab.example.com), namespace default" in said
+    assert "namespace lab" in said
     assert "Remove it:" in said
     assert "uninstall" not in cluster.calls(), "it stays to be looked at"
 
@@ -113,10 +107,10 @@ def test_run_when_an_image_cannot_be_pulled_then_it_is_said_and_the_run_ends(
 def test_run_when_prepare_gives_up_then_so_does_the_run_in_its_words(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.put("pods", {"items": [waiting("buffer", "PodInitializing")]})
+    cluster.pods(waiting("buffer", "PodInitializing"), waiting("prepare", "Error"))
     failed = {"type": "Failed", "status": "True", "message": "backoff limit reached"}
-    cluster.put("prepare", {"status": {"conditions": [failed]}})
-    cluster.put("said", "hf://a/b: no such repository\n")
+    cluster.job("prepare", {"conditions": [failed]})
+    cluster.log("prepare", "hf://a/b: no such repository\n")
     assert cluster.run() == 1
     said = capsys.readouterr()
     assert "backoff limit reached | hf://a/b: no such repository" in said.out
@@ -127,9 +121,9 @@ def test_run_when_the_model_is_still_being_fetched_then_pods_may_wait_for_it(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_launch.commands.kubernetes.LOOK_INTERVAL_S", 0.3)
-    preparing = labelled("Pod", "prepare", status={"phase": "Running"})
-    cluster.put("pods", {"items": [waiting("buffer", "PodInitializing"), preparing]})
-    cluster.put("said", "3 of 9 GiB\n")
+    preparing = waiting("prepare", "") | {"status": {"phase": "Running"}}
+    cluster.pods(waiting("buffer", "PodInitializing"), preparing)
+    cluster.log("prepare", "3 of 9 GiB\n")
     looks = 0
     look = pods_module.StuckWatch.look
 
@@ -137,10 +131,8 @@ def test_run_when_the_model_is_still_being_fetched_then_pods_may_wait_for_it(
         nonlocal looks
         looks += 1
         if looks == 5:
-            cluster.put("pods", {"items": [waiting("buffer", "PodInitializing")]})
-            cluster.put(
-                "prepare", {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
-            )
+            cluster.pods(waiting("buffer", "PodInitializing"))
+            cluster.job("prepare", {"conditions": [{"type": "Complete", "status": "True"}]})
         return look(*arguments)
 
     monkeypatch.setattr(pods_module.StuckWatch, "look", counted)
@@ -148,3 +140,28 @@ def test_run_when_the_model_is_still_being_fetched_then_pods_may_wait_for_it(
         cluster.run()
     assert looks > 5, "the deadline began when the model was there"
     assert capsys.readouterr().err.count("prepare: 3 of 9 GiB") == 1
+
+
+def test_run_when_the_reason_of_an_image_changes_then_it_is_said_once(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet's words change with each try, and several components wait for one image."""
+    monkeypatch.setattr("areal_launch.commands.kubernetes.LOOK_INTERVAL_S", 0.05)
+    looks = 0
+    look = pods_module.StuckWatch.look
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        reason = ("ErrImagePull", "ImagePullBackOff")[looks % 2]
+        cluster.pods(waiting("buffer", reason), waiting("reward", reason))
+        if looks == 6:
+            monkeypatch.setattr(pods_module, "STUCK_S", 0.0)
+        return look(*arguments)
+
+    monkeypatch.setattr(pods_module.StuckWatch, "look", counted)
+    cluster.pods(waiting("buffer", "ErrImagePull"), waiting("reward", "ErrImagePull"))
+    with pytest.raises((Stuck, WaitTimeout)):
+        cluster.run()
+    assert looks > 1
+    assert capsys.readouterr().err.count(IMAGE) == 1

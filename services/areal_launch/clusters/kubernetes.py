@@ -1,4 +1,4 @@
-"""Kubernetes: one release of the chart, driven through helm and kubectl.
+"""Kubernetes: one release of the chart, installed by helm, looked at through the cluster's API.
 
 The allocation becomes the lowest values file, so that a values file of the user's wins; recipe and
 experiment go in as files. Names are read from the rendered release, never made up a second time.
@@ -7,8 +7,8 @@ experiment go in as files. Names are read from the rendered release, never made 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
-import json
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +24,9 @@ from areal.config.services import EndpointsConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.security import Security, SecurityConfig
 from areal_launch.clusters.base import count_nodes
+from areal_launch.clusters.kubernetes_api import KubernetesApi
 from areal_launch.clusters.pods import component_of
-from areal_launch.processes.commands import run_command
+from areal_launch.processes.commands import find_program, run_command
 
 HELM_TIMEOUT_S = 300.0
 GRPC_PORT, HTTP_PORT = 50051, 8080
@@ -108,49 +109,24 @@ class Release:
         self._settings = config.stack.kubernetes
         self._folder = folder
         self.name = self._settings.release or _release_name(config)
-        self._context = self._settings.context
         self._where = ["-n", self._settings.namespace] if self._settings.namespace else []
+
+    @cached_property
+    def api(self) -> KubernetesApi:
+        """The cluster: in the context that is current when it is first asked."""
+        return KubernetesApi(self._settings.context, self._settings.namespace)
 
     @property
     def kubectl_command(self) -> list[str]:
         """`kubectl`, in the release's context and namespace."""
-        context = ["--context", self._context] if self._context else []
+        context = ["--context", self.api.context] if self.api.context else []
         return [self._settings.kubectl, *context, *self._where]
 
     @property
     def helm_command(self) -> list[str]:
         """`helm`, in the release's context and namespace."""
-        context = ["--kube-context", self._context] if self._context else []
+        context = ["--kube-context", self.api.context] if self.api.context else []
         return [self._settings.helm, *context, *self._where]
-
-    def pin_context(self) -> str:
-        """Keeps to the context that is current now, whatever becomes current later.
-
-        Returns:
-            Context, server and namespace in words, for people to see before anything is installed.
-
-        Raises:
-            ConfigError: The kubeconfig has no such context.
-        """
-        try:
-            view = json.loads(self.kubectl("config", "view", "--minify", "-o", "json"))
-        except NotFound:
-            raise
-        except ArealError as error:
-            if self._context:
-                raise ConfigError(
-                    f"stack.kubernetes.context {self._context!r}: {error}; "
-                    f"`{self._settings.kubectl} config get-contexts` lists them"
-                ) from None
-            view = {}
-        if not view.get("contexts"):  # in a pod of the cluster there need be no kubeconfig
-            namespace = self._settings.namespace or "the default one"
-            return f"the cluster that kubectl finds, namespace {namespace}"
-        self._context = view["contexts"][0]["name"]
-        default = view["contexts"][0]["context"].get("namespace") or "default"
-        server = view["clusters"][0]["cluster"].get("server", "")
-        namespace = self._settings.namespace or default
-        return f"context {self._context} ({server}), namespace {namespace}"
 
     def chart_arguments(self) -> list[str]:
         """Name, chart and values, as `helm install` and `helm template` take them.
@@ -179,29 +155,24 @@ class Release:
             *("--set-file", f"config={experiment}"),
         ]
 
+    def helm(self, *arguments: str) -> str:
+        """What helm prints; raises ArealError with its words, NotFound where there is none."""
+        hint = "`make setup` brings one"
+        return run_command([*self.helm_command, *arguments], hint, timeout=HELM_TIMEOUT_S)
+
     def install(self) -> None:
         """Installs or upgrades; does not wait for pods."""
-        arguments = self.chart_arguments()
         create = ["--create-namespace"] if self._where else []
-        run_command(
-            [*self.helm_command, "upgrade", "--install", *create, *arguments],
-            "stack.kubernetes.helm names it, `make setup` brings one",
-            timeout=HELM_TIMEOUT_S,
-        )
+        self.helm("upgrade", "--install", *create, *self.chart_arguments())
 
     def uninstall(self) -> None:
         """Removes the release; volumes stay."""
-        run_command([*self.helm_command, "uninstall", self.name], "", timeout=HELM_TIMEOUT_S)
-
-    def kubectl(self, *arguments: str, timeout: float = 30.0) -> str:
-        """Runs kubectl in the namespace."""
-        hint = "stack.kubernetes.kubectl names it"
-        return run_command([*self.kubectl_command, *arguments], hint, timeout=timeout)
+        self.helm("uninstall", self.name)
 
     @cached_property
     def manifest(self) -> list[dict[str, Any]]:
         """The objects of the release."""
-        text = run_command([*self.helm_command, "get", "manifest", self.name], "")
+        text = self.helm("get", "manifest", self.name)
         return [each for each in yaml.safe_load_all(text) if each]
 
     def services(self) -> dict[str, str]:
@@ -212,63 +183,62 @@ class Release:
             if each["kind"] == "Service" and component_of(each) in FORWARDED
         }
 
-    def workload(self) -> tuple[str, str]:
-        """Kind and name of the trainer's job.
+    def security(self) -> Security:
+        """The token, from the Secret that the pods get it from; in memory only."""
+        for secret, key in _secret_keys(self.manifest):
+            if key == "token":
+                read = self.api.core.read_namespaced_secret
+                content = self.api.get(read, secret, self.api.namespace)
+                return Security(token=base64.b64decode(content["data"][key]).decode())
+        return Security()
+
+    def pods(self, component: str = "") -> list[dict[str, Any]]:
+        """Those of the release, or of one component of it."""
+        selector = f"app.kubernetes.io/instance={self.name}"
+        selector += f",app.kubernetes.io/component={component}" if component else ""
+        listing = self.api.core.list_namespaced_pod
+        found = self.api.get(listing, self.api.namespace, label_selector=selector)
+        pods: list[dict[str, Any]] = found["items"]
+        return pods
+
+    def outcome(self) -> Outcome:
+        """Whether the trainer's job has ended, and how.
 
         Raises:
             NotFound: The release has no trainer.
         """
         for each in self.manifest:
             if each["kind"] in WORKLOADS and component_of(each) == "trainer":
-                return each["kind"], each["metadata"]["name"]
+                return self._outcome(each)
         raise NotFound(f"release {self.name}: no trainer in it (trainer.enabled)")
-
-    def security(self) -> Security:
-        """The token, from the Secret that the pods get it from; in memory only."""
-        for secret, key in _secret_keys(self.manifest):
-            if key == "token":
-                content = json.loads(self.kubectl("get", "secret", secret, "-o", "json"))
-                return Security(token=base64.b64decode(content["data"][key]).decode())
-        return Security()
-
-    def pods(self) -> list[dict[str, Any]]:
-        """All of the release."""
-        selector = f"app.kubernetes.io/instance={self.name}"
-        found = json.loads(self.kubectl("get", "pods", "-l", selector, "-o", "json"))
-        pods: list[dict[str, Any]] = found["items"]
-        return pods
-
-    def outcome(self) -> Outcome:
-        """Whether the trainer's job has ended, and how."""
-        return self._outcome(*self.workload())
 
     def preparation(self) -> Outcome:
         """Whether the Job that makes or brings the model has ended, and how."""
         for each in self.manifest:
             if each["kind"] == "Job" and component_of(each) == "prepare":
-                return self._outcome("Job", each["metadata"]["name"])
+                return self._outcome(each)
         return Outcome("finished")
 
-    def _outcome(self, kind: str, name: str) -> Outcome:
-        content = json.loads(self.kubectl("get", kind, name, "-o", "json"))
-        for condition in content.get("status", {}).get("conditions") or []:
+    def _outcome(self, job: dict[str, Any]) -> Outcome:
+        for condition in self.api.job(job).get("status", {}).get("conditions") or []:
             if condition.get("status") != "True":
                 continue
             if condition["type"] in ("Succeeded", "Complete"):
                 return Outcome("finished")
             if condition["type"] == "Failed":
                 cause = condition.get("message") or condition.get("reason") or "it failed"
-                return Outcome("failed", f"{kind} {name}: {cause}")
+                return Outcome("failed", f"{job['kind']} {job['metadata']['name']}: {cause}")
         return Outcome()
 
-    def last_words(self, component: str = "trainer", lines: int = 2) -> str:
-        """The end of its pods' logs; "" when there is none."""
-        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
-        prefix = ["--prefix"] if lines > 1 else []
-        try:
-            return self.kubectl("logs", "-l", selector, f"--tail={lines}", *prefix).strip()
-        except ArealError:
-            return ""
+    def last_lines(self, component: str, lines: int) -> list[str]:
+        """The end of its pods' logs, as `[pod/NAME] line`, as far as there are any."""
+        found = []
+        with contextlib.suppress(ArealError):
+            for pod in self.pods(component):
+                with contextlib.suppress(ArealError):  # a container that has not started
+                    prefix = f"[pod/{pod['metadata']['name']}] "
+                    found += [prefix + line for line in self.api.log(pod, lines)]
+        return found
 
     def endpoints(self, ports: dict[str, int]) -> EndpointsConfig:
         """Where the forwarded services are on this machine."""
@@ -279,10 +249,15 @@ class Release:
         return endpoints
 
     def forward(self, component: str, port: int) -> tuple[str, ...]:
-        """The command that forwards a port of this machine to a service."""
+        """The command that forwards a port of this machine to a service.
+
+        kubectl's: the client's is a raw socket in this process, which no other program can use.
+        """
         target = HTTP_PORT if component == "gateway" else GRPC_PORT
         service = self.services()[component]
-        return (*self.kubectl_command, "port-forward", f"service/{service}", f"{port}:{target}")
+        program, *where = self.kubectl_command
+        found = find_program(program, "`make setup` brings one")
+        return (found, *where, "port-forward", f"service/{service}", f"{port}:{target}")
 
 
 def _secret_keys(content: Any) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Pods as kubectl lists them: their state, and why some do not run.
+"""Pods as the cluster lists them: their state, and why some do not run.
 
 Pending ── image pulled, Secrets found ──> Running
 └── ErrImagePull, … : `Problem`; the cluster tries again by itself
@@ -56,6 +56,11 @@ class Problem:
         said = () if self.container else (self.message,)
         return (self.component, self.container, self.image, self.reason, *said)
 
+    @property
+    def topic(self) -> tuple[str, ...]:
+        """What a person is told once: an image that cannot be pulled, whatever waits for it."""
+        return (self.image, self.mend) if self.mend == _PULL else self.key
+
     def __str__(self) -> str:
         more = f" and {len(self.pods) - 1} more" if len(self.pods) > 1 else ""
         where = f"pod {self.pods[0]}{more}"
@@ -69,7 +74,7 @@ def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
     """What keeps pods from running, one entry per component, container, image and reason.
 
     Args:
-        pods: As `kubectl get pods -o json` lists them.
+        pods: JSON, as the API lists them.
     """
     found: dict[tuple[str, ...], Problem] = {}
     for pod in pods:
@@ -135,6 +140,13 @@ def component_of(content: dict[str, Any]) -> str:
     return str(labels.get("app.kubernetes.io/component", ""))
 
 
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Whether it runs and all its containers are ready."""
+    status = pod.get("status") or {}
+    containers = status.get("containerStatuses") or [{}]
+    return status.get("phase") == "Running" and all(each.get("ready") for each in containers)
+
+
 def _problems(pod: dict[str, Any]) -> Iterable[Problem]:
     status, name, component = pod.get("status", {}), pod["metadata"]["name"], component_of(pod)
     for container in _statuses(pod):
@@ -178,8 +190,8 @@ def _state(pod: dict[str, Any], statuses: list[dict[str, Any]]) -> ProcessState:
         s.get("state", {}).get("waiting", {}).get("reason") == "CrashLoopBackOff" for s in statuses
     ):
         return ProcessState.BACKOFF
-    phase = pod.get("status", {}).get("phase", "")
-    if phase == "Running" and statuses and all(status.get("ready") for status in statuses):
+    if is_ready(pod):
         return ProcessState.UP
+    phase = pod.get("status", {}).get("phase", "")
     words = {"Succeeded": ProcessState.FINISHED, "Failed": ProcessState.FAILED}
     return words.get(phase, ProcessState.STARTING)

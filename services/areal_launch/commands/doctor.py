@@ -12,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal_launch.clusters.kubernetes import Release
 from areal_launch.commands.stack import read_experiment
-from areal_launch.doctor.kubernetes import ClusterDoctor
 from areal_launch.doctor.local import Finding, Verdict, examine_here
 from areal_launch.doctor.model import examine_model
 
@@ -41,6 +39,9 @@ def examine(
     else:
         experiment, can_prepare = build_config(GRPOConfig, config, overrides), False
     if on == "kubernetes":
+        from areal_launch.clusters.kubernetes import Release
+        from areal_launch.doctor.kubernetes import ClusterDoctor
+
         with tempfile.TemporaryDirectory(prefix="areal-doctor-") as folder:
             experiment.recipe = experiment.recipe or _empty(Path(folder) / "recipe.py")
             findings = ClusterDoctor(Release(experiment, Path(folder))).examine()

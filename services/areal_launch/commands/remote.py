@@ -1,31 +1,41 @@
-"""What follows a stack that others run: its screen, and the signals of this terminal."""
+"""Shows a stack that another machine runs: its screen, and this terminal's signals."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from areal.chassis import endless
 from areal.chassis.logging import configure_logging
 from areal.config.services import EndpointsConfig
+from areal.errors import ArealError, WaitTimeout
 from areal.security import Security
 from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display
 from areal_launch.view.poller import StackPoller
 
+AnswerT = TypeVar("AnswerT")
+
 
 class Follower:
     """One stack on one screen."""
 
-    def __init__(self, name: str, stack: RemoteStack, display: Display) -> None:
-        """`name`: of the cluster, before what is said."""
+    def __init__(
+        self, name: str, stack: RemoteStack, display: Display, *, silence_s: float
+    ) -> None:
+        """`name`: the kind of cluster; it may give no answer for `silence_s`, and be asked on."""
         self.stack = stack
         self.display = display
         self.poller: StackPoller | None = None
         self.signals = 0
         self.signalled = asyncio.Event()
         self._name = name
+        self._silence_s = silence_s
+        self._silent_since = 0.0
         self._drawing: asyncio.Task[None] | None = None
         stack.folder.logs.mkdir(parents=True, exist_ok=True)
         # Open until this process ends: libraries may log to the very last.
@@ -33,7 +43,7 @@ class Follower:
         configure_logging("follower", stack.config.namespace, stream=log)
 
     def handle_signals(self) -> None:
-        """Counts them from now on."""
+        """Counts this terminal's signals from now on."""
 
         def handle() -> None:
             self.signals += 1
@@ -43,8 +53,29 @@ class Follower:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, handle)
 
+    async def ask(self, question: Callable[[], AnswerT], last: AnswerT) -> AnswerT:
+        """What the cluster answers, in a thread; `last` while it is away for a moment.
+
+        Raises:
+            WaitTimeout: It has been away for too long, or raised by the question itself.
+        """
+        try:
+            answer = await asyncio.to_thread(question)
+        except WaitTimeout:
+            raise
+        except ArealError as error:
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since > self._silence_s:
+                since = self._silent_since
+                raise WaitTimeout(
+                    "an answer", on=self._name, since=since, hint=str(error)
+                ) from None
+            return last
+        self._silent_since = 0.0
+        return answer
+
     def show(self, endpoints: EndpointsConfig, security: Security) -> None:
-        """Begins to ask the services and to draw; once."""
+        """Starts the poller and the display; once."""
         if self.poller is not None:
             return
         self.poller = StackPoller(endpoints, security)
@@ -55,11 +86,11 @@ class Follower:
 
     def _not_drawing(self, error: BaseException) -> None:
         self._drawing = None
-        self.display.end("not drawn any longer")
+        self.display.end("the display stopped")
         self.say(f"the display ended: {type(error).__name__}: {error}")
 
     async def stop_showing(self, word: str) -> None:
-        """Gives the terminal back; idempotent."""
+        """Restores the terminal; idempotent."""
         if self._drawing is not None:
             self._drawing.cancel()
             await asyncio.gather(self._drawing, return_exceptions=True)
@@ -69,7 +100,7 @@ class Follower:
             await self.poller.close()
 
     def say(self, text: str) -> None:
-        """On the screen, or as a line while there is none."""
+        """Adds an event to the screen, or prints a line while there is none."""
         if self._drawing is None:
             print(f"areal: {text}", file=sys.stderr, flush=True)  # noqa: T201
         else:

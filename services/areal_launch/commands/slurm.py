@@ -59,10 +59,9 @@ class JobFollower(Follower):
     """Shows one job until it has ended."""
 
     def __init__(self, job: str, stack: RemoteStack, display: Display) -> None:
-        super().__init__("slurm", stack, display)
+        super().__init__("slurm", stack, display, silence_s=SILENCE_S)
         self._job = job
         self._said = ""
-        self._silent_since = 0.0
 
     async def run(self) -> int:
         """Until the end; the exit code."""
@@ -79,7 +78,9 @@ class JobFollower(Follower):
         while True:
             now = time.monotonic()
             if now - asked >= ASK_INTERVAL_S or self.signalled.is_set():
-                state, asked = await self._ask(state), now
+                state = await self.ask(lambda: job_state(self._job), state)
+                asked = now
+                self._say_state(state)
                 if not state.active:
                     return state
             self.signalled.clear()
@@ -95,24 +96,6 @@ class JobFollower(Follower):
             self._look()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.signalled.wait(), LOOK_INTERVAL_S)
-
-    async def _ask(self, last: JobState) -> JobState:
-        """The job's state; the last one while Slurm's controller is away for a moment."""
-        try:
-            state = await asyncio.to_thread(job_state, self._job)
-        except ArealError as error:
-            self._silent_since = self._silent_since or time.monotonic()
-            if time.monotonic() - self._silent_since > SILENCE_S:
-                raise WaitTimeout(
-                    f"the state of job {self._job}",
-                    on="Slurm",
-                    since=self._silent_since,
-                    hint=str(error),
-                ) from None
-            return last
-        self._silent_since = 0.0
-        self._say_state(state)
-        return state
 
     def _end(self, state: JobState, *, gently: bool) -> None:
         self.say("ending the job; once more: at once" if gently else "ending the job at once")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -12,8 +11,8 @@ import yaml
 
 from areal.errors import ArealError, NotFound
 from areal_launch.clusters.kubernetes import Release
+from areal_launch.clusters.kubernetes_api import KubernetesApi
 from areal_launch.doctor.local import Finding, examine, missing, note, ok
-from areal_launch.processes.commands import run_command
 
 OLDEST = (1, 20)
 _TRAINER_KINDS = ("kubeflow.org/v1/PyTorchJob", "trainer.kubeflow.org/v1alpha1/TrainJob")
@@ -22,6 +21,15 @@ _CRD_SOURCES = {
     "trainer.kubeflow.org": "install Kubeflow Trainer 2, or set trainer.workload=Job",
     "monitoring.coreos.com": "install the Prometheus operator, or turn the metrics values off",
     "keda.sh": "install KEDA, or set autoscaling.type=HPA",
+}
+# What a chart creates: resource to its API group.
+_CREATED = {
+    "deployments": "apps",
+    "statefulsets": "apps",
+    "services": "",
+    "secrets": "",
+    "configmaps": "",
+    "roles": "rbac.authorization.k8s.io",
 }
 _RDMA = re.compile(r"rdma|infiniband|/hca|efa|/ib", re.IGNORECASE)
 
@@ -32,6 +40,10 @@ class ClusterDoctor:
     def __init__(self, release: Release) -> None:
         self._release = release
         self._settings = release.config.stack.kubernetes
+
+    @property
+    def _api(self) -> KubernetesApi:
+        return self._release.api
 
     def examine(self) -> list[Finding]:
         """All lines; without a cluster or a chart that renders there is nothing more to ask."""
@@ -54,8 +66,7 @@ class ClusterDoctor:
         )
 
     def _cluster(self) -> Finding:
-        content = json.loads(self._release.kubectl("version", "-o", "json"))
-        version = content["serverVersion"]["gitVersion"]
+        version = self._api.version()
         match = re.match(r"v(\d+)\.(\d+)", version)
         if match is None or (int(match[1]), int(match[2])) < OLDEST:
             return missing("cluster", version, f"Kubernetes {OLDEST[0]}.{OLDEST[1]} or newer")
@@ -71,18 +82,16 @@ class ClusterDoctor:
         By helm's own look at the cluster; where that refuses, for what is missing is not installed,
         with what the cluster serves added to the kinds that helm takes for granted.
         """
-        command = [*self._release.helm_command, "template", *self._release.chart_arguments()]
-        hint = "stack.kubernetes.helm names it, `make setup` brings one"
+        command = ["template", *self._release.chart_arguments()]
         try:
-            text = run_command([*command, "--validate", "--is-upgrade"], hint)
+            text = self._release.helm(*command, "--validate", "--is-upgrade")
         except NotFound:
             raise
         except ArealError:
-            text = run_command([*command, *self._capabilities()], hint)
+            text = self._release.helm(*command, *self._capabilities())
         return [each for each in yaml.safe_load_all(text) if each]
 
     def _capabilities(self) -> list[str]:
-        version = json.loads(self._release.kubectl("version", "-o", "json"))["serverVersion"]
         # Both forms: a chart may ask for a group's version or for a kind in it.
         served = [
             name for v, kinds in self._served.items() for name in (v, *(f"{v}/{k}" for k in kinds))
@@ -90,7 +99,7 @@ class ClusterDoctor:
         # The chart refuses to render without its trainer's kind; here that is one finding of many.
         served += _TRAINER_KINDS
         return [
-            *("--kube-version", version["gitVersion"]),
+            *("--kube-version", self._api.version()),
             *(part for each in served for part in ("--api-versions", each)),
         ]
 
@@ -108,25 +117,12 @@ class ClusterDoctor:
 
     @cached_property
     def _served(self) -> dict[str, set[str]]:
-        """Group and version to its kinds."""
-        served = {}
-        for version in self._release.kubectl("api-versions").split():
-            path = f"/apis/{version}" if "/" in version else f"/api/{version}"
-            try:
-                listed = json.loads(self._release.kubectl("get", "--raw", path))
-            except ArealError:
-                continue  # an aggregated API that is down
-            served[version] = {each["kind"] for each in listed["resources"]}
-        return served
+        return self._api.served()
 
     def _permissions(self) -> Finding:
-        kinds = ("deployments", "statefulsets", "services", "secrets", "configmaps", "roles")
-        refused = []
-        for kind in kinds:
-            try:
-                self._release.kubectl("auth", "can-i", "create", kind, "--quiet")
-            except ArealError:
-                refused.append(kind)
+        refused = [
+            kind for kind, group in _CREATED.items() if not self._api.may_create(group, kind)
+        ]
         if refused:
             fix = "a role that may create them in the namespace"
             return missing("permissions", f"may not create {', '.join(refused)}", fix)
@@ -138,7 +134,7 @@ class ClusterDoctor:
             claims += [c["spec"] for c in each.get("spec", {}).get("volumeClaimTemplates") or []]
         if not claims:
             return ok("storage class", "no claims: folders of the node, or existing claims")
-        classes = json.loads(self._release.kubectl("get", "storageclass", "-o", "json"))["items"]
+        classes = self._api.get(self._api.storage.list_storage_class)["items"]
         names = {each["metadata"]["name"] for each in classes}
         default = [
             each["metadata"]["name"]
@@ -237,8 +233,9 @@ class ClusterDoctor:
         said, absent = [], []
         for name, keys in sorted(wanted.items()):
             try:
-                content = json.loads(self._release.kubectl("get", "secret", name, "-o", "json"))
-            except ArealError:
+                read = self._api.core.read_namespaced_secret
+                content = self._api.get(read, name, self._api.namespace)
+            except NotFound:
                 absent.append(name)
                 continue
             lost = sorted(keys - set(content.get("data") or {}))
@@ -250,22 +247,19 @@ class ClusterDoctor:
         return ok("secrets", ", ".join(said) or "the chart makes its own")
 
     def _quota(self) -> Finding:
-        quotas = json.loads(self._release.kubectl("get", "resourcequota", "-o", "json"))["items"]
+        listing = self._api.core.list_namespaced_resource_quota
+        quotas = self._api.get(listing, self._api.namespace)["items"]
         if not quotas:
             return self._room()
         wanted = self._requests()
         for quota in quotas:
             status = quota.get("status", {})
+            hard, used = status.get("hard", {}), status.get("used", {})
             for name, amount in wanted.items():
-                hard = status.get("hard", {}).get(f"requests.{name}") or status.get("hard", {}).get(
-                    name
-                )
-                if hard is None:
+                key = f"requests.{name}" if f"requests.{name}" in hard else name
+                if key not in hard:
                     continue
-                used = status.get("used", {}).get(f"requests.{name}") or status["used"].get(
-                    name, "0"
-                )
-                left = quantity(hard) - quantity(used)
+                left = quantity(hard[key]) - quantity(used.get(key, "0"))
                 if amount > left:
                     return missing(
                         "quota",
@@ -281,7 +275,7 @@ class ClusterDoctor:
             for name in wanted
         }
         try:
-            pods = json.loads(self._release.kubectl("get", "pods", "-A", "-o", "json"))["items"]
+            pods = self._api.get(self._api.core.list_pod_for_all_namespaces)["items"]
         except ArealError:
             pods = []  # not ours to see: what others use is not known then
         for pod in pods:
@@ -305,8 +299,7 @@ class ClusterDoctor:
 
     @cached_property
     def _nodes(self) -> list[dict[str, Any]]:
-        listed = json.loads(self._release.kubectl("get", "nodes", "-o", "json"))["items"]
-        nodes: list[dict[str, Any]] = listed
+        nodes: list[dict[str, Any]] = self._api.get(self._api.core.list_node)["items"]
         return nodes
 
     def _pods(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -322,12 +315,12 @@ class ClusterDoctor:
 
 def quantity(text: str) -> float:
     """A Kubernetes quantity as a number: 500m, 2, 4Gi."""
-    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", text)
-    units = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-    units |= {f"{unit}i": 1024.0 ** (i + 1) for i, unit in enumerate("KMGTP")}
-    if match is None or match[2] not in units:
-        raise ArealError(f"quantity {text!r}: expected e.g. 500m, 2 or 4Gi")
-    return float(match[1]) * units[match[2]]
+    from kubernetes.utils import quantity as library
+
+    try:
+        return float(library.parse_quantity(text))
+    except ValueError:
+        raise ArealError(f"quantity {text!r}: expected e.g. 500m, 2 or 4Gi") from None
 
 
 def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:

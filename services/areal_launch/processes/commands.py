@@ -1,14 +1,28 @@
-"""Runs the programs of a cluster: sbatch, helm, kubectl and their like."""
+"""Runs the programs of a cluster: sbatch, helm and their like."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from areal.errors import ArealError, NotFound
 
 COMMAND_TIMEOUT_S = 60.0
+
+
+def find_program(name: str, hint: str) -> str:
+    """A program on PATH, or beside this Python: its environment need not be the active one.
+
+    Raises:
+        NotFound: There is none; the line ends with `hint`.
+    """
+    beside = str(Path(sys.executable).parent)
+    if found := shutil.which(name) or shutil.which(name, path=beside):
+        return found
+    raise NotFound(f"no program {name!r} on PATH or in {beside}; {hint}")
 
 
 def run_command(
@@ -17,7 +31,6 @@ def run_command(
     *,
     environment: Mapping[str, str] | None = None,
     timeout: float = COMMAND_TIMEOUT_S,
-    stdin: str = "",
 ) -> str:
     """Runs a program to its end; returns what it printed.
 
@@ -26,19 +39,16 @@ def run_command(
         hint: What to do where there is no such program.
         environment: None: ours.
         timeout: Seconds.
-        stdin: What it reads.
 
     Raises:
-        NotFound: It is not on PATH.
+        NotFound: There is no such program.
         ArealError: It failed, in its own words, or gave no answer in time.
     """
-    if shutil.which(argv[0]) is None:
-        raise NotFound(f"no program {argv[0]!r} on PATH; {hint}")
+    program = find_program(argv[0], hint)
     try:
         done = subprocess.run(  # noqa: S603 - named by us or by the experiment's owner
-            list(argv),
+            [program, *argv[1:]],
             env=environment,
-            input=stdin,
             capture_output=True,
             text=True,
             check=False,

@@ -1,18 +1,21 @@
-"""What helm and kubectl are told, and how a cluster's answers are read."""
+"""What helm is told, and how a cluster's answers are read."""
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.kubernetes_api import SERVED, ApiServer
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal.errors import ArealError, ConfigError
+from areal.errors import ArealError, CannotStart, ConfigError, NotFound
 from areal_launch.clusters.kubernetes import (
     Release,
     allocation_values,
@@ -26,33 +29,12 @@ HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.whi
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm; make setup brings it")
 
 
-class FakeKubectl:
-    """A kubectl that answers from a folder: the file named as its arguments, joined by `_`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self.program = folder / "kubectl"
-        self.program.write_text(
-            f"#!/bin/sh\nname=$(echo \"$*\" | sed 's/^-n [a-z]* //' | tr ' /' '__')\n"
-            f'echo "$*" >> {folder}/calls\n'
-            f'if [ -f "{folder}/$name" ]; then exec cat "{folder}/$name"; fi\n'
-            'echo "error: no such object: $name" >&2\nexit 1\n'
-        )
-        self.program.chmod(0o755)
-
-    def answer(self, arguments: str, content: Any) -> None:
-        text = content if isinstance(content, str) else json.dumps(content)
-        (self.folder / arguments.replace(" ", "_").replace("/", "_")).write_text(text)
-
-
 def make(tmp_path: Path, *overrides: str) -> GRPOConfig:
     config = build_config(
         GRPOConfig,
         None,
         [
             f"stack.kubernetes.chart={ROOT / 'charts' / 'areal'}",
-            f"stack.kubernetes.helm={HELM}",
             "stack.kubernetes.namespace=lab",
             "model.path=models/tiny",
             *overrides,
@@ -69,9 +51,10 @@ def make(tmp_path: Path, *overrides: str) -> GRPOConfig:
 
 
 @pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKubectl:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))  # helm looks for a cluster by itself
-    return FakeKubectl(tmp_path / "bin")
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    with ApiServer() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        yield server
 
 
 @pytest.mark.parametrize(
@@ -125,6 +108,7 @@ def test_experiment_when_sent_then_only_what_was_chosen_goes(tmp_path: Path) -> 
 
 
 @needs_helm
+@pytest.mark.usefixtures("api")
 def test_release_when_rendered_by_helm_then_names_come_from_the_chart(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("image: {tag: dev}\ntrainer: {workload: Job}\nstorage: {hostPath: /srv/areal}\n")
@@ -136,14 +120,9 @@ def test_release_when_rendered_by_helm_then_names_come_from_the_chart(tmp_path: 
     )
     release = Release(config, tmp_path / "files")
     assert release.name == "sums-trial0"
-    from areal_launch.processes.commands import run_command
-
-    text = run_command([*release.helm_command, "template", *release.chart_arguments()], "")
+    text = release.helm("template", *release.chart_arguments())
     release.manifest = [each for each in yaml.safe_load_all(text) if each]
     assert set(release.services()) == {"buffer", "weight-sync", "trainer", "gateway"}
-    kind, name = release.workload()
-    assert kind == "Job"
-    assert name.startswith("sums-trial0-areal-trainer-")
     servers = next(
         each
         for each in release.manifest
@@ -151,8 +130,9 @@ def test_release_when_rendered_by_helm_then_names_come_from_the_chart(tmp_path: 
     )
     assert servers["spec"]["replicas"] == 3
     forward = release.forward("gateway", 23456)
-    assert forward == (
-        *("kubectl", "-n", "lab", "port-forward"),
+    assert Path(forward[0]).name == "kubectl"
+    assert forward[1:] == (
+        *("--context", "lab", "-n", "lab", "port-forward"),
         *("service/sums-trial0-areal-gateway", "23456:8080"),
     )
     maps = [each for each in release.manifest if each["kind"] == "ConfigMap"]
@@ -171,7 +151,6 @@ contexts:
 """
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 @pytest.mark.parametrize(
     ("overrides", "context", "namespace"),
     [
@@ -191,15 +170,13 @@ def test_context_when_pinned_then_it_is_said_and_kept_to(
     file.write_text(KUBECONFIG)
     monkeypatch.setenv("KUBECONFIG", str(file))
     release = Release(make(tmp_path, *overrides), tmp_path / "files")
-    said = release.pin_context()
-    assert said == f"context {context} (https://k.example.com), namespace {namespace}"
+    assert str(release.api) == f"context {context} (https://k.example.com), namespace {namespace}"
     file.write_text(KUBECONFIG.replace("current-context: mine", "current-context: theirs"))
     where = release._where
     assert release.kubectl_command == ["kubectl", "--context", context, *where]
-    assert release.helm_command == [HELM, "--kube-context", context, *where]
+    assert release.helm_command == ["helm", "--kube-context", context, *where]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 def test_context_when_the_kubeconfig_has_none_of_that_name_then_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,19 +184,43 @@ def test_context_when_the_kubeconfig_has_none_of_that_name_then_it_is_refused(
     file.write_text(KUBECONFIG)
     monkeypatch.setenv("KUBECONFIG", str(file))
     release = Release(make(tmp_path, "stack.kubernetes.context=other"), tmp_path / "files")
-    with pytest.raises(ConfigError, match=r"context 'other'.*get-contexts"):
-        release.pin_context()
+    with pytest.raises(ConfigError, match=r"context 'other': expected one of mine, theirs"):
+        _ = release.api
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-def test_context_when_there_is_no_kubeconfig_then_kubectl_finds_its_cluster_by_itself(
+def test_context_when_there_is_no_cluster_then_one_line_says_where_it_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a pod of the cluster."""
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(CannotStart, match=r"no cluster: .*none: Invalid kube-config file"):
+        _ = Release(make(tmp_path), tmp_path / "files").api
+
+
+def test_context_when_the_client_is_not_installed_then_one_line_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(CannotStart, match=r"pip install 'areal\[kubernetes\]'"):
+        _ = Release(make(tmp_path), tmp_path / "files").api
+
+
+def test_helm_when_path_has_none_then_the_one_beside_this_python_is_taken(
+    tmp_path: Path, api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The virtual environment that holds it need not be active."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    helm = python.with_name("helm")
+    helm.write_text(f'#!{shutil.which("sh")}\necho "$@"\n')
+    helm.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     release = Release(make(tmp_path), tmp_path / "files")
-    assert release.pin_context() == "the cluster that kubectl finds, namespace lab"
-    assert release.kubectl_command == ["kubectl", "-n", "lab"]
+    assert release.helm("version").split() == ["--kube-context", "lab", "-n", "lab", "version"]
+    helm.unlink()
+    with pytest.raises(NotFound, match=r"no program 'helm' on PATH or in .*venv/bin"):
+        release.helm("version")
+    assert api.url in str(release.api)
 
 
 def test_release_when_a_token_file_is_given_then_it_does_not_go_into_a_config_map(
@@ -248,57 +249,67 @@ def test_release_when_a_token_file_is_given_then_it_does_not_go_into_a_config_ma
     ],
 )
 def test_outcome_when_the_job_has_conditions_then_they_decide(
-    tmp_path: Path, kubectl: FakeKubectl, conditions: list[Any], word: str, cause: str
+    tmp_path: Path, api: ApiServer, conditions: list[Any], word: str, cause: str
 ) -> None:
-    release = Release(
-        make(tmp_path, f"stack.kubernetes.kubectl={kubectl.program}"), tmp_path / "files"
-    )
+    release = Release(make(tmp_path), tmp_path / "files")
     labels = {"app.kubernetes.io/component": "trainer"}
-    release.manifest = [{"kind": "PyTorchJob", "metadata": {"name": "t-1", "labels": labels}}]
-    kubectl.answer("get PyTorchJob t-1 -o json", {"status": {"conditions": conditions}})
+    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}
+    release.manifest = [{**job, "metadata": {"name": "t-1", "labels": labels}}]
+    api.answers["/apis/kubeflow.org/v1/namespaces/lab/pytorchjobs/t-1"] = {
+        "status": {"conditions": conditions}
+    }
     outcome = release.outcome()
     assert (outcome.word, outcome.cause) == (word, cause)
 
 
-def healthy(kubectl: FakeKubectl, *, kubeflow: bool = True) -> None:
+def test_release_when_its_secret_is_not_there_then_one_line_says_so(
+    tmp_path: Path, api: ApiServer
+) -> None:
+    release = Release(make(tmp_path), tmp_path / "files")
+    reference = {"secretKeyRef": {"name": "mine", "key": "token"}}
+    release.manifest = [{"env": [{"valueFrom": reference}]}]
+    with pytest.raises(NotFound, match="secrets/mine not found"):
+        release.security()
+    token = base64.b64encode(b"0123456789abcdef0123").decode()
+    api.answers["/api/v1/namespaces/lab/secrets/mine"] = {"data": {"token": token}}
+    assert release.security().token == "0123456789abcdef0123"
+
+
+def test_logs_when_read_then_each_line_names_its_pod(tmp_path: Path, api: ApiServer) -> None:
+    pods = [
+        {"metadata": {"name": name}, "spec": {"containers": [{"name": "main"}]}}
+        for name in ("t-0", "t-1")
+    ]
+    api.answers["/api/v1/namespaces/lab/pods"] = {"items": pods}
+    api.answers["/api/v1/namespaces/lab/pods/t-1/log"] = "step 3\nboom\n"  # t-0 has none yet
+    lines = Release(make(tmp_path), tmp_path / "files").last_lines("trainer", 2)
+    assert lines == ["[pod/t-1] step 3", "[pod/t-1] boom"]
+
+
+def healthy(api: ApiServer, *, kubeflow: bool = True) -> None:
     """A current cluster that has what a CPU run needs."""
-    kubectl.answer("version -o json", {"serverVersion": {"gitVersion": "v1.33.1"}})
-    served = {
-        "v1": ["Service", "Secret", "ConfigMap", "ServiceAccount", "PersistentVolumeClaim", "Pod"],
-        "apps/v1": ["Deployment", "StatefulSet"],
-        "batch/v1": ["Job"],
-        "policy/v1": ["PodDisruptionBudget"],
-        "networking.k8s.io/v1": ["NetworkPolicy"],
-        "rbac.authorization.k8s.io/v1": ["Role", "RoleBinding"],
-    }
-    if kubeflow:
-        served["kubeflow.org/v1"] = ["PyTorchJob"]
-    kubectl.answer("api-versions", "\n".join(served))
-    for version, kinds in served.items():
-        path = f"/apis/{version}" if "/" in version else f"/api/{version}"
-        kubectl.answer(f"get --raw {path}", {"resources": [{"kind": kind} for kind in kinds]})
-    for kind in ("deployments", "statefulsets", "services", "secrets", "configmaps", "roles"):
-        kubectl.answer(f"auth can-i create {kind} --quiet", "")
+    api.answers["/version/"] = {"gitVersion": "v1.33.1"}
+    api.serve({**SERVED, **({"kubeflow.org/v1": ["PyTorchJob"]} if kubeflow else {})})
     node = {"allocatable": {"cpu": "8", "memory": "32Gi"}, "images": []}
-    kubectl.answer("get nodes -o json", {"items": [{"status": node}]})
-    kubectl.answer("get resourcequota -o json", {"items": []})
-    kubectl.answer("get pods -A -o json", {"items": []})
+    api.answers["/api/v1/nodes"] = {"items": [{"status": node}]}
+    api.answers["/api/v1/namespaces/lab/resourcequotas"] = {"items": []}
+    api.answers["/api/v1/pods"] = {"items": []}
     default = {"storageclass.kubernetes.io/is-default-class": "true"}
     storage = {"items": [{"metadata": {"name": "nfs", "annotations": default}}]}
-    kubectl.answer("get storageclass -o json", storage)
+    api.answers["/apis/storage.k8s.io/v1/storageclasses"] = storage
 
 
-def diagnose(tmp_path: Path, kubectl: FakeKubectl, *overrides: str) -> dict[str, Any]:
-    config = make(tmp_path, f"stack.kubernetes.kubectl={kubectl.program}", *overrides)
+def diagnose(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    config = make(tmp_path, *overrides)
     return {each.name: each for each in ClusterDoctor(Release(config, tmp_path / "f")).examine()}
 
 
 @needs_helm
 def test_doctor_when_the_cluster_has_everything_then_nothing_is_missing(
-    tmp_path: Path, kubectl: FakeKubectl
+    tmp_path: Path, api: ApiServer
 ) -> None:
-    healthy(kubectl)
-    findings = diagnose(tmp_path, kubectl)
+    healthy(api)
+    findings = diagnose(tmp_path)
     assert [each for each in findings.values() if each.verdict is Verdict.MISSING] == []
     assert findings["storage class"].verdict is Verdict.NOTE, "ReadWriteMany cannot be seen"
     assert findings["quota"].verdict is Verdict.OK
@@ -306,21 +317,20 @@ def test_doctor_when_the_cluster_has_everything_then_nothing_is_missing(
 
 @needs_helm
 def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
-    tmp_path: Path, kubectl: FakeKubectl
+    tmp_path: Path, api: ApiServer
 ) -> None:
-    healthy(kubectl, kubeflow=False)
-    kubectl.answer("get storageclass -o json", {"items": []})
+    healthy(api, kubeflow=False)
+    api.answers["/apis/storage.k8s.io/v1/storageclasses"] = {"items": []}
     own = tmp_path / "own.yaml"
     own.write_text("auth: {existingSecret: mine}\nimage: {tag: dev, pullPolicy: Never}\n")
-    (kubectl.folder / "auth_can-i_create_roles_--quiet").unlink()
+    api.refused.add("roles")
     busy = {
         "spec": {"nodeName": "n", "containers": [{"resources": {"requests": {"cpu": "7900m"}}}]},
         "status": {"phase": "Running"},
     }
-    kubectl.answer("get pods -A -o json", {"items": [busy]})
+    api.answers["/api/v1/pods"] = {"items": [busy]}
     findings = diagnose(
         tmp_path,
-        kubectl,
         f"stack.kubernetes.values=[{own}]",
         "stack.gpus_per_node=8",
         "allocation_mode=sglang:d1+fsdp:d4",
@@ -339,9 +349,9 @@ def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
 
 
 def test_doctor_when_the_cluster_cannot_be_reached_then_that_is_the_only_line(
-    tmp_path: Path, kubectl: FakeKubectl
+    tmp_path: Path, api: ApiServer
 ) -> None:
-    assert list(diagnose(tmp_path, kubectl)) == ["cluster"]
+    assert list(diagnose(tmp_path)) == ["cluster"]
 
 
 @pytest.mark.parametrize(
