@@ -29,12 +29,14 @@ class KubernetesApi:
             ConfigError: The kubeconfig has no such context.
         """
         try:
-            from kubernetes import client, config
+            import kubernetes
         except ImportError as error:
             raise CannotStart(
                 f"--on kubernetes: the package kubernetes cannot be imported ({error}); "
                 "pip install 'areal[kubernetes]'"
             ) from None
+        client: Any = kubernetes.client
+        config: Any = kubernetes.config  # has no types
         self._errors = client.exceptions.ApiException
         settings: Any = client.Configuration()
         settings.retries = False  # callers ask again, and say so
@@ -74,7 +76,7 @@ class KubernetesApi:
         where = f"context {self.context}" if self.context else "the cluster of this pod"
         return f"{where} ({self.server}), namespace {self.namespace}"
 
-    def get(self, call: Callable[..., Any], *arguments: str, **options: Any) -> Any:
+    def get(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The JSON that a call of `core`, `storage` or `custom` answers.
 
         Raises:
@@ -140,7 +142,7 @@ class KubernetesApi:
             yield
         except self._errors as error:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                error.reason = json.loads(error.body)["message"]
+                error.reason = json.loads(error.body or "")["message"]
             kind = NotFound if error.status == 404 else ArealError
             raise kind(f"Kubernetes: {error.reason or error.status}") from None
         except ArealError:

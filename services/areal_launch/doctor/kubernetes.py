@@ -315,8 +315,9 @@ class ClusterDoctor:
 
 def quantity(text: str) -> float:
     """A Kubernetes quantity as a number: 500m, 2, 4Gi."""
-    from kubernetes.utils import quantity as library
+    import kubernetes.utils
 
+    library: Any = kubernetes.utils  # has no types
     try:
         return float(library.parse_quantity(text))
     except ValueError:
