@@ -140,8 +140,8 @@ e2e-compose: $(STAMP) ## docker-compose.yaml of a fresh clone: learns, scales, s
 proto: $(STAMP) ## services/areal/v1 from proto/
 	$(BIN)/python tools/gen_proto.py
 
-docs: $(STAMP) ## docs/configuration.md from the dataclasses
-	@if test -f tools/gen_docs.py; then PYTHONPATH=services $(BIN)/python tools/gen_docs.py; fi
+docs: $(STAMP) ## docs/configuration.md from the dataclasses, docs/api.md from docstrings
+	PYTHONPATH=services $(BIN)/python tools/gen_docs.py
 
 models: $(STAMP) ## docs/models.md: every architecture of transformers, tried (minutes)
 	PYTHONPATH=services $(BIN)/python tools/gen_models.py

@@ -1,4 +1,4 @@
-"""docs/configuration.md from the experiment file's dataclasses and their attribute docstrings."""
+"""docs/configuration.md from the experiment file's dataclasses, and docs/api.md (gen_api.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import gen_api
 from areal.config.experiment import GRPOConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -95,9 +96,9 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes both pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    return 0
+    return gen_api.main()
 
 
 if __name__ == "__main__":

@@ -87,14 +87,16 @@ class GenerationHyperparameters:
 
 @dataclass(frozen=True)
 class LLMRequest:
-    """One generation.
+    """What to generate: one answer to one prompt.
 
     Example:
         >>> LLMRequest(input_ids=[257, 49, 50, 258], gconfig=GenerationHyperparameters())
     """
 
     input_ids: list[int]
+    """Token ids of the prompt."""
     gconfig: GenerationHyperparameters
+    """How to sample; `n_samples` is not read here: one request is one answer."""
     rid: str = ""
     """Unique id; the engine makes one when empty."""
     affinity_key: str = ""
@@ -103,7 +105,7 @@ class LLMRequest:
 
 @dataclass
 class LLMResponse:
-    """What came of a request, possibly over several servers and policy versions.
+    """The answer to a request, possibly sampled by several servers and policy versions.
 
     Example:
         >>> response.output_tokens, response.output_versions, response.stop_reason
@@ -111,13 +113,16 @@ class LLMResponse:
     """
 
     input_tokens: list[int]
+    """Token ids of the prompt."""
     output_tokens: list[int]
+    """Token ids of the answer, a stop token included."""
     output_logprobs: list[float]
     """Behavior logprob of each output token."""
     output_versions: list[int]
     """Policy version that sampled each output token."""
     stop_reason: StopReason
     latency_s: float = 0.0
+    """Seconds from the call to the answer, interruptions included."""
     interruptions: int = 0
     """Times the request was continued after an abort, drain or dead server."""
 

@@ -85,3 +85,15 @@ def test_symbol_when_missing_then_noticed(tmp_path: Path) -> None:
     assert has_symbol(file, "X")
     assert not has_symbol(file, "A.walk")
     assert not has_symbol(file, "run")
+
+
+def test_index_when_read_then_every_page_is_in_it() -> None:
+    linked = set(_LINK.findall((ROOT / "docs" / "README.md").read_text()))
+    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    assert pages <= linked, f"docs/README.md has no {', '.join(sorted(pages - linked))}"
+
+
+def test_decisions_when_listed_then_each_has_a_number_of_its_own() -> None:
+    numbers = [page.name[:4] for page in sorted(ROOT.glob("docs/adr/*.md"))]
+    assert len(numbers) == len(set(numbers))
+    assert all(number.isdigit() for number in numbers)

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def shuffle_rewards(batch: Batch, seed: int) -> None:
-    """Deals the batch's rewards to its sequences at random, in place.
+    """Shuffles the rewards of a batch among its sequences, in place: the control experiment.
 
     The rewards keep their distribution and lose their meaning: a policy whose held-out accuracy
     still rises was not learning from them.
 
     Args:
         batch: A packed batch; `rewards` is replaced.
-        seed: Of the permutation; vary it from step to step.
+        seed: Seed of the permutation; vary it from step to step.
     """
     import torch
 

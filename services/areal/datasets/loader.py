@@ -41,7 +41,7 @@ class StatefulLoader:
 
         Args:
             rows: At least one; held, not copied.
-            seed: Of the orders, 0 or more.
+            seed: Seed of the orders, 0 or more.
             shuffle: False: every epoch in file order.
             epoch: Where to start.
             cursor: Index within the epoch to start at; len(rows) means the next epoch.

@@ -31,8 +31,8 @@ _ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences":
 class FSDPPPOActor:
     """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
 
-    Of `config.ref` it is a frozen reference model: loaded from its own path in every life of the
-    run, never part of a checkpoint, never published.
+    Made of `config.ref`, it is a frozen reference model: loaded from its own path whenever the run
+    starts, never part of a checkpoint, never published.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)
@@ -89,11 +89,26 @@ class FSDPPPOActor:
         return self._ppo.compute_logprobs(batch)
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Adds `advantages` and `returns` to the batch; see `PPOActor.compute_advantages`."""
+        """Adds what the loss needs to a batch of `RemoteSGLangEngine.prepare_batch`, in place.
+
+        `advantages` and `returns`, float32 [T], 0 outside the loss mask: rewards are shaped, the KL
+        penalty is taken off, GAE makes advantages of them, and they are normalized.
+
+        Args:
+            batch: Needs `rewards`; with `actor.kl_ctl` also `reference_logprobs`, float32 [T].
+
+        Raises:
+            InvalidInput: A key that the configuration needs is missing.
+        """
         self._ppo.compute_advantages(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """One train step; also fills the step's metrics row. See `PPOActor.ppo_update`.
+        """One train step on a batch with advantages; also fills the step's metrics row.
+
+        Returns:
+            Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss;
+            `reward` and `response_tokens`, means over sequences; `staleness`, `staleness_max`
+            (policy version less a sequence's oldest token); `update_seconds`.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
@@ -167,7 +182,12 @@ class FSDPPPOActor:
         session.finish_step()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Snapshots model, optimizer and random states now; writes them in the background."""
+        """Copies model, optimizer and random states now; writes them in the background.
+
+        Returns:
+            Done once this rank's part is in `directory`. `upload_weights` saves by itself, as
+            `checkpoint` says.
+        """
         return self.engine.save_checkpoint(directory, background=True)
 
     def _publish(self, meta: WeightUpdateMeta, version: int) -> None:

@@ -42,11 +42,11 @@ RewardFn = str | Callable[..., Any]
 
 
 class InferenceEngine(Protocol):
-    """What an episode is given to work with."""
+    """What an episode works with: generation, scoring and the tokenizer."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model being trained."""
+        """The tokenizer of the model being trained."""
         ...
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
@@ -77,7 +77,7 @@ class InferenceEngine(Protocol):
             completions: The texts to score.
             data: The row; its fields reach the function as keywords.
             prompt: Text of the prompt.
-            prompt_ids: Its token ids.
+            prompt_ids: The prompt's token ids.
             completion_ids: Token ids of each completion.
             kwargs: More keywords for every call (a built-in's options).
 

@@ -41,9 +41,9 @@ class Conversation:
         """Renders the opening.
 
         Args:
-            renderer: Of the model's chat format; a tokenizer stands for its own chat template
+            renderer: Writes the model's chat format; a tokenizer stands for its own chat template
                 (`TemplateRenderer(tokenizer, enable_thinking=False)` sets template variables).
-            messages: The first of them, up to the model's first answer.
+            messages: Those that open the chat, up to the model's first answer.
             tools: JSON schemas of the functions offered to the model.
 
         Raises:
@@ -68,7 +68,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The same for people: roles and texts, the answers as `Reply.message`."""
+        """The chat as people read it: roles and texts, the answers as `Reply.message`."""
         return [*self._messages, *self._pending]
 
     def add_messages(self, *messages: Message) -> None:
