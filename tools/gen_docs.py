@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import gen_api
 from areal.config.experiment import GRPOConfig
@@ -57,6 +57,10 @@ def section_of(hint: Any) -> type | None:
 
 def type_name(hint: Any) -> str:
     """As one would write it in the dataclass, without module names."""
+    choices = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
+    if choices:
+        null = " or null" if type(None) in get_args(hint) else ""
+        return f"one of {', '.join(f'`{choice}`' for choice in get_args(choices[0]))}{null}"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
@@ -77,6 +81,8 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
     docs, hints, inner = attribute_docs(cls), get_type_hints(cls), []
     rows = []
     for field in fields(cls):
+        if field.metadata.get("omegaconf_ignore"):
+            continue
         name, hint = f"{prefix}{field.name}", hints[field.name]
         section = section_of(hint)
         if section is None:

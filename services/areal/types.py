@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from annotated_types import Ge
 
 
 class TaskState(StrEnum):
@@ -65,12 +66,12 @@ class StopReason(StrEnum):
 class GenerationHyperparameters:
     """How to sample. Plain types, so it is a config section too."""
 
-    n_samples: int = 1
+    n_samples: Annotated[int, Ge(1)] = 1
     """Samples of each task: the size of its group."""
-    max_new_tokens: int = 512
+    max_new_tokens: Annotated[int, Ge(1)] = 512
     """Tokens at most, per sample."""
-    min_new_tokens: int = 0
-    """Stop tokens are masked before this many tokens."""
+    min_new_tokens: int = field(default=0, metadata={"omegaconf_ignore": True})
+    """Stop tokens are masked before this many tokens; for a workflow to set."""
     temperature: float = 1.0
     """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
     distribution; training compares them at this temperature."""
@@ -79,8 +80,8 @@ class GenerationHyperparameters:
     misses what was cut off: it warns."""
     top_k: int = -1
     """-1 turns it off; else as with top_p."""
-    greedy: bool = False
-    """Same as temperature 0."""
+    greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
+    """Same as temperature 0; for a workflow to set."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Besides the model's end-of-sequence token."""
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from tests.unit.areal.engines.hub_families import scatter
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
@@ -42,8 +42,7 @@ def batch_of(job, seed):
 
 
 def run(job):
-    schema = OmegaConf.structured(PPOActorConfig)
-    config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(job["config"])))
+    config = TypeAdapter(PPOActorConfig).validate_python(job["config"])
     engine = FSDPEngine(config)
     engine.initialize(total_train_steps=len(job["seeds"]))
     actor = PPOActor(config, engine)

@@ -39,7 +39,7 @@ class Launches:
             "path": str(self.model_dir),
             "dtype": dtype,
             "optimizer": {"lr": 1e-3, "lr_scheduler_type": "linear"},
-            "reward_norm": {"mean_level": "group", "std_level": "group"},
+            "reward_norm": "group/group",
             "mb_spec": {"max_tokens_per_mb": 90},
             **(options or {}),
         }

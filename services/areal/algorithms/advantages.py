@@ -224,7 +224,7 @@ def shape_scores(
         InvalidInput: `mask_no_eos_with_zero` without `truncated` in the batch.
     """
     scores = sequence_sums(batch["rewards"], batch["cu_seqlens"])
-    if config.overlong_reward_penalty:
+    if config.overlong_tokens:
         lengths = sequence_sums(batch["loss_mask"], batch["cu_seqlens"])
         scores = scores + overlong_penalty(
             lengths,

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config.training import NormConfig
+from areal.config.training import AdvantageNorm, RewardNorm
+
+# Added to a standard deviation, as in AReaL: none of rewards that differ is near it.
+_EPS = 1e-5
 
 
 def _sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
@@ -18,14 +21,13 @@ def _sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
 
 
 def masked_mean_std(
-    values: Tensor, mask: Tensor, *, unbiased: bool = True, process_group: Any = None
+    values: Tensor, mask: Tensor, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the masked values of all ranks.
 
     Args:
         values: any shape.
         mask: bool, the shape of `values`.
-        unbiased: divide squares by n - 1.
         process_group: torch.distributed group to sum over; None: this process alone.
 
     Returns:
@@ -37,48 +39,47 @@ def masked_mean_std(
     mean = total / count.clamp(min=1)
     # Two passes: E[x^2] - E[x]^2 cancels when the mean is large.
     squares = _sum_over_ranks((chosen - mean).square().sum(), process_group)
-    std = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
     return mean, std
 
 
 def normalize_tokens(
-    values: Tensor, mask: Tensor, config: NormConfig, process_group: Any = None
+    values: Tensor, mask: Tensor, norm: AdvantageNorm, process_group: Any = None
 ) -> Tensor:
     """Normalize token values over the whole batch: (x - mean) / (std + eps) on `mask`, 0 elsewhere.
 
     Args:
         values: float [T].
         mask: bool [T].
-        config: levels `batch` or None.
+        norm: MEAN/STD.
         process_group: data-parallel group, or None.
 
     Returns:
         A tensor of the shape and dtype of `values`.
     """
-    mean, std = masked_mean_std(
-        values, mask, unbiased=config.std_unbiased, process_group=process_group
-    )
+    center, scale = norm.split("/")
+    mean, std = masked_mean_std(values, mask, process_group)
     result = values.double()
-    if config.mean_level is not None:
+    if center == "batch":
         result = result - mean
-    if config.std_level is not None:
-        result = result / (std + config.eps)
+    if scale == "batch":
+        result = result / (std + _EPS)
     return torch.where(mask, result, 0.0).to(values.dtype)
 
 
 def normalize_scores(
-    scores: Tensor, group_index: Tensor, config: NormConfig, process_group: Any = None
+    scores: Tensor, group_index: Tensor, norm: RewardNorm, process_group: Any = None
 ) -> Tensor:
     """Normalize one score per sequence, by group or by batch: (x - center) / scale.
 
     Arguments as for `center_and_scale`. Returns float64 [S].
     """
-    center, scale = center_and_scale(scores, group_index, config, process_group)
+    center, scale = center_and_scale(scores, group_index, norm, process_group)
     return (scores.double() - center) / scale
 
 
 def center_and_scale(
-    scores: Tensor, group_index: Tensor, config: NormConfig, process_group: Any = None
+    scores: Tensor, group_index: Tensor, norm: RewardNorm, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Find what is subtracted from each sequence's score, and what then divides it.
 
@@ -89,17 +90,17 @@ def center_and_scale(
 
     A group of one and a group of equal scores say nothing about their spread: their standard
     deviation counts as 1 (verl's GRPO does the same for a group of one). With the group's mean as
-    center the result is 0 either way; with another, dividing by `eps` alone would make that group
+    center the result is 0 either way; with another, dividing by 1e-5 alone would make that group
     1e5 times larger than all others.
 
     Args:
         scores: float [S].
         group_index: int64 [S]; any integers, groups need not be contiguous.
-        config: mean and std levels.
+        norm: MEAN/STD.
         process_group: data-parallel group for `batch` levels, or None. Groups never span ranks.
 
     Returns:
-        Center and scale (> 0, `eps` included), float64 [S] each.
+        Center and scale (> 0, 1e-5 included), float64 [S] each.
     """
     x = scores.double()
     _, group = torch.unique(group_index, return_inverse=True)
@@ -107,27 +108,26 @@ def center_and_scale(
     group_sum = torch.zeros_like(count).index_add_(0, group, x)
     group_mean = group_sum / count
     batch_mean = batch_std = x.new_zeros(())
-    if "batch" in (config.mean_level, config.std_level):
+    mean_level, std_level = norm.split("/")
+    if "batch" in (mean_level, std_level):
         everything = torch.ones_like(x, dtype=torch.bool)
-        batch_mean, batch_std = masked_mean_std(
-            x, everything, unbiased=config.std_unbiased, process_group=process_group
-        )
-    if config.mean_level == "batch":
+        batch_mean, batch_std = masked_mean_std(x, everything, process_group)
+    if mean_level == "batch":
         center = batch_mean.expand_as(x)
-    elif config.mean_level == "group" and config.mean_leave1out:
+    elif mean_level == "leave1out":
         others = (group_sum[group] - x) / (count[group] - 1).clamp(min=1)
         center = torch.where(count[group] > 1, others, x)
-    elif config.mean_level == "group":
+    elif mean_level == "group":
         center = group_mean[group]
     else:
         center = torch.zeros_like(x)
-    if config.std_level == "batch":
-        return center, (batch_std + config.eps).expand_as(x)
-    if config.std_level == "group":
+    if std_level == "batch":
+        return center, (batch_std + _EPS).expand_as(x)
+    if std_level == "group":
         squares = torch.zeros_like(count).index_add_(0, group, (x - group_mean[group]).square())
-        std = (squares / (count - int(config.std_unbiased)).clamp(min=1)).sqrt()
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
         # Not std == 0: the mean of equal scores need not be that score to the last bit.
         largest = torch.zeros_like(count).scatter_reduce_(0, group, x, "amax", include_self=False)
         smallest = torch.zeros_like(count).scatter_reduce_(0, group, x, "amin", include_self=False)
-        return center, torch.where(largest > smallest, std + config.eps, 1.0)[group]
+        return center, torch.where(largest > smallest, std + _EPS, 1.0)[group]
     return center, torch.ones_like(x)

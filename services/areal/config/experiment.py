@@ -8,8 +8,7 @@ of its own; services ignore top-level keys they do not know, recipes and `areal 
 
 from __future__ import annotations
 
-import difflib
-import math
+import ast
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal.config.checks import check, nearest
+from areal.config.moved import hint_for
+from areal.config.presets import Algorithm, preset
 from areal.config.server_sources import parse_source
 from areal.config.services import (
-    TRANSPORTS,
     BufferConfig,
     CheckpointConfig,
     DatasetConfig,
@@ -33,7 +34,6 @@ from areal.config.services import (
 )
 from areal.config.training import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.errors import ConfigError
-from areal.models.directory import SERVING_DTYPES
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
 
@@ -95,10 +95,11 @@ class BaseExperimentConfig:
 class GRPOConfig(BaseExperimentConfig):
     """A GRPO/PPO experiment."""
 
+    algorithm: Algorithm = "grpo"
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp`, `lite_ppo`, `gspo`, `cispo` or
+    `dapo`: sets the keys of `actor` that make it; any of them that is given wins."""
     total_train_steps: int = 100
     """Train steps of the run."""
-    async_training: bool = True
-    """For the recipe to read: prepare_batch (generation runs ahead) or rollout_batch."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
@@ -156,16 +157,20 @@ def parse_allocation(text: str) -> Allocation:
 
 
 def known_keys(schema: type) -> list[str]:
-    """All dotted keys of a config dataclass."""
+    """All dotted keys of a config dataclass, sections included."""
     keys: list[str] = []
     hints = get_type_hints(schema)
     for item in fields(schema):
+        if item.metadata.get("omegaconf_ignore"):
+            continue
         keys.append(item.name)
-        options = [hints[item.name], *get_args(hints[item.name])]
-        for option in options:
+        for option in (hints[item.name], *get_args(hints[item.name])):
             if is_dataclass(option):
                 keys += [f"{item.name}.{sub}" for sub in known_keys(cast("type", option))]
     return keys
+
+
+_CHOICE = re.compile(r"Invalid value '(.*)', expected one of (\[.*\])")
 
 
 def _explain(error: Exception, schema: type, source: str) -> ConfigError:
@@ -174,18 +179,18 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
     first = str(getattr(error, "msg", "") or error).split("\n", maxsplit=1)[0].strip()
     keys = known_keys(schema)
     if key and key not in keys:
-        section, _, leaf = key.rpartition(".")
-        trained = {item.name for item in fields(TrainEngineConfig)}
-        if leaf in trained and f"{section}.offload" in keys:
-            return ConfigError(
-                f"{source}: unknown key {key!r}: {section} is frozen, only actor is trained"
-            )
-        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-        if not near:  # the right leaf in the wrong section
+        if moved := hint_for(key):
+            return ConfigError(f"{source}: unknown key {key!r}: {moved}")
+        hint = nearest(key, keys)
+        if not hint:  # the right leaf in the wrong section
             leaf = key.rsplit(".", maxsplit=1)[-1]
-            near = [k for k in keys if k.rsplit(".", maxsplit=1)[-1] == leaf][:1]
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+            same = [k for k in keys if k.rsplit(".", maxsplit=1)[-1] == leaf]
+            hint = f"; did you mean {same[0]!r}?" if same else ""
         return ConfigError(redact(f"{source}: unknown key {key!r}{hint}"))
+    if match := _CHOICE.fullmatch(first):
+        choices = [str(choice) for choice in ast.literal_eval(match[2])]
+        expected = f"expected one of {', '.join(choices)}{nearest(match[1], choices)}"
+        return ConfigError(redact(f"{source}: {key} {match[1]!r}: {expected}"))
     return ConfigError(redact(f"{source}: {key + ': ' if key else ''}{first}"))
 
 
@@ -217,18 +222,32 @@ def build_config(
     Raises:
         ConfigError: One line naming the key, the value and what was expected.
     """
-    config = OmegaConf.structured(schema)
-    if file is not None:
-        config = _merge(config, _read_yaml(file), schema, str(file))
-    for override in overrides or []:
-        if "=" not in override or override.startswith("-"):
-            raise ConfigError(f"override {override!r}: expected key=value")
-        try:
-            parsed = OmegaConf.from_dotlist([override])
-        except Exception as error:  # the dotlist parser raises many classes
-            raise ConfigError(f"override {override!r}: {str(error).splitlines()[0]}") from None
-        config = _merge(config, parsed, schema, f"override {override!r}")
-    result = cast("ConfigT", OmegaConf.to_object(config))
+    parts = [] if file is None else [(_read_yaml(file), str(file))]
+    return _resolve(schema, parts + [_read_override(each) for each in overrides or []])
+
+
+def _read_override(override: str) -> tuple[DictConfig, str]:
+    if "=" not in override or override.startswith("-"):
+        raise ConfigError(f"override {override!r}: expected key=value")
+    try:
+        return OmegaConf.from_dotlist([override]), f"override {override!r}"
+    except Exception as error:  # the dotlist parser raises many classes
+        raise ConfigError(f"override {override!r}: {str(error).splitlines()[0]}") from None
+
+
+def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> ConfigT:
+    """Defaults, the algorithm's preset, then each part over what is there."""
+
+    def merged(config: DictConfig) -> DictConfig:
+        for part, source in parts:
+            config = _merge(config, part, schema, source)
+        return config
+
+    base = OmegaConf.structured(schema)
+    if issubclass(schema, GRPOConfig):
+        said = merged(base)
+        base = OmegaConf.merge(base, {"actor": preset(said.algorithm, said.gconfig.max_new_tokens)})
+    result = cast("ConfigT", OmegaConf.to_object(merged(base)))
     validate(result)
     return result
 
@@ -237,7 +256,8 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def validate(config: BaseExperimentConfig) -> None:
-    """Checks what types cannot say; raises ConfigError."""
+    """Checks what OmegaConf does not; raises ConfigError."""
+    check(config)
     for key in ("experiment_name", "trial_name"):
         if not _NAME.fullmatch(getattr(config, key)):
             raise ConfigError(
@@ -246,70 +266,31 @@ def validate(config: BaseExperimentConfig) -> None:
     parse_allocation(config.allocation_mode)
     for entry in config.endpoints.inference:
         parse_source(entry)
-    choices = {
-        "model.dtype": SERVING_DTYPES,
-        "weight_sync.transport": TRANSPORTS,
-        "weight_sync.encoding": ("full", "delta"),
-        "weight_sync.interrupt": ("in_place", "retract", "abort"),
-        "checkpoint.recover": ("auto", "never"),
-    }
-    for key, allowed in choices.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value not in allowed:
-            raise ConfigError(f"{key} {value!r}: expected one of {', '.join(allowed)}")
     if config.weight_sync.transport == "distributed" and config.weight_sync.max_unavailable:
         raise ConfigError(
             f"weight_sync.max_unavailable {config.weight_sync.max_unavailable}: expected 0 with "
             "transport distributed, which reaches all servers at once"
         )
-    minimum = {
-        "rollout.max_head_offpolicyness": 0,
-        "rollout.max_concurrent_rollouts": 1,
-        "rollout.max_attempts": 1,
-        "rollout.max_failure_ratio": 0,
-        "reward.workers": 1,
-        "reward.memory_mb": 64,
-        "checkpoint.freq_steps": 0,
-        "checkpoint.keep": 1,
-        "stack.rollout_workers": 1,
-        "stack.gateway_port": 0,
-        "stack.gpus_per_node": 0,
-        "stack.ranks_per_node": 0,
-        "weight_sync.keep_versions": 2,
-        "weight_sync.max_unavailable": 0,
-    }
-    maximum = {"rollout.max_failure_ratio": 1}
-    for key, least in minimum.items():
-        section, name = key.split(".")
-        value, most = getattr(getattr(config, section), name), maximum.get(key, math.inf)
-        if not least <= value <= most:
-            limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
-            raise ConfigError(f"{key} {value}: expected {limits}")
     if isinstance(config, GRPOConfig):
-        if config.train_dataset.batch_size < 1:
-            raise ConfigError(
-                f"train_dataset.batch_size {config.train_dataset.batch_size}: expected 1 or more"
-            )
-        if config.gconfig.n_samples < 1:
-            raise ConfigError(f"gconfig.n_samples {config.gconfig.n_samples}: expected 1 or more")
-        _check_temperature(config)
+        _complete(config)
 
 
-def _check_temperature(config: GRPOConfig) -> None:
-    gconfig, own = config.gconfig, config.actor.temperature
-    if gconfig.greedy or gconfig.temperature <= 0:
-        key, value = ("greedy", True) if gconfig.greedy else ("temperature", gconfig.temperature)
+def _complete(config: GRPOConfig) -> None:
+    """Checks what several sections say together, and tells engines what no key of theirs says."""
+    gconfig, overlong = config.gconfig, config.actor.overlong_tokens
+    if gconfig.temperature <= 0:
         raise ConfigError(
-            f"gconfig.{key} {value}: expected a temperature > 0, since greedy answers have no "
-            "probability to weigh them with (an evaluation has its own GenerationHyperparameters)"
+            f"gconfig.temperature {gconfig.temperature}: expected a temperature > 0, since greedy "
+            "answers have no probability to weigh them with (an evaluation has its own "
+            "GenerationHyperparameters)"
         )
-    if own is not None and own != gconfig.temperature:
+    if overlong > gconfig.max_new_tokens:
         raise ConfigError(
-            f"actor.temperature {own}: expected that of the sampler, gconfig.temperature "
-            f"{gconfig.temperature} (or null, which is that): importance weights compare logprobs "
-            "at one temperature"
+            f"actor.overlong_tokens {overlong}: expected 0 to gconfig.max_new_tokens, "
+            f"{gconfig.max_new_tokens}"
         )
+    config.actor.max_response_tokens = gconfig.max_new_tokens
+    config.actor.distributed_timeout_seconds = 5 * config.rollout.setup_timeout_s
 
 
 def cautions(config: BaseExperimentConfig) -> list[str]:
@@ -353,14 +334,8 @@ def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOC
     known = {item.name for item in fields(GRPOConfig)}
     for key in [k for k in loaded if k not in known]:
         del loaded[key]
-    config = _merge(OmegaConf.structured(GRPOConfig), loaded, GRPOConfig, str(file))
-    for override in overrides or []:
-        config = _merge(
-            config, OmegaConf.from_dotlist([override]), GRPOConfig, f"override {override!r}"
-        )
-    result = cast("GRPOConfig", OmegaConf.to_object(config))
-    validate(result)
-    return result
+    parts = [(loaded, str(file)), *(_read_override(each) for each in overrides or [])]
+    return _resolve(GRPOConfig, parts)
 
 
 def as_yaml(config: BaseExperimentConfig) -> str:

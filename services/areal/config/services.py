@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
 
 from areal.config.clusters import KubernetesConfig, SlurmConfig
 
@@ -39,7 +42,7 @@ class ModelConfig:
     """A Hugging Face model directory. Relative paths are taken from the working directory."""
     tokenizer_path: str = ""
     """Where tokenizer.json lies; empty: the model's directory."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the inference servers, and of the weights that are published to them: `float32`,
     `bfloat16`, or `auto` (bfloat16 on GPUs, that of the checkpoint on CPUs)."""
     context_length: int = 4096
@@ -52,50 +55,50 @@ class DatasetConfig:
 
     path: str = ""
     """A .jsonl file, or a name that the recipe understands."""
-    batch_size: int = 64
+    batch_size: Annotated[int, Ge(1)] = 64
     """Groups per train step (B)."""
-    shuffle: bool = True
-    """A new order each epoch, from the seed."""
 
 
 @dataclass
 class RolloutConfig:
     """Generation: how much at once, and how stale."""
 
-    max_concurrent_rollouts: int = 256
+    max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
     """Groups running at once, over all rollout workers."""
-    max_head_offpolicyness: int = 2
+    max_head_offpolicyness: Annotated[int, Ge(0)] = 2
     """The staleness bound (eta): 0 is synchronous training."""
+    lease_ttl_s: Annotated[float, Gt(0)] = 30.0
+    """A worker that is silent for this long loses its leases."""
+    setup_timeout_s: Annotated[float, Gt(0)] = 120.0
+    """How long loading the model may take: the whole stack until it is ready, the first inference
+    server, a server's update to a new version."""
+    request_timeout_s: Annotated[float, Gt(0)] = 600.0
+    """One generation request, from sending to its last token. An episode may take 4 times as long,
+    and the trainer waits 3 times as long for a batch before it gives up with a named cause."""
     straggler_deadline_s: float = 30.0
     """How long a batch waits for groups that would become too stale."""
-    lease_ttl_s: float = 30.0
-    """A worker that is silent for this long loses its leases."""
-    setup_timeout_s: float = 120.0
-    """How long to wait for the first inference server."""
-    request_timeout_s: float = 600.0
-    """One generation request, from sending to its last token."""
     batch_timeout_s: float = 1800.0
     """How long the trainer waits for a batch before it gives up with a named cause."""
-    max_attempts: int = 3
+    max_attempts: Annotated[int, Ge(1)] = 3
     """Attempts ended by the workflow's own error before a task is dead-lettered."""
-    max_failure_ratio: float = 0.5
-    """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
-    or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
     max_infrastructure_attempts: int = 10
     """Attempts ended by infrastructure before a task is dead-lettered."""
     max_group_bytes: int = 64 * 1024 * 1024
     """A finished group larger than this is refused; as it travels, compressed, at most 90 MiB."""
+    max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
+    """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
+    or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
 
 
 @dataclass
 class RewardConfig:
     """Scoring: worker processes and their limits."""
 
-    workers: int = 1
+    workers: Annotated[int, Ge(1)] = 1
     """Worker processes per reward service."""
-    timeout_s: float = 10.0
+    timeout_s: Annotated[float, Gt(0)] = 10.0
     """One call of the reward function."""
-    memory_mb: int = 1024
+    memory_mb: Annotated[int, Ge(64)] = 1024
     """Address space a worker may add once its recipe is loaded; so may each child of it."""
 
 
@@ -103,7 +106,7 @@ class RewardConfig:
 class BufferConfig:
     """The ledger."""
 
-    max_memory_mb: int = 2048
+    max_memory_mb: Annotated[int, Gt(0)] = 2048
     """What this experiment's tasks may take of Redis, in MiB; near it, clients are asked to wait
     and the trainer to checkpoint."""
     serve_result_ttl_s: float = 86400.0
@@ -115,24 +118,24 @@ class BufferConfig:
 class WeightSyncConfig:
     """How policy versions reach the inference servers."""
 
-    transport: str = "disk"
+    transport: Literal["disk", "stream", "distributed"] = "disk"
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
     store, pulled by the servers; no shared volume. The other one is tried when it fails.
     distributed: broadcast by the trainer to the servers that serve (gloo, NCCL on GPUs), and stored
     meanwhile as by disk for newcomers and for whoever the broadcast did not reach."""
-    encoding: str = "full"
+    encoding: Literal["full", "delta"] = "full"
     """Of what the trainer writes or uploads: full, or delta: only what changed, when that is less
     than half. Servers that hold the version before read the delta, others the whole."""
-    sidecar_port: int = 30900
-    """Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang (stream)."""
-    interrupt: str = "in_place"
+    interrupt: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests feel: in_place (pause), retract (pause, recompute) or abort."""
-    max_unavailable: int = 0
+    max_unavailable: Annotated[int, Ge(0)] = 0
     """Serving servers that are updated at once; 0: all, which is right where an update takes
     milliseconds (in_place). The others serve on, and join in as their turn comes."""
     path: str = ""
     """Folder of published versions; empty: `weights/` in the run folder."""
-    keep_versions: int = 3
+    sidecar_port: int = 30900
+    """Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang (stream)."""
+    keep_versions: Annotated[int, Ge(2)] = 3
     """Published versions kept on disk."""
     probe_interval_s: float = 1.0
     """Between health probes of a server."""
@@ -144,11 +147,11 @@ class WeightSyncConfig:
 class CheckpointConfig:
     """When the trainer saves, what it keeps."""
 
-    freq_steps: int = 20
+    freq_steps: Annotated[int, Ge(0)] = 20
     """A checkpoint (and a ledger commit) every so many steps; 0: only at the end."""
-    keep: int = 2
+    keep: Annotated[int, Ge(1)] = 2
     """Checkpoints kept."""
-    recover: str = "auto"
+    recover: Literal["auto", "never"] = "auto"
     """auto: resume from the newest valid checkpoint of this trial; never: refuse to overwrite."""
 
 
@@ -156,22 +159,22 @@ class CheckpointConfig:
 class StackConfig:
     """What `areal run` and `areal up` start, and where."""
 
-    rollout_workers: int = 1
+    rollout_workers: Annotated[int, Ge(1)] = 1
     """Rollout service processes."""
     inference_command: str = ""
     """Starts an inference server, e.g. `/opt/sglang/bin/python -m sglang.launch_server`: model,
     address and limits are added as SGLang's flags. Empty: the CPU engine."""
-    inference_max_running: int = 64
+    inference_max_running: Annotated[int, Ge(1)] = 64
     """Requests decoded at once by each inference server."""
-    max_restarts: int = 5
+    max_restarts: Annotated[int, Ge(0)] = 5
     """Restarts of one process within ten minutes before the run is given up."""
     ready_timeout_s: float = 120.0
     """For the whole stack to become ready."""
-    gpus_per_node: int = 0
+    gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
-    gateway_port: int = 0
+    gateway_port: Annotated[int, Ge(0)] = 0
     """Of the gateway and its dashboard; 0: a free one, the same at each run of a trial."""
-    ranks_per_node: int = 0
+    ranks_per_node: Annotated[int, Ge(0)] = 0
     """Trainer ranks on one node; 0: as many as it has GPUs, or all of them where it has none."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)

@@ -122,14 +122,12 @@ def replay(folder: Path, model: Path) -> list[str]:
     Raises:
         InvalidInput: one of the two is not what it should be.
     """
-    from omegaconf import OmegaConf
+    from pydantic import TypeAdapter
 
     batches, info = load_failed_batch(folder)
     settings = {**info["actor"], "path": str(model)}
     settings["optimizer"] = {**settings["optimizer"], "max_skipped_steps": 1}
-    config: Any = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(PPOActorConfig), OmegaConf.create(settings))
-    )
+    config = TypeAdapter(PPOActorConfig).validate_python(settings)
     said = []
     for rank, batch in enumerate(batches):
         engine = FSDPEngine(config)

@@ -34,6 +34,7 @@ from torch import Tensor
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
+from areal.config.checks import check
 from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import checkpoint, finite
 from areal.engines.export.directory import write_directory
@@ -72,7 +73,12 @@ class FSDPEngine(TrainEngine):
     """
 
     def __init__(self, config: TrainEngineConfig | RefConfig) -> None:
-        """Keep the configuration; nothing is loaded before `initialize`."""
+        """Keep the configuration; nothing is loaded before `initialize`.
+
+        Raises:
+            ConfigError: One of its values cannot be.
+        """
+        check(config)
         self.config = config
         self.optimizer: torch.optim.AdamW | None = None
         self.optimizer_steps = 0

@@ -13,10 +13,13 @@ from torch import Tensor
 from areal.algorithms import advantages as adv
 from areal.algorithms import losses, normalization, packing
 from areal.algorithms.packing import Batch
+from areal.config.checks import check
 from areal.config.training import PPOActorConfig
 from areal.engines.train_api import TrainEngine
 from areal.errors import InvalidInput
 
+# Ways to the proximal logprobs that need those of the policy at the start of the update.
+_FORWARD = ("recompute", "unweighted")
 # Statistics of minibatches that add up; all others are averaged (or maximized, `_max`).
 _ADDED = ("n_tokens", "n_loss_tokens", "n_micro_batches", "skipped_steps", "seconds")
 
@@ -38,11 +41,12 @@ class PPOActor:
         Args:
             config: the algorithm.
             engine: initialized, or about to be.
-            temperature: the sampler's, where `config` names none.
+            temperature: the sampler's, at which logprobs are compared.
         """
+        check(config)
         self.config = config
         self.engine = engine
-        self.temperature = temperature if config.temperature is None else config.temperature
+        self.temperature = temperature
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
@@ -77,7 +81,7 @@ class PPOActor:
             proximal = batch.get("proximal_logprobs")
             if proximal is None:
                 proximal = self.compute_logprobs(batch)
-                if config.recompute_logprob and config.prox_logp_method == "recompute":
+                if config.prox_logp_method in _FORWARD:
                     batch["proximal_logprobs"] = proximal
             kl = adv.kl_estimate(proximal, batch["reference_logprobs"], config.kl_estimator)
             rewards = rewards - config.kl_ctl * torch.where(mask, kl, 0.0)
@@ -143,8 +147,7 @@ class PPOActor:
     def _needs_proximal_forward(self, batch: Batch) -> bool:
         config = self.config
         return (
-            config.recompute_logprob
-            and config.prox_logp_method == "recompute"
+            config.prox_logp_method in _FORWARD
             and config.ppo_n_minibatches > 1
             and "proximal_logprobs" not in batch
         )
@@ -152,7 +155,7 @@ class PPOActor:
     def _proximal(self, policy_logprobs: Tensor, batch: Batch) -> Tensor:
         """What the ratio is clipped around."""
         config = self.config
-        if not config.recompute_logprob:
+        if config.prox_logp_method == "behavior":
             return batch["behavior_logprobs"]
         if "proximal_logprobs" in batch:
             return batch["proximal_logprobs"]
@@ -175,7 +178,7 @@ class PPOActor:
             policy_logprobs,
             proximal,
             # Not decoupled: the losses clip around what they are given as the sampler's.
-            batch["behavior_logprobs"] if config.use_decoupled_loss else proximal,
+            batch["behavior_logprobs"] if config.decoupled else proximal,
             batch["advantages"],
             batch["loss_mask"],
         )
@@ -184,7 +187,7 @@ class PPOActor:
                 *tensors,
                 eps_clip=config.eps_clip,
                 eps_clip_higher=config.eps_clip_higher,
-                decoupled=config.use_decoupled_loss,
+                decoupled=config.decoupled,
                 behavior_weight_cap=config.behavior_weight_cap,
             )
         return losses.ppo_actor_loss(
@@ -192,9 +195,9 @@ class PPOActor:
             eps_clip=config.eps_clip,
             eps_clip_higher=config.eps_clip_higher,
             c_clip=config.c_clip,
-            decoupled=config.use_decoupled_loss,
+            decoupled=config.decoupled,
             behavior_weight_cap=config.behavior_weight_cap,
-            importance_sampling_level=config.importance_sampling_level,
+            importance_sampling_level="sequence" if config.loss_type == "gspo" else "token",
             cu_seqlens=batch["cu_seqlens"],
         )
 

@@ -63,6 +63,8 @@ class FSDPPPOActor:
         config.path = config.path or session.config.model.path
         # A reference is compared with the actor: as the actor computes.
         ppo = config if isinstance(config, PPOActorConfig) else session.config.actor
+        config.dtype, config.mb_spec = ppo.dtype, ppo.mb_spec
+        config.distributed_timeout_seconds = ppo.distributed_timeout_seconds
         self.engine = FSDPEngine(config)
         self._ppo = PPOActor(ppo, self.engine, session.config.gconfig.temperature)
         steps = session.config.total_train_steps * ppo.ppo_n_minibatches

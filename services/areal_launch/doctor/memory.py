@@ -176,7 +176,7 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool) -> Need:
         **_step(actor, shape, micro_batch_tokens(config, actor), ranks, gpu=gpu),
     }
     if config.ref is not None:
-        element = _BYTES[_compute(config.ref, gpu=gpu)]
+        element = _BYTES[_compute(actor, gpu=gpu)]
         stays = 0 if config.ref.offload and gpu else shape.parameters
         parts["reference"] = element * (stays // ranks + shape.layer_parameters * (ranks > 1))
     parts["process"] = _CUDA if gpu else _PROCESS

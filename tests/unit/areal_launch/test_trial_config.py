@@ -68,9 +68,9 @@ def test_check_when_no_step_was_trained_then_anything_may_change(tmp_path: Path)
     assert check_unchanged(experiment(tmp_path, "gconfig.n_samples=4"), accept=False) == []
 
 
-def test_check_when_a_section_was_added_or_removed_then_it_is_shown(trained: Path) -> None:
-    with pytest.raises(CannotStart, match=r"reward_norm"):
-        check_unchanged(experiment(trained, "actor.reward_norm.eps=0.1"), accept=False)
+def test_check_when_the_algorithm_is_another_then_what_it_sets_is_shown(trained: Path) -> None:
+    with pytest.raises(CannotStart, match=r"reward_norm 'group/group' -> 'group/none'"):
+        check_unchanged(experiment(trained, "algorithm=dr_grpo"), accept=False)
 
 
 def test_check_when_the_earlier_file_lacks_a_new_key_then_its_default_counts(

@@ -21,7 +21,7 @@ def resolve_precision(
     if isinstance(config, RefConfig):
         master = compute  # nothing updates them
     else:  # the larger of the two: never below the compute precision
-        master = max(compute, DTYPES[config.master_dtype], key=lambda dtype: dtype.itemsize)
+        master = max(compute, torch.float32, key=lambda dtype: dtype.itemsize)
     flash = config.attn_impl == "flash_attention_2"
     if config.attn_impl == "auto" and on_gpu and compute == torch.bfloat16:
         from transformers.utils import is_flash_attn_2_available

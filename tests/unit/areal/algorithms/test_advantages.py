@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.algorithms import advantages, packing
-from areal.config.training import NormConfig, PPOActorConfig
+from areal.config.training import PPOActorConfig
 from areal.errors import InvalidInput
 
 
@@ -118,7 +118,6 @@ def test_shape_scores_when_all_settings_are_on_then_applies_them_in_order():
         reward_bias=-0.5,
         reward_scaling=10.0,
         reward_clip=4.0,
-        overlong_reward_penalty=True,
         overlong_tokens=2,
         max_response_tokens=4,
         overlong_penalty_factor=0.5,
@@ -162,7 +161,7 @@ def test_kl_estimate_when_ratios_are_extreme_then_is_clamped():
 
 
 def test_drgrpo_when_configured_then_only_centers():
-    config = PPOActorConfig(reward_norm=NormConfig("group", None), reward_clip=100.0)
+    config = PPOActorConfig(reward_norm="group/none", reward_clip=100.0)
     batch = packing.pack(
         [
             {"input_ids": [1, 2], "loss_mask": [0, 1], "rewards": [0.0, reward]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal.algorithms import advantages, losses, normalization
-from areal.config.training import NormConfig, PPOActorConfig
+from areal.config.training import PPOActorConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 SEEDS = range(4)
@@ -121,7 +121,7 @@ def test_advantages_when_shaped_normalized_and_penalized_then_equal_areal(seed, 
         reward_bias=-0.5,
         reward_scaling=2.0,
         reward_clip=3.0,
-        reward_norm=NormConfig("group", "group"),
+        reward_norm="group/group",
         mask_no_eos_with_zero=not critic,
     )
     batch = case.batch(torch.arange(8) // 4)
@@ -145,7 +145,7 @@ def test_advantages_when_shaped_normalized_and_penalized_then_equal_areal(seed, 
     )
     expected = torch.where(case.mask, case.unshift(f"{name}.returns"), 0.0)
     torch.testing.assert_close(returns.float(), expected, rtol=1e-5, atol=1e-5)
-    ours = normalization.normalize_tokens(ours, case.mask, NormConfig())
+    ours = normalization.normalize_tokens(ours, case.mask, "batch/batch")
     expected = torch.where(case.mask, case.unshift(f"{name}.advantages"), 0.0)
     torch.testing.assert_close(ours.float(), expected, rtol=1e-5, atol=1e-5)
 
@@ -154,8 +154,8 @@ def test_advantages_when_shaped_normalized_and_penalized_then_equal_areal(seed, 
 @pytest.mark.parametrize(
     ("name", "norm"),
     [
-        ("grpo", NormConfig("group", "group")),
-        ("rloo", NormConfig("group", None, mean_leave1out=True)),
+        ("grpo", "group/group"),
+        ("rloo", "leave1out/none"),
     ],
 )
 def test_group_advantages_when_groups_are_uneven_then_equal_verl(seed, name, norm):

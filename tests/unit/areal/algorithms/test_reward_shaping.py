@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.algorithms import advantages, packing
-from areal.config.training import NormConfig, PPOActorConfig
+from areal.config.training import PPOActorConfig
 from areal.engines.ppo import PPOActor
 
 
@@ -62,7 +62,7 @@ def test_process_rewards_when_normalized_then_advantages_are_the_normalized_rewa
     rewards[:, 0] = 0.0
     ours = advantages_of(
         process_batch(rewards.tolist(), [i // 4 for i in range(8)]),
-        reward_norm=NormConfig("group", "group"),
+        reward_norm="group/group",
         reward_clip=1e6,
         reward_scaling=scaling,
         reward_bias=-0.5,
@@ -80,9 +80,7 @@ def test_process_rewards_when_normalized_then_advantages_are_the_normalized_rewa
 def test_process_rewards_when_small_beside_their_spread_then_the_same_future_has_the_same_sign():
     """Half of the reward is still to come; at its raw size the half that came weighs nothing."""
     rewards = [[0.0, 0.01, 0.01], [0.0, 0.0, 0.01], [0.0, 0.0, 0.0], [0.0, 0.01, 0.02]]
-    last = advantages_of(process_batch(rewards, [0] * 4), reward_norm=NormConfig("group", "group"))[
-        :, -1
-    ].tolist()
+    last = advantages_of(process_batch(rewards, [0] * 4), reward_norm="group/group")[:, -1].tolist()
     assert last[0] == pytest.approx(last[1], rel=1e-4)
     assert last[0] < 0 < last[3]
 

@@ -4,49 +4,65 @@ from itertools import pairwise
 import pytest
 from omegaconf import OmegaConf
 
-from areal.config.training import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
+from areal.config.checks import check
+from areal.config.training import (
+    MicroBatchSpec,
+    OptimizerConfig,
+    PPOActorConfig,
+    TrainEngineConfig,
+)
+from areal.engines.fsdp import FSDPEngine
 from areal.errors import ConfigError
 
 
 def test_config_when_read_by_omegaconf_then_nests_and_overrides():
     schema = OmegaConf.structured(PPOActorConfig)
     overrides = OmegaConf.from_dotlist(
-        ["optimizer.lr=3e-4", "reward_norm.mean_level=group", "adv_norm=null", "c_clip=3"]
+        ["optimizer.lr=3e-4", "reward_norm=group/none", "adv_norm=null", "c_clip=3"]
     )
-    # An optional section that is null by default is switched on by setting one of its keys.
     config = OmegaConf.to_object(OmegaConf.merge(schema, overrides))
     assert isinstance(config, PPOActorConfig)
     assert config.optimizer.lr == 3e-4
-    assert config.reward_norm.mean_level == "group"
+    assert config.reward_norm == "group/none"
     assert config.adv_norm is None
     assert config.c_clip == 3.0
 
 
 def test_config_when_default_then_the_loss_is_decoupled_and_recomputed():
     config = PPOActorConfig()
-    assert config.use_decoupled_loss
-    assert config.recompute_logprob
+    assert config.decoupled
+    assert config.prox_logp_method == "recompute"
     assert config.behavior_weight_cap == 5.0
     assert config.kl_ctl == 0.0
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
+    ("config", "line"),
     [
-        (lambda: PPOActorConfig(c_clip=1.0), "c_clip"),
-        (lambda: PPOActorConfig(temperature=0.0), "temperature"),
-        (lambda: PPOActorConfig(loss_type="trpo"), "loss_type"),
-        (lambda: PPOActorConfig(dtype="float16"), "dtype"),
-        (lambda: PPOActorConfig(adv_norm=NormConfig("group", "group")), "adv_norm"),
-        (lambda: PPOActorConfig(overlong_reward_penalty=True), "overlong_tokens"),
-        (lambda: NormConfig(mean_leave1out=True), "mean_leave1out"),
-        (lambda: MicroBatchSpec(max_tokens_per_mb=0), "max_tokens_per_mb"),
-        (lambda: OptimizerConfig(lr_scheduler_type="step"), "lr_scheduler_type"),
+        (PPOActorConfig(c_clip=1.0), "c_clip 1.0: expected more than 1"),
+        (PPOActorConfig(logits_chunk_elements=0), "logits_chunk_elements 0: expected more than 0"),
+        (
+            TrainEngineConfig(dtype="half"),
+            "dtype 'half': expected 'auto', 'float32', 'bfloat16' or",
+        ),
+        (
+            TrainEngineConfig(mb_spec=MicroBatchSpec(max_tokens_per_mb=0)),
+            "mb_spec.max_tokens_per_mb 0: expected more than 0",
+        ),
+        (OptimizerConfig(beta1=1.0), "beta1 1.0: expected less than 1"),
+        (OptimizerConfig(lr="high"), "lr 'high': expected a valid number"),
     ],
 )
-def test_config_when_a_value_is_wrong_then_names_the_field(make, field):
-    with pytest.raises(ConfigError, match=field):
-        make()
+def test_check_when_a_value_is_wrong_then_one_line_names_field_value_and_expectation(config, line):
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_engine_when_code_gives_a_wrong_value_then_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="attn_impl 'fast': expected"):
+        FSDPEngine(TrainEngineConfig(attn_impl="fast"))
 
 
 def test_learning_rate_when_scheduled_then_warms_up_and_decays():

@@ -6,7 +6,6 @@ from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case
 
 from areal.config.training import PPOActorConfig
 from areal.engines.ppo import PPOActor
-from areal.errors import ConfigError
 
 
 class NoEngine:
@@ -38,8 +37,7 @@ def test_ratio_when_the_loss_is_not_decoupled_then_around_the_recomputed_policy_
         one_token(),
         policy,
         loss_type=loss_type,
-        use_decoupled_loss=False,
-        recompute_logprob=recompute,
+        prox_logp_method="unweighted" if recompute else "behavior",
     )
     # The policy has not moved since the start of the update; the sampler was another one.
     assert float(stats["ppo_ratio"]) == pytest.approx(1.0 if recompute else 2.718282)
@@ -57,7 +55,7 @@ def test_loss_when_not_decoupled_and_recomputed_then_equals_areal(seed):
         "loss_mask": case.mask,
         "cu_seqlens": case.cu_seqlens,
     }
-    loss, _ = loss_of(batch, policy, use_decoupled_loss=False)
+    loss, _ = loss_of(batch, policy, prox_logp_method="unweighted")
     expected = float(case.arrays["plain.loss"])
     assert float(loss.detach() / case.mask.sum()) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -65,26 +63,5 @@ def test_loss_when_not_decoupled_and_recomputed_then_equals_areal(seed):
 def test_proximal_logprobs_when_the_center_is_the_sampler_then_are_not_used():
     policy = torch.tensor([0.0, -1.0], requires_grad=True)
     batch = one_token(proximal_logprobs=torch.tensor([0.0, -1.0]))
-    _, stats = loss_of(batch, policy, use_decoupled_loss=False, recompute_logprob=False)
+    _, stats = loss_of(batch, policy, prox_logp_method="behavior")
     assert float(stats["ppo_ratio"]) == pytest.approx(2.718282)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"recompute_logprob": False},
-            ["recompute_logprob=False", "use_decoupled_loss=true", "use_decoupled_loss=false"],
-        ),
-        (
-            {"use_decoupled_loss": False, "prox_logp_method": "loglinear"},
-            ["prox_logp_method='loglinear'", "'recompute'", "use_decoupled_loss"],
-        ),
-    ],
-)
-def test_config_when_switches_contradict_then_refused_in_one_line(options, words):
-    with pytest.raises(ConfigError) as caught:
-        PPOActorConfig(**options)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)

@@ -8,7 +8,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
-from areal.config.training import OptimizerConfig, PPOActorConfig
+from areal.config.training import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.engines import failed_step, finite
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
@@ -183,8 +183,9 @@ def test_load_failed_batch_when_the_folder_is_not_one_then_refused_in_one_line(t
 
 
 def test_config_when_no_step_may_be_skipped_then_refused():
-    with pytest.raises(ConfigError, match=r"optimizer\.max_skipped_steps=0: expected an integer"):
-        OptimizerConfig(max_skipped_steps=0)
+    config = TrainEngineConfig(optimizer=OptimizerConfig(max_skipped_steps=0))
+    with pytest.raises(ConfigError, match=r"optimizer\.max_skipped_steps 0: expected more than 0"):
+        FSDPEngine(config)
 
 
 def test_find_cause_when_padding_off_the_mask_is_not_finite_then_is_not_blamed():

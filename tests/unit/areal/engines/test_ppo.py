@@ -5,7 +5,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import assert_gradients_close, gradients, make_batch
 
 from areal.algorithms import packing
-from areal.config.training import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
+from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.errors import InvalidInput
@@ -17,7 +17,7 @@ def make_actor(model_dir):
 
     def make(**options):
         options.setdefault("optimizer", OptimizerConfig(lr=1e-3))
-        options.setdefault("reward_norm", NormConfig("group", "group"))
+        options.setdefault("reward_norm", "group/group")
         config = PPOActorConfig(path=str(model_dir), **options)
         engine = FSDPEngine(config)
         engine.initialize()
@@ -118,10 +118,10 @@ def test_ppo_update_when_repeated_then_raises_the_probability_of_rewarded_tokens
     "options",
     [
         {"prox_logp_method": "loglinear"},
-        {"use_decoupled_loss": False, "recompute_logprob": False},
-        {"use_decoupled_loss": False},
+        {"prox_logp_method": "behavior"},
+        {"prox_logp_method": "unweighted"},
         {"loss_type": "cispo"},
-        {"importance_sampling_level": "sequence"},
+        {"loss_type": "gspo"},
         {"c_clip": 3.0, "eps_clip_higher": 0.28, "behavior_weight_cap": None},
     ],
     ids=str,
@@ -198,7 +198,7 @@ def test_kl_penalty_when_the_sampler_was_another_policy_then_is_of_the_current_o
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute_logprob": False, "use_decoupled_loss": False}, {"prox_logp_method": "loglinear"}],
+    [{"prox_logp_method": "behavior"}, {"prox_logp_method": "loglinear"}],
     ids=str,
 )
 def test_kl_penalty_when_the_loss_does_not_recompute_then_its_center_stays(make_actor, options):

@@ -1,0 +1,64 @@
+"""Limits that a section's annotations declare, checked by pydantic, told in one line.
+
+pydantic is imported by the check alone: `areal --help` and recipes in workers never load it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from areal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from pydantic import TypeAdapter
+
+# By pydantic's error types; anything else is said in its own words.
+_EXPECTED = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt:g}",
+}
+
+
+def check(section: DataclassInstance) -> None:
+    """Compares every field, those of inner sections too, with its annotation.
+
+    Raises:
+        ConfigError: One line naming the dotted field, the value and what was expected.
+    """
+    from pydantic import ValidationError
+
+    try:
+        _adapter(type(section)).validate_python(asdict(section))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    else:
+        return
+    key, value = ".".join(str(part) for part in first["loc"]), first["input"]
+    if template := _EXPECTED.get(first["type"]):
+        expected = template.format(**first["ctx"])
+    else:
+        expected = first["msg"].removeprefix("Input should be ")
+    raise ConfigError(f"{key} {value!r}: expected {expected}")
+
+
+@cache
+def _adapter(kind: type[DataclassInstance]) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def nearest(value: str, choices: list[str]) -> str:
+    """`; did you mean 'x'?`, or nothing; of two equally near ones the first."""
+
+    def likeness(choice: str) -> float:
+        return difflib.SequenceMatcher(None, value, choice).ratio()
+
+    best = max(choices, key=likeness)
+    return f"; did you mean {best!r}?" if likeness(best) >= 0.5 else ""
