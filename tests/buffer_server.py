@@ -13,9 +13,8 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.buffer_client import BufferClient
 from tests.ports import free_port
-
-from areal.clients.buffer import BufferClient
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.buffer_client import BufferClient
 from tests.rollout_stack import Process, Stack, free_port, start_stack
 
-from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import save_config

@@ -51,11 +51,14 @@ from tests.redis_server import start_redis
 from tests.rollout_stack import Stack, free_port
 from tools import scale_meter as meter
 
-from areal.clients.buffer import BufferClient, ReturnCause
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.tasks import BufferTasks
+from areal.clients.buffer.worker import BufferWorker
 from areal.clients.stores import connect_redis
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig, save_config
 from areal.models.tiny import make_tiny_model
+from areal.protocol.leases import ReturnCause
 from areal.protocol.trajectories import STATE_FROM_PB
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState
 from areal.weights.manifest import build_manifest
@@ -136,7 +139,9 @@ class Simulation:
     def __init__(self, whole: Stack, episodes: int, options: argparse.Namespace) -> None:
         self.whole, self.episodes, self.options = whole, episodes, options
         ends = whole.config.endpoints
-        self.ledger, self.sync = BufferClient(ends.buffer), WeightSyncClient(ends.weight_sync)
+        self.buffer = BufferConnection(ends.buffer, timeout_s=120.0, retry_s=120.0)
+        self.tasks, self.worker = BufferTasks(self.buffer), BufferWorker(self.buffer)
+        self.sync = WeightSyncClient(ends.weight_sync)
         self.redis = connect_redis(ends.redis)
         self.submitted = 0
         self._empty: meter.Row = {}
@@ -147,7 +152,7 @@ class Simulation:
     async def close(self) -> None:
         """Closes the clients."""
         await self.redis.aclose()
-        for client in (self.ledger, self.sync):
+        for client in (self.buffer, self.sync):
             await client.close()
 
     async def submit(self, tasks: int) -> None:
@@ -157,7 +162,7 @@ class Simulation:
             Task(f"t{next(self._numbers)}", Purpose.SERVE, self._workflow, row)
             for _ in range(tasks)
         ]
-        await self.ledger.submit_tasks(new, retry_for=120.0, timeout=120.0)
+        await self.tasks.submit_tasks(new)
         self.submitted += tasks
 
     async def feed(self) -> None:
@@ -172,7 +177,7 @@ class Simulation:
 
     async def counts(self) -> dict[TaskState, int]:
         """Tasks by state, now."""
-        stats = await self.ledger.get_stats(timeout=60.0)
+        stats = await self.tasks.get_stats()
         return {STATE_FROM_PB[each.state]: each.tasks for each in stats.counts}
 
     async def cpu(self, *services: str) -> dict[str, float]:
@@ -186,16 +191,16 @@ class Simulation:
         await self.submit(RENEWALS)
         held: list[tuple[str, int]] = []
         while len(held) < min(RENEWALS, self.episodes):
-            leases, _ = await self.ledger.lease_tasks("meter", 500, 5.0)
+            leases, _ = await self.worker.lease_tasks("meter", 500, 5.0)
             held += [(lease.task.task_id, lease.token) for lease in leases]
         before, rounds = await self.cpu("buffer"), 20
         for _ in range(rounds):
-            await self.ledger.renew_leases("meter", held)
+            await self.worker.renew_leases("meter", held)
         after = await self.cpu("buffer")
         for start in range(0, len(held), 100):
             await asyncio.gather(
                 *(
-                    self.ledger.return_task(task_id, token, ReturnCause.DRAIN, detail="measured")
+                    self.worker.return_task(task_id, token, ReturnCause.DRAIN, detail="measured")
                     for task_id, token in held[start : start + 100]
                 )
             )
@@ -293,7 +298,7 @@ class Simulation:
         row = {"drain_s": took, "drain_held": held, "drain_left": left}
         if len(meter.processes(self.whole, "rollout")) == 1:  # then the ledger itself can say
             row["drain_left"] = (await self.counts())[TaskState.RUNNING]
-            leases, _ = await self.ledger.lease_tasks("meter", 1000, 5.0)
+            leases, _ = await self.worker.lease_tasks("meter", 1000, 5.0)
             row["drain_with_tokens"] = sum(bool(lease.partial) for lease in leases) / len(leases)
         return row
 

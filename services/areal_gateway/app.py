@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from areal.chassis import tracing
 from areal.chassis.http_tracing import TracedRequests
 from areal.chassis.waits import Waits
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.admin import BufferAdmin
 from areal.clients.rollout import RolloutClient
 from areal.errors import (
     ArealError,
@@ -60,7 +60,7 @@ class Json(Response):
 def build_app(
     hub: StatusHub,
     rollout: RolloutClient | None,
-    buffer: BufferClient | None,
+    dead_letters: BufferAdmin | None,
     metrics: GatewayMetrics,
     waits: Waits,
     config: GatewayConfig,
@@ -71,7 +71,7 @@ def build_app(
     Args:
         hub: What status, steps and events are read from.
         rollout: The task API behind /v1/tasks; None: those routes answer 503.
-        buffer: The ledger behind /v1/dead-letters; None: it answers 503.
+        dead_letters: The ledger's, behind /v1/dead-letters; None: it answers 503.
         metrics: Counters; also what /metrics shows.
         waits: The watchdog's record.
         config: Limits.
@@ -95,7 +95,7 @@ def build_app(
     _add_pages(app, metrics)
     _add_state(app, hub, metrics, config)
     _add_tasks(app, rollout)
-    _add_dead_letters(app, buffer)
+    _add_dead_letters(app, dead_letters)
     return app
 
 
@@ -194,9 +194,7 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
         return rollout
 
     async def one(task_id: str, include_trajectories: bool) -> dict[str, Any]:
-        records = await calls().get_tasks(
-            [task_id], include_trajectories=include_trajectories, retry_for=0
-        )
+        records = await calls().get_tasks([task_id], include_trajectories=include_trajectories)
         if not records:
             raise NotFound(f"task {task_id!r}: unknown, or released since it ended")
         return record_json(records[0])
@@ -205,7 +203,7 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
     async def submit(body: SubmitIn) -> Json:
         """Queues tasks. Idempotent by task_id: `accepted` is false for one known before."""
         tasks = [task_from_model(task) for task in body.tasks]
-        accepted = await calls().submit_tasks(tasks, timeout=30.0, retry_for=0)
+        accepted = await calls().submit_tasks(tasks)
         pairs = zip(tasks, accepted, strict=True)
         return Json({"results": [{"task_id": t.task_id, "accepted": a} for t, a in pairs]})
 
@@ -218,16 +216,14 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
     async def query(body: QueryIn) -> Json:
         """Records of many tasks; unknown ids are left out."""
         records = await calls().get_tasks(
-            body.task_ids, include_trajectories=body.include_trajectories, retry_for=0
+            body.task_ids, include_trajectories=body.include_trajectories
         )
         return Json({"tasks": [record_json(record) for record in records]})
 
     @app.post("/v1/tasks/cancel", tags=["tasks"])
     async def cancel(body: CancelIn) -> Json:
         """Cancels live tasks; ended ones stay as they are."""
-        count = await calls().cancel_tasks(
-            body.task_ids, reason=body.reason, timeout=30.0, retry_for=0
-        )
+        count = await calls().cancel_tasks(body.task_ids, reason=body.reason)
         return Json({"cancelled": count})
 
     @app.get("/v1/trajectories/{task_id}", tags=["tasks"])
@@ -239,13 +235,13 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
         return Json({"task_id": task_id, "trajectories": record["trajectories"]})
 
 
-def _add_dead_letters(app: FastAPI, buffer: BufferClient | None) -> None:
+def _add_dead_letters(app: FastAPI, admin: BufferAdmin | None) -> None:
     @app.get("/v1/dead-letters", tags=["tasks"])
     async def dead_letters(limit: int = Query(100, ge=1, le=1000)) -> Json:
         """Tasks that were given up, newest first: records with `cause` and `traceback`."""
-        if buffer is None:
+        if admin is None:
             raise Unavailable("endpoints.buffer '': this gateway has no ledger")
-        letters = await buffer.list_dead_letters(limit)
+        letters = await admin.list_dead_letters(limit)
         return Json(
             {
                 "dead_letters": [

@@ -11,8 +11,6 @@ class GatewayConfig:
 
     interval_s: float = 1.0
     """Between two looks at the ledger and the servers, and between two status events."""
-    upstream_timeout_s: float = 3.0
-    """One look at one service."""
     trainer_wait_s: float = 10.0
     """A long poll for the trainer's next step row."""
     history: int = 900

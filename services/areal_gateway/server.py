@@ -9,7 +9,9 @@ from areal.chassis.http_auth import OwnPagesOnly
 from areal.chassis.http_server import HttpServer
 from areal.chassis.service import Service, ServiceContext, split_address
 from areal.clients.base import Client
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.admin import BufferAdmin
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.rollout import RolloutClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
@@ -33,12 +35,16 @@ class GatewayService(Service):
         self._context = context
         self._limits = limits or GatewayConfig()
         ends, security = config.endpoints, context.security
-        self._buffer = BufferClient(ends.buffer, security) if ends.buffer else None
+        self._buffer = BufferConnection(ends.buffer, security) if ends.buffer else None
         self._weight_sync = (
             WeightSyncClient(ends.weight_sync, security) if ends.weight_sync else None
         )
         self._trainer = TrainerClient(ends.trainer, security) if ends.trainer else None
-        self._rollout = RolloutClient(ends.rollout, security) if ends.rollout else None
+        self._rollout = (
+            RolloutClient(ends.rollout, security, timeout_s=30.0, retry_s=0.0)
+            if ends.rollout
+            else None
+        )
         configured = {
             "ledger": self._buffer,
             "servers": self._weight_sync,
@@ -65,7 +71,7 @@ class GatewayService(Service):
         app = build_app(
             self._hub,
             self._rollout,
-            self._buffer,
+            BufferAdmin(self._buffer) if self._buffer else None,
             metrics,
             context.waits,
             self._limits,
@@ -94,7 +100,8 @@ class GatewayService(Service):
             ) from None
         spawn, keep = self._context.background.spawn, self._context.background.keep
         self._serving = spawn(self._http.serve(sockets=[listener]), "http")
-        keep(watch_clock(self._hub, self._buffer, self._weight_sync, self._limits), "clock")
+        tasks = BufferTasks(self._buffer) if self._buffer else None
+        keep(watch_clock(self._hub, tasks, self._weight_sync, self._limits), "clock")
         if self._weight_sync is not None:
             keep(watch_versions(self._hub, self._weight_sync), "versions")
         if self._trainer is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError
@@ -83,25 +83,23 @@ def ledger_json(stats: buffer_pb.GetStatsResponse) -> dict[str, Any]:
 
 async def watch_clock(
     hub: StatusHub,
-    buffer: BufferClient | None,
+    tasks: BufferTasks | None,
     weight_sync: WeightSyncClient | None,
     config: GatewayConfig,
 ) -> None:
     """Looks at the ledger and the servers at a steady pace; never returns."""
 
     async def ledger() -> None:
-        assert buffer is not None
+        assert tasks is not None
         try:
-            hub.put(
-                "ledger", ledger_json(await buffer.get_stats(timeout=config.upstream_timeout_s))
-            )
+            hub.put("ledger", ledger_json(await tasks.get_stats()))
         except ArealError as error:
             hub.fail("ledger", str(error))
 
     async def servers() -> None:
         assert weight_sync is not None
         try:
-            listed, _ = await weight_sync.list_servers(timeout=config.upstream_timeout_s)
+            listed, _ = await weight_sync.list_servers()
             hub.put(
                 "servers",
                 [asdict(s) for s in sorted(listed, key=lambda server: server.server_id)],
@@ -112,7 +110,7 @@ async def watch_clock(
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
-        looks = [ledger()] if buffer else []
+        looks = [ledger()] if tasks else []
         looks += [servers()] if weight_sync else []
         await asyncio.gather(*looks)
         hub.tick()

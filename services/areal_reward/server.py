@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from areal.chassis.service import Registration, Service, ServiceContext
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.recipes import BufferRecipes
 from areal.config.experiment import GRPOConfig
 from areal.errors import Unavailable
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
@@ -26,7 +27,7 @@ class RewardService(Service):
         self._config = PoolConfig.of(config.reward)
         self._context = context
         self._buffer = (
-            BufferClient(config.endpoints.buffer, context.security)
+            BufferConnection(config.endpoints.buffer, context.security)
             if config.endpoints.buffer
             else None
         )
@@ -68,7 +69,7 @@ class RewardService(Service):
     async def _get_recipe(self, digest: str) -> tuple[str, bytes]:
         if self._buffer is None:
             raise Unavailable("endpoints.buffer '': recipes cannot be fetched without it")
-        return await self._buffer.get_recipe(digest)
+        return await BufferRecipes(self._buffer).get_recipe(digest)
 
 
 def build(config: GRPOConfig, context: ServiceContext) -> Service:

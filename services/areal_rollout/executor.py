@@ -235,7 +235,7 @@ class Executor:
                 episode.task.cancel()
                 continue
             line, stack = where_it_waits(episode.task)
-            name = episode.lease.task.workflow.name or "rlvr"
+            name = episode.lease.task.workflow.name
             episode.overdue = (
                 f"episode of workflow {name!r} ran longer than {limit:g} s (4 x "
                 f"rollout.request_timeout_s); it waits at {line}",

@@ -12,7 +12,7 @@ from areal.workflows.base import RolloutWorkflow
 
 
 class Ledger(Protocol):
-    """Where leases come from and groups go to (`areal.clients.buffer.BufferClient`)."""
+    """Where leases come from and groups go to (`areal.clients.buffer.worker.BufferWorker`)."""
 
     async def lease_tasks(
         self, worker_id: str, max_tasks: int, max_wait_s: float, *, boot: int

@@ -17,7 +17,10 @@ from areal.chassis.logging import get_logger
 from areal.chassis.open_files import open_files
 from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.chassis.service import Registration, Service, ServiceContext
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.recipes import BufferRecipes
+from areal.clients.buffer.tasks import BufferTasks
+from areal.clients.buffer.worker import BufferWorker
 from areal.clients.reward import RewardClient
 from areal.clients.stores import connect_nats
 from areal.clients.trainer import TrainerClient
@@ -50,11 +53,12 @@ class Rollout(Service):
         self._context = context
         self._log = get_logger("areal.rollout")
         self._metrics = RolloutMetrics(context.registry)
-        self._ledger = BufferClient(settings.buffer, context.security)
+        self._buffer = BufferConnection(settings.buffer, context.security)
+        self._worker = BufferWorker(self._buffer)
         self._reward = RewardClient(settings.reward, context.security)
         self._weight_sync = WeightSyncClient(settings.weight_sync, context.security)
-        self._workflows = WorkflowCache(self._ledger.get_recipe)
-        self._servicer = RolloutServicer(self._ledger, self._workflows.get)
+        self._workflows = WorkflowCache(BufferRecipes(self._buffer).get_recipe)
+        self._servicer = RolloutServicer(BufferTasks(self._buffer), self._workflows.get)
         self._nats: NatsClient | None = None
         self._generation: SGLangClient | None = None
         self._executor: Executor | None = None
@@ -99,7 +103,7 @@ class Rollout(Service):
         worker_id, boot = _identity()
         executor = Executor(
             settings.executor(worker_id, boot, connections),
-            ledger=self._ledger,
+            ledger=self._worker,
             generation=generation,
             scorer=self._reward,
             workflows=self._workflows,
@@ -170,7 +174,7 @@ class Rollout(Service):
             await self._generation.close()
         if self._nats is not None:
             await self._nats.close()
-        for client in (self._ledger, self._reward, self._weight_sync, self._trainer):
+        for client in (self._worker, self._buffer, self._reward, self._weight_sync, self._trainer):
             if client is not None:
                 await client.close()
 

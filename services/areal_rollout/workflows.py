@@ -23,11 +23,6 @@ _LOAD_TIMEOUT_S = 60.0
 FetchRecipe = Callable[[str], Awaitable[tuple[str, bytes]]]
 
 
-def default_workflow(spec: WorkflowSpec) -> WorkflowSpec:
-    """A task without a workflow's name gets the built-in "rlvr"."""
-    return spec if spec.name else WorkflowSpec("rlvr", spec.recipe_digest, spec.kwargs_json)
-
-
 class WorkflowCache:
     """Builds workflows from their descriptions; fetches and loads recipes by digest."""
 
@@ -47,7 +42,7 @@ class WorkflowCache:
         if workflow is not None:
             return workflow
         module = await self._recipe(spec.recipe_digest) if spec.recipe_digest else None
-        workflow = self._workflows.setdefault(spec, build_workflow(default_workflow(spec), module))
+        workflow = self._workflows.setdefault(spec, build_workflow(spec, module))
         if len(self._workflows) > _MAX_WORKFLOWS:
             self._workflows.popitem(last=False)
         return workflow

@@ -94,7 +94,7 @@ class Run:
                 while not ended.is_set():
                     # At the very end weight-sync goes.
                     with contextlib.suppress(ArealError):
-                        servers, current = await client.list_servers(timeout=5.0)
+                        servers, current = await client.list_servers()
                         serving = {
                             s.url: s.version for s in servers if s.state is ServerState.SERVING
                         }

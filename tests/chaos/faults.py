@@ -131,7 +131,7 @@ class Victims:
                 timeout=aiohttp.ClientTimeout(total=2.0), headers=self._security.headers()
             )
         try:
-            servers, current = await self._weight_sync.list_servers(timeout=2.0)
+            servers, current = await self._weight_sync.list_servers()
             async with self._http.get(f"http://{address}/model_info") as reply:
                 says = str((await reply.json())["weight_version"])
         except (ArealError, aiohttp.ClientError, TimeoutError, KeyError, ValueError):

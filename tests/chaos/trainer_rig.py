@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import psutil
 from omegaconf import OmegaConf
+from tests.buffer_client import BufferClient
 from tests.integration.stack_tools import RunningStack, areal_background, environment, eventually
 from tests.service_process import free_port
 
-from areal.clients.buffer import BufferClient
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 
 RECIPE = Path(__file__).parent / "recipes" / "replay.py"
@@ -217,7 +217,7 @@ class TrainerRig:
 
             client = BufferClient(self.stack.address("buffer"), self.stack.security)
             try:
-                stats = await client.get_stats(retry_for=20)
+                stats = await client.get_stats()
             finally:
                 await client.close()
             return {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.containers import ContainerStore, image_of
 from tests.inference_server import make_model, running_server, save_tokenizer
@@ -15,7 +16,6 @@ from tests.integration.weight_sync_rig import BadServer, Process, WeightSyncRig,
 from tests.nats_server import NatsServer
 from tests.redis_server import RedisServer, start_redis
 
-from areal.clients.buffer import BufferClient
 from areal.clients.stores import connect_redis
 
 # -- the buffer -------------------------------------------------------------------------------

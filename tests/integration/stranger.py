@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal.clients.buffer import BufferClient
+from tests.buffer_client import BufferClient
+
 from areal.clients.reward import RewardClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
@@ -58,21 +59,21 @@ class Attacks:
         return str(self._stack["processes"][name][key])
 
     async def put_recipe(self) -> Any:
-        client = BufferClient(self._address("buffer"))
+        client = BufferClient(self._address("buffer"), retry_s=0)
         try:
             source = RECIPE.format(mark=self._mark).encode()
-            return await client.put_recipe("evil.py", source, retry_for=0)
+            return await client.put_recipe("evil.py", source)
         finally:
             await client.close()
 
     async def submit_tasks(self) -> Any:
         digest = await self._or_nothing(self.put_recipe)
-        client = RolloutClient(self._address("rollout-0"))
+        client = RolloutClient(self._address("rollout-0"), retry_s=0)
         try:
             workflow = WorkflowSpec("rlvr", digest, json.dumps(KWARGS))
             row = {"prompt": "1+1=", "answer": "2"}
             task = Task("stranger", Purpose.SERVE, workflow, row)
-            accepted = await client.submit_tasks([task], retry_for=0)
+            accepted = await client.submit_tasks([task])
             async for _ in client.watch_tasks(["stranger"], timeout=60):
                 break
             return accepted
@@ -80,16 +81,16 @@ class Attacks:
             await client.close()
 
     async def score(self) -> Any:
-        client = RewardClient(self._address("reward"))
+        client = RewardClient(self._address("reward"), retry_s=0)
         try:
-            return await client.score("math", "", {}, [ScoreItem("1+1=", "2")], retry_for=0)
+            return await client.score("math", "", {}, [ScoreItem("1+1=", "2")])
         finally:
             await client.close()
 
     async def list_servers(self) -> Any:
         client = WeightSyncClient(self._address("weight-sync"))
         try:
-            return await client.list_servers(timeout=10.0, retry_for=0)
+            return await client.list_servers()
         finally:
             await client.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from tests.buffer_client import BufferClient
 from tests.certificates import Authority
 from tests.integration.stack_tools import areal
 from tests.integration.test_auth_stack import TOKEN, WRONG, code_of, methods_of
@@ -16,7 +17,6 @@ from tests.redis_server import start_redis
 from tests.service_process import ServiceProcess, free_port, service_process
 
 from areal.chassis.service import Service, ServiceContext, check_address, start_servers
-from areal.clients.buffer import BufferClient
 from areal.clients.trainer import TrainerClient
 from areal.errors import ConfigError, Unauthenticated, Unavailable
 from areal.security import Security, SecurityConfig
@@ -77,9 +77,9 @@ def buffer_config(redis: str, **security: Path | str) -> str:
 
 
 async def stats_with(service: ServiceProcess, security: Security | None) -> int:
-    client = BufferClient(service.listen, security)
+    client = BufferClient(service.listen, security, timeout_s=60.0)
     try:
-        return (await client.get_stats(timeout=60.0)).submitted
+        return (await client.get_stats()).submitted
     finally:
         await client.close()
 

@@ -51,7 +51,7 @@ class Rig:
     def __init__(self, stack: Stack, bad: BadServer) -> None:
         self.bad = bad
         self.rollout = RolloutClient(stack.config.endpoints.rollout)
-        self.weight_sync = WeightSyncClient(stack.config.endpoints.weight_sync)
+        self.weight_sync = WeightSyncClient(stack.config.endpoints.weight_sync, retry_s=10)
 
     async def run(self, name: str, count: int, tokens: int) -> asyncio.Task[dict]:
         ids = [f"{name}-{index}" for index in range(count)]
@@ -73,7 +73,7 @@ class Rig:
     async def until(self, state: ServerState, timeout: float) -> InferenceServer:
         end = time.monotonic() + timeout
         while True:
-            servers, _ = await self.weight_sync.list_servers(retry_for=10)
+            servers, _ = await self.weight_sync.list_servers()
             server = next((s for s in servers if s.url == self.bad.url), None)
             if server is not None and server.state is state:
                 return server

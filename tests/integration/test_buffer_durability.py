@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio as redis
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.integration.stack_tools import eventually
 from tests.ledger_support import make_group, make_task, open_book
 from tests.redis_server import RedisServer
 
-from areal.clients.buffer import BufferClient
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.stores import redis_spec
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import register, start_buffer
 from tests.ledger_support import make_group, make_task
 
-from areal.clients.buffer import BufferClient, ReturnCause
+from areal.protocol.leases import ReturnCause
 from areal.types import TrajectoryGroup
 
 FULL = 2 << 20  # bytes that compression saves nothing of

@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import RedisServer
 
-from areal.clients.buffer import BufferClient, Lease, TakeState
 from areal.clients.stores import connect_redis, redis_prefix
 from areal.errors import ArealError, LeaseLost, Unavailable, WaitTimeout
+from areal.protocol.leases import Lease, TakeState
 from areal.types import TaskState
 
 OVERRIDES = ("train_dataset.batch_size=4", "rollout.lease_ttl_s=2")
@@ -36,7 +37,7 @@ async def test_redis_when_killed_under_load_then_nothing_acknowledged_is_lost(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     with start_buffer(tmp_path, redis_server.url, *OVERRIDES) as address:
-        client = BufferClient(address)
+        client = BufferClient(address, retry_s=60)
         submitted: set[str] = set()
         completed: set[str] = set()
         stop = asyncio.Event()
@@ -46,7 +47,7 @@ async def test_redis_when_killed_under_load_then_nothing_acknowledged_is_lost(
             while not stop.is_set():
                 ids = [f"{number + i}" for i in range(5)]
                 number += 5
-                await client.submit_tasks([make_task(each) for each in ids], retry_for=60)
+                await client.submit_tasks([make_task(each) for each in ids])
                 submitted.update(ids)
 
         async def work(name: str) -> None:
@@ -76,7 +77,7 @@ async def test_redis_when_killed_under_load_then_nothing_acknowledged_is_lost(
             )
             step = 1
             while not stop.is_set():
-                batch = await client.take_batch(registration.incarnation, step, 1, retry_for=60)
+                batch = await client.take_batch(registration.incarnation, step, 1)
                 if batch.state is TakeState.TAKEN:
                     batches[step] = [group.task_id for group in batch.groups]
                     step += 1
@@ -124,7 +125,7 @@ async def test_redis_when_away_for_longer_than_a_lease_then_leases_are_kept(
     redis_server: RedisServer, tmp_path: Path, how: str
 ) -> None:
     with start_buffer(tmp_path, redis_server.url, *OVERRIDES) as address:
-        client = BufferClient(address)
+        client, once = BufferClient(address), BufferClient(address, timeout_s=4, retry_s=0)
         try:
             await client.submit_tasks([make_task("a"), make_task("b")])
             leases, _ = await client.lease_tasks("w1", 2, 1)
@@ -132,7 +133,7 @@ async def test_redis_when_away_for_longer_than_a_lease_then_leases_are_kept(
             if how == "killed":
                 redis_server.kill()
                 with pytest.raises((Unavailable, WaitTimeout)):
-                    await client.renew_leases("w1", tokens, timeout=4, retry_for=0)
+                    await once.renew_leases("w1", tokens)
                 redis_server.start()
             else:
                 redis_server.send_signal(signal.SIGSTOP)
@@ -142,7 +143,7 @@ async def test_redis_when_away_for_longer_than_a_lease_then_leases_are_kept(
             lost: set[str] | None = None
             while lost is None and time.monotonic() < deadline:
                 try:
-                    lost = await client.renew_leases("w1", tokens, timeout=4, retry_for=10)
+                    lost = await once.renew_leases("w1", tokens)
                 except ArealError:
                     continue
             assert lost == set()
@@ -153,19 +154,20 @@ async def test_redis_when_away_for_longer_than_a_lease_then_leases_are_kept(
             assert [record.infrastructure_attempts for record in records] == [0, 0]
         finally:
             await client.close()
+            await once.close()
 
 
 async def test_lease_when_its_worker_stays_silent_after_an_outage_then_it_still_expires(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     with start_buffer(tmp_path, redis_server.url, *OVERRIDES) as address:
-        client = BufferClient(address)
+        client = BufferClient(address, timeout_s=3)
         try:
             await client.submit_tasks([make_task("a")])
             (held,), _ = await client.lease_tasks("w1", 1, 1)
             redis_server.kill()
             with pytest.raises((Unavailable, WaitTimeout)):  # several sweeps have failed by then
-                await client.get_tasks(["a"], timeout=3)
+                await client.get_tasks(["a"])
             redis_server.start()
             leases: list[Lease] = []
             async with asyncio.timeout(60):

@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import register, start_buffer
 from tests.ledger_support import make_group, make_task
 
-from areal.clients.buffer import BufferClient, TakeState
 from areal.errors import (
     CapacityExceeded,
     InvalidInput,
@@ -20,6 +20,7 @@ from areal.errors import (
     WorkflowError,
     WrongStep,
 )
+from areal.protocol.leases import TakeState
 from areal.protocol.trajectories import task_to_pb
 from areal.types import Purpose, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb

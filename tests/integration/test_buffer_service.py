@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import register, start_buffer
 from tests.ledger_support import make_group, make_task
 
-from areal.clients.buffer import BufferClient, ReturnCause, TakeState
 from areal.errors import InvalidInput, LeaseLost, NotFound, WaitTimeout
+from areal.protocol.leases import ReturnCause, TakeState
 from areal.types import Purpose, TaskState
 
 
@@ -231,10 +232,10 @@ async def test_call_when_nobody_answers_then_says_what_and_on_whom() -> None:
 
     server = await asyncio.start_server(silence, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    buffer = BufferClient(address)
+    buffer = BufferClient(address, timeout_s=0.3)
     try:
         with pytest.raises(WaitTimeout, match=f"GetStats on {address}"):
-            await buffer.get_stats(timeout=0.3)
+            await buffer.get_stats()
     finally:
         await buffer.close()
         server.close()

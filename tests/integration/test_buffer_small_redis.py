@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import RedisServer
 
-from areal.clients.buffer import BufferClient, TakeState
 from areal.clients.stores import connect_redis
 from areal.errors import CapacityExceeded
+from areal.protocol.leases import TakeState
 from areal.types import TrajectoryGroup
 
 LIMIT_MB = 40

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
-from areal.clients.buffer import BufferClient, TakeState
 from areal.errors import CapacityExceeded, LeaseLost, NotFound
+from areal.protocol.leases import TakeState
 from areal.types import Purpose, Task, TrajectoryGroup, WorkflowSpec
 
 MEMORY_MB, BATCH, SLOTS = 8, 4, 16

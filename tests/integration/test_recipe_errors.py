@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from tests.buffer_client import BufferClient
 from tests.integration.stack_tools import eventually
 from tests.rollout_stack import Stack, start_stack
 
-from areal.clients.buffer import BufferClient
 from areal.recipe import load_recipe
 from areal.types import GenerationHyperparameters, Purpose, Task
 from areal.workflows.specs import describe_workflow

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.chaos.trainer_rig import synthetic_group
 from tests.integration.test_trainer_session import ServedVersion
 from tests.ledger_support import make_task
 from tests.redis_server import start_redis
 
-from areal.clients.buffer import BufferClient
 from areal.config.experiment import GRPOConfig, RefConfig
 from areal.engines.ppo_actor import FSDPPPOActor
 from areal.engines.rollout import RemoteSGLangEngine
@@ -41,7 +41,7 @@ class Versions(ServedVersion):
         self.published: list[set[str]] = []
         """Types of the tensors of each version."""
 
-    async def publish_version(self, version: PolicyVersion, *, retry_for: float) -> None:
+    async def publish_version(self, version: PolicyVersion) -> None:
         self.published.append({tensor.dtype for tensor in version.tensors})
 
 

@@ -133,7 +133,7 @@ async def test_score_when_batch_is_mixed_then_each_item_gets_its_own_outcome(tmp
             *("sys.exit", "sleep", "child", "ok"),
         ]
         results = await client.score(
-            "trouble", DIGEST, {}, [ScoreItem("p", word) for word in words], retry_for=0
+            "trouble", DIGEST, {}, [ScoreItem("p", word) for word in words]
         )
         got = dict(zip(words, results, strict=True))
         expected = {
@@ -304,9 +304,7 @@ async def test_service_when_killed_then_no_worker_is_left(tmp_path, word):
         reward_service(tmp_path, "reward.timeout_s=60") as service,
         reward_client(service) as client,
     ):
-        call = asyncio.create_task(
-            client.score("trouble", DIGEST, {}, [ScoreItem("p", word)], retry_for=0)
-        )
+        call = asyncio.create_task(client.score("trouble", DIGEST, {}, [ScoreItem("p", word)]))
         if word == "hang":
             await _in_work(service)
         else:

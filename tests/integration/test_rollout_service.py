@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.buffer_client import BufferClient
 from tests.integration.stack_tools import eventually
 from tests.rollout_stack import free_port, start_stack
 
-from areal.clients.buffer import BufferClient
 from areal.clients.rollout import RolloutClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import InvalidInput, NotFound

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.buffer_client import BufferClient
 from tests.service_process import service_process
 
-from areal.clients.buffer import BufferClient
 from areal.clients.reward import RewardClient
 from areal.protocol.scores import ScoreItem
 from areal.security import Security

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import redis
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.integration.test_trainer_session import Actor, Session
 from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
-from areal.clients.buffer import BufferClient
 from areal.config.experiment import GRPOConfig
 from areal.engines import rollout as remote
 from areal.engines.rollout import RemoteSGLangEngine

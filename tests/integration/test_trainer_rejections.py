@@ -10,15 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.integration.test_trainer_session import Actor, Session
 from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
-from areal.clients.buffer import BufferClient, Lease
 from areal.config.experiment import GRPOConfig
 from areal.datasets.loader import StatefulLoader
 from areal.engines.rollout import RemoteSGLangEngine
+from areal.protocol.leases import Lease
 from areal.v1.trajectory_pb2 import TASK_STATE_QUEUED
 from areal.workflows.rlvr import RLVRWorkflow
 

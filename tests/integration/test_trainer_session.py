@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import start_redis
 
-from areal.clients.buffer import BufferClient, TakeState
 from areal.config.experiment import GRPOConfig
 from areal.errors import CapacityExceeded, InvalidInput, WaitTimeout
+from areal.protocol.leases import TakeState
 from areal.training import checkpoint_writer, evaluation
 from areal.training.checkpoint_writer import Checkpointable
 from areal.training.session import TrainerSession
@@ -135,7 +136,7 @@ def test_call_when_nobody_answers_then_the_error_names_the_service_and_its_addre
         await asyncio.Event().wait()
 
     held: list[str] = []
-    buffer = f"buffer {session.buffer.address}"
+    buffer = f"buffer {session.buffer.connection.address}"
     with pytest.raises(WaitTimeout, match=rf"for the batch on {buffer}$"):
         session._ask_buffer(never, "the batch", timeout=0.1)
     with pytest.raises(WaitTimeout, match=r"for the version on weight-sync weight-sync\.test:1$"):

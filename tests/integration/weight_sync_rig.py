@@ -124,7 +124,7 @@ class WeightSyncRig:
         self.address = f"127.0.0.1:{free_port()}"
         self.metrics = f"127.0.0.1:{free_port()}"
         self.process = self.replica("weight-sync", self.address, self.metrics)
-        self.client = WeightSyncClient(self.address)
+        self.client = WeightSyncClient(self.address, retry_s=60)
 
     def replica(self, name: str, address: str, metrics: str) -> Process:
         return Process(
@@ -159,7 +159,7 @@ class WeightSyncRig:
         await self.client.publish_version(self.make_version(version, incarnation))
 
     async def server(self, url: str) -> InferenceServer | None:
-        servers, _ = await self.client.list_servers(retry_for=20)
+        servers, _ = await self.client.list_servers()
         return next((s for s in servers if s.url == url), None)
 
     async def until(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, cast
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -14,11 +15,8 @@ from areal.chassis import tracing
 from areal.chassis.backoff import Backoff
 from areal.security import Security
 
-RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
-# A call that may wait max_wait on the server is given this much longer to come back.
-LONG_POLL_MARGIN_S = 15.0
 _MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 _ERROR_KEY = "areal-error"
 
@@ -92,53 +90,114 @@ async def persist(attempt: Callable[[], Awaitable[ResponseT]], seconds: float) -
         await backoff.sleep()
 
 
+@dataclass(frozen=True)
+class CallPolicy:
+    """How long an RPC is waited for, and whether it is made again. Seconds."""
+
+    timeout_s: float = 30.0
+    """For one try. A long poll adds what the server was asked to wait."""
+    retry_s: float = 0.0
+    """Try again, with backoff and jitter, for this long while the service is away or silent."""
+    idempotent: bool = True
+    """Whether the same call may be made twice; one that may not is never tried again."""
+
+
+# By the name of the RPC.
+Policies = Mapping[str, CallPolicy]
+
+
+def _name(method: Any) -> str:
+    """Of the RPC that a stub's method calls."""
+    return bytes(method._method).decode().rsplit("/", maxsplit=1)[-1]
+
+
 class Client:
-    """Base of the typed clients: one channel, one address."""
+    """Base of the typed clients: one channel, one address, a policy for each RPC.
 
-    patience_s = 0.0
-    """Every call is retried for at least so long. For a caller that only makes idempotent calls
-    and cannot do without the service: the trainer."""
+    Every call raises the class that the service raised, Unavailable, or WaitTimeout.
+    """
 
-    def __init__(self, address: str, security: Security | None = None) -> None:
-        """Opens a channel; `security` (None: nothing) is what it presents."""
+    POLICIES: ClassVar[Policies] = {}
+    """`CallPolicy()` for the others."""
+
+    def __init__(
+        self,
+        address: str,
+        security: Security | None = None,
+        *,
+        timeout_s: float | None = None,
+        retry_s: float | None = None,
+    ) -> None:
+        """Opens a channel; connects with the first call.
+
+        Args:
+            address: host:port.
+            security: What it presents; None: nothing.
+            timeout_s: For one try of every call, instead of its policy's.
+            retry_s: Retries of every idempotent call, instead of its policy's: 0 for a caller that
+                has another answer, more for one that cannot do without the service.
+        """
         self.address = address
         security = security or Security()
         self._channel = open_channel(address, security)
         # Given with each call: an interceptor would cost every call a task of its own.
         self._metadata = tuple((k.lower(), v) for k, v in security.headers().items())
+        self._timeout_s, self._retry_s = timeout_s, retry_s
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close(None)
 
-    async def _call(
+    def policy(self, rpc: str) -> CallPolicy:
+        """How this client makes a call."""
+        policy = self.POLICIES.get(rpc, CallPolicy())
+        timeout_s = policy.timeout_s if self._timeout_s is None else self._timeout_s
+        retry_s = policy.retry_s if self._retry_s is None else self._retry_s
+        return CallPolicy(timeout_s, retry_s if policy.idempotent else 0.0, policy.idempotent)
+
+    async def call(
         self,
         method: Callable[..., Awaitable[ResponseT]],
         request: Any,
         *,
-        timeout: float,
-        retry_for: float = 0.0,
+        wait_s: float = 0.0,
     ) -> ResponseT:
-        """One unary call.
+        """One unary call, as often as its policy allows.
 
         Args:
             method: A stub's method.
             request: Its message.
-            timeout: Seconds for one try.
-            retry_for: Keep retrying, with backoff and jitter, for this many seconds while the
-                service is away or does not answer; 0: try once. Only for idempotent calls.
-
-        Raises:
-            ArealError: What the servicer raised, or Unavailable / WaitTimeout.
+            wait_s: Seconds that the server may take beyond the policy's timeout: a long poll.
         """
-        name = getattr(method, "_method", b"").decode().rsplit("/", maxsplit=1)[-1] or "call"
+        name = _name(method)
+        policy = self.policy(name)
         since = time.monotonic()
         metadata = self._metadata + tracing.headers()
 
         async def once() -> ResponseT:
             try:
-                return await method(request, timeout=timeout, metadata=metadata)
+                return await method(
+                    request, timeout=policy.timeout_s + max(0.0, wait_s), metadata=metadata
+                )
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
 
-        return await persist(once, max(retry_for, self.patience_s))
+        return await persist(once, policy.retry_s)
+
+    async def stream(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        *,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[Any, None]:
+        """The messages of a streaming call, tried once; `timeout_s` for all of them (None: any)."""
+        name = _name(method)
+        since = time.monotonic()
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, name, self.address, since) from None
+        finally:
+            call.cancel()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import orjson
 
-from areal.clients.base import Client
+from areal.clients.base import CallPolicy, Client, Policies
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
@@ -18,32 +19,34 @@ _ERROR_FROM_PB = {pb.ScoreError.Value(f"SCORE_ERROR_{error.name}"): error for er
 class RewardClient(Client):
     """Scores completions with a built-in or a recipe's reward function."""
 
+    # A batch of slow functions takes minutes; scoring again is harmless.
+    POLICIES: ClassVar[Policies] = {"Score": CallPolicy(300.0, 30.0)}
+
+    @cached_property
+    def _stub(self) -> pb_grpc.RewardServiceAsyncStub:
+        return pb_grpc.RewardServiceStub(self._channel)
+
     async def score(
         self,
         spec_name: str,
         recipe_digest: str,
         kwargs: Mapping[str, Any],
         items: Sequence[ScoreItem],
-        *,
-        timeout: float = 300.0,
-        retry_for: float = 30.0,
     ) -> list[float | ScoreFailure]:
-        """Scores a batch; scoring again is harmless, so an unavailable service is retried.
+        """Scores a batch.
 
         Args:
             spec_name: Function in the recipe, or a built-in: "math", "multiple_choice", "regex".
             recipe_digest: sha256 hex of the recipe's source; "" for a built-in.
             kwargs: Bound to the function before every call; JSON types only.
             items: What to score.
-            timeout: Seconds for the whole batch, in one try.
-            retry_for: Seconds to keep retrying while the service is away or its queue is full.
 
         Returns:
             One outcome per item, in order: the reward, or why there is none.
 
         Raises:
-            Unavailable: Away or overloaded for longer than `retry_for`.
-            WaitTimeout: No answer within `timeout`.
+            Unavailable: Away, or its queue full, for longer than the policy retries.
+            WaitTimeout: No answer in time.
         """
         if not items:
             return []
@@ -68,8 +71,7 @@ class RewardClient(Client):
                 completion_ids=item.completion_ids,
                 data_json=data_json,
             )
-        stub = pb_grpc.RewardServiceStub(self._channel)
-        response = await self._call(stub.Score, request, timeout=timeout, retry_for=retry_for)
+        response = await self.call(self._stub.Score, request)
         return [_outcome(result) for result in response.results]
 
 

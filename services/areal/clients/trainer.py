@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
-from areal.clients.base import Client
+from areal.clients.base import CallPolicy, Client, Policies, to_duration
 from areal.protocol.trajectories import parse_json_object
 from areal.v1 import trainer_service_pb2 as pb
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
-
-# What a call may take beyond the wait it asks for.
-_CALL_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,12 @@ class TrainerStatus:
 class TrainerClient(Client):
     """Watches a trainer."""
 
+    POLICIES: ClassVar[Policies] = {"GetStatus": CallPolicy(5.0)}
+
+    @cached_property
+    def _stub(self) -> pb_grpc.TrainerServiceAsyncStub:
+        return pb_grpc.TrainerServiceStub(self._channel)
+
     async def get_status(self, after_step: int = 0, max_wait_s: float = 0.0) -> TrainerStatus:
         """Status, and the step rows after `after_step`.
 
@@ -52,10 +56,8 @@ class TrainerClient(Client):
             Unavailable: No trainer answers at the address.
             WaitTimeout: It accepted the call and did not answer in time.
         """
-        request = pb.GetStatusRequest(after_step=after_step)
-        request.max_wait.FromMilliseconds(int(max_wait_s * 1000))
-        stub = pb_grpc.TrainerServiceStub(self._channel)
-        reply = await self._call(stub.GetStatus, request, timeout=max_wait_s + _CALL_MARGIN_S)
+        request = pb.GetStatusRequest(after_step=after_step, max_wait=to_duration(max_wait_s))
+        reply = await self.call(self._stub.GetStatus, request, wait_s=max_wait_s)
         rows = []
         for row in reply.rows:
             metrics = parse_json_object(row.metrics_json, f"trainer row {row.step} metrics_json")

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-
-import grpc
+from functools import cached_property
+from typing import ClassVar
 
 from areal.chassis.backoff import Backoff
-from areal.clients.base import Client, from_rpc_error
+from areal.clients.base import CallPolicy, Client, Policies, to_duration
 from areal.errors import Unavailable, WaitTimeout
 from areal.protocol.versions import (
     offer_to_pb,
@@ -19,7 +19,6 @@ from areal.protocol.versions import (
     version_from_pb,
     version_to_pb,
 )
-from areal.security import Security
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from areal.weights.broadcast import Offer, Seats
@@ -27,15 +26,29 @@ from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
 from areal.weights.servers import InferenceServer, ServerChanges, SyncStatus
 
+# No file of the version is read yet.
+_OFFER_S = 30.0
+
 
 class WeightSyncClient(Client):
-    """Typed async client; every call has a deadline and survives a restart of the service."""
+    """What a trainer, the rollout workers, and those who watch a run ask."""
 
-    def __init__(self, address: str, security: Security | None = None) -> None:
-        super().__init__(address, security)
-        self._stub = pb_grpc.WeightSyncServiceStub(self._channel)
+    POLICIES: ClassVar[Policies] = {
+        # A try may take as long as the version's size says.
+        "PublishVersion": CallPolicy(0.0, 60.0),
+        "WatchVersions": CallPolicy(5.0),
+        "ListVersions": CallPolicy(5.0),
+        "ListServers": CallPolicy(5.0),
+        "RegisterServer": CallPolicy(10.0, 60.0),
+        "DrainServer": CallPolicy(10.0),
+        "ReportServer": CallPolicy(5.0),
+    }
 
-    async def publish_version(self, version: PolicyVersion, *, retry_for: float = 60.0) -> int:
+    @cached_property
+    def _stub(self) -> pb_grpc.WeightSyncServiceAsyncStub:
+        return pb_grpc.WeightSyncServiceStub(self._channel)
+
+    async def publish_version(self, version: PolicyVersion) -> int:
         """Makes a version current; returns before any server has it. Idempotent.
 
         Its files are read and hashed first: one try may take `patience_s` of their size.
@@ -48,22 +61,13 @@ class WeightSyncClient(Client):
             WrongStep: The version is not above the current one.
             InvalidInput: Its tensors or files are not what the manifest or version 0 says.
         """
-        response = await self._call(
-            self._stub.PublishVersion,
-            pb.PublishVersionRequest(version=version_to_pb(version)),
-            timeout=patience_s(version.size_bytes),
-            retry_for=retry_for,
+        request = pb.PublishVersionRequest(version=version_to_pb(version))
+        response = await self.call(
+            self._stub.PublishVersion, request, wait_s=patience_s(version.size_bytes)
         )
         return response.current_version
 
-    async def offer_version(
-        self,
-        version: PolicyVersion,
-        offer: Offer,
-        *,
-        timeout: float = 30.0,
-        retry_for: float = 60.0,
-    ) -> Seats:
+    async def offer_version(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Makes a version current that the trainer is about to broadcast to the servers.
 
         Returns:
@@ -72,17 +76,13 @@ class WeightSyncClient(Client):
         Raises:
             StaleIncarnation, WrongStep, InvalidInput: As `publish_version`.
         """
-        response = await self._call(
-            self._stub.PublishVersion,
-            pb.PublishVersionRequest(version=version_to_pb(version), offer=offer_to_pb(offer)),
-            timeout=timeout,
-            retry_for=retry_for,
-        )
+        request = pb.PublishVersionRequest(version=version_to_pb(version), offer=offer_to_pb(offer))
+        response = await self.call(self._stub.PublishVersion, request, wait_s=_OFFER_S)
         return Seats(response.group, response.world_size)
 
-    async def status(self, *, timeout: float = 10.0) -> SyncStatus:
-        since = time.monotonic()
-        async with aclosing(self._watch_once(timeout=timeout)) as statuses:
+    async def status(self) -> SyncStatus:
+        since, timeout_s = time.monotonic(), self.policy("WatchVersions").timeout_s
+        async with aclosing(self._watch_once(timeout_s)) as statuses:
             async for status in statuses:
                 return status
         raise WaitTimeout("WatchVersions", on=self.address, since=since)
@@ -95,7 +95,7 @@ class WeightSyncClient(Client):
         backoff = Backoff()
         while True:
             try:
-                async with aclosing(self._watch_once(timeout=None)) as statuses:
+                async with aclosing(self._watch_once(None)) as statuses:
                     async for status in statuses:
                         backoff.reset()
                         yield status
@@ -141,27 +141,19 @@ class WeightSyncClient(Client):
             timeout=timeout,
         )
 
-    async def list_versions(self, *, timeout: float = 10.0) -> list[PolicyVersion]:
+    async def list_versions(self) -> list[PolicyVersion]:
         """Every version that is kept, with its manifest; oldest first."""
-        response = await self._call(
-            self._stub.ListVersions, pb.ListVersionsRequest(), timeout=timeout
-        )
+        response = await self.call(self._stub.ListVersions, pb.ListVersionsRequest())
         return [version_from_pb(version) for version in response.versions]
 
-    async def list_servers(
-        self, *, timeout: float = 10.0, retry_for: float = 0.0
-    ) -> tuple[list[InferenceServer], int]:
+    async def list_servers(self) -> tuple[list[InferenceServer], int]:
         """Every known server, and the current version (-1 before the first)."""
-        response = await self._call(
-            self._stub.ListServers, pb.ListServersRequest(), timeout=timeout, retry_for=retry_for
-        )
+        response = await self.call(self._stub.ListServers, pb.ListServersRequest())
         return [server_from_pb(s) for s in response.servers], response.current_version
 
-    async def list_changes(self, as_of: str, *, timeout: float = 10.0) -> ServerChanges:
+    async def list_changes(self, as_of: str) -> ServerChanges:
         """Servers that have changed since an earlier answer; every server for `""`."""
-        response = await self._call(
-            self._stub.ListServers, pb.ListServersRequest(as_of=as_of), timeout=timeout
-        )
+        response = await self.call(self._stub.ListServers, pb.ListServersRequest(as_of=as_of))
         return ServerChanges(
             tuple(map(server_from_pb, response.servers)),
             tuple(response.gone_server_ids),
@@ -169,50 +161,31 @@ class WeightSyncClient(Client):
             response.as_of,
         )
 
-    async def register_server(
-        self, url: str, *, timeout: float = 10.0, retry_for: float = 60.0
-    ) -> InferenceServer:
+    async def register_server(self, url: str) -> InferenceServer:
         """Makes a server known; it is probed and updated at once. Idempotent by url."""
-        response = await self._call(
-            self._stub.RegisterServer,
-            pb.RegisterServerRequest(url=url),
-            timeout=timeout,
-            retry_for=retry_for,
-        )
+        response = await self.call(self._stub.RegisterServer, pb.RegisterServerRequest(url=url))
         return server_from_pb(response.server)
 
-    async def drain_server(self, server_id: str, *, deadline: float, timeout: float = 10.0) -> None:
+    async def drain_server(self, server_id: str, *, deadline: float) -> None:
         """No new traffic from now on; returns at once, the server is forgotten when empty.
 
         Args:
             server_id: As listed; the url works too.
             deadline: Seconds until running requests are aborted (with their partial tokens).
-            timeout: Seconds for this call.
         """
-        request = pb.DrainServerRequest(server_id=server_id)
-        request.deadline.FromMilliseconds(int(deadline * 1000))
-        await self._call(self._stub.DrainServer, request, timeout=timeout)
+        request = pb.DrainServerRequest(server_id=server_id, deadline=to_duration(deadline))
+        await self.call(self._stub.DrainServer, request)
 
-    async def report_server(self, url: str, cause: str, *, timeout: float = 5.0) -> None:
+    async def report_server(self, url: str, cause: str) -> None:
         """Says that a request to a server failed: it is probed now."""
-        await self._call(
-            self._stub.ReportServer,
-            pb.ReportServerRequest(url=url, cause=cause[:1000]),
-            timeout=timeout,
-        )
+        request = pb.ReportServerRequest(url=url, cause=cause[:1000])
+        await self.call(self._stub.ReportServer, request)
 
-    async def _watch_once(self, timeout: float | None) -> AsyncGenerator[SyncStatus, None]:
-        since = time.monotonic()
-        call = self._stub.WatchVersions(
-            pb.WatchVersionsRequest(), timeout=timeout, metadata=self._metadata
+    async def _watch_once(self, timeout_s: float | None) -> AsyncGenerator[SyncStatus, None]:
+        stream = self.stream(
+            self._stub.WatchVersions, pb.WatchVersionsRequest(), timeout_s=timeout_s
         )
-        try:
-            async for message in call:
+        async with aclosing(stream) as messages:
+            async for message in messages:
                 yield status_from_pb(message)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.CANCELLED:  # the service is going down
-                raise Unavailable(f"WatchVersions on {self.address}: closed") from None
-            raise from_rpc_error(error, "WatchVersions", self.address, since) from None
-        finally:
-            call.cancel()
         raise Unavailable(f"WatchVersions on {self.address}: the stream ended")

@@ -172,7 +172,7 @@ class RemoteSGLangEngine:
         if waiting and time.monotonic() - since > self.config.batch_timeout_s:
             raise errors.WaitTimeout(
                 f"batch of step {session.step + 1}: {taken.waiting_for}",
-                on=f"buffer {session.buffer.address}",
+                on=f"buffer {session.buffer.connection.address}",
                 since=since,
                 hint="see `areal status` and the rollout and inference logs"
                 + ("; the ledger is full and refuses more tasks" if full else ""),

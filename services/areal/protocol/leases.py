@@ -1,4 +1,4 @@
-"""What BufferClient takes and gives: leases, batches, records."""
+"""What crosses the border of the ledger: leases, batches, records."""
 
 from __future__ import annotations
 

@@ -218,11 +218,9 @@ def _finish_reason(message: pb.Trajectory) -> StopReason:
     return reason
 
 
-def workflow_to_pb(spec: WorkflowSpec) -> pb.WorkflowSpec:
-    """Encodes a workflow's description."""
-    return pb.WorkflowSpec(
-        recipe_digest=spec.recipe_digest, name=spec.name, kwargs_json=spec.kwargs_json
-    )
+def workflow_from_pb(message: pb.WorkflowSpec) -> WorkflowSpec:
+    """Decodes a workflow's description; checks nothing."""
+    return WorkflowSpec(message.name, message.recipe_digest, message.kwargs_json or "{}")
 
 
 def task_to_pb(task: Task) -> pb.Task:
@@ -230,7 +228,11 @@ def task_to_pb(task: Task) -> pb.Task:
     message = pb.Task(
         task_id=task.task_id,
         purpose=PURPOSE_TO_PB[task.purpose],
-        workflow=workflow_to_pb(task.workflow),
+        workflow=pb.WorkflowSpec(
+            recipe_digest=task.workflow.recipe_digest,
+            name=task.workflow.name,
+            kwargs_json=task.workflow.kwargs_json,
+        ),
         data_json=orjson.dumps(task.data, option=orjson.OPT_SERIALIZE_NUMPY).decode(),
         traceparent=task.traceparent,
     )
@@ -287,16 +289,13 @@ def task_from_pb(message: pb.Task) -> Task:
             f"task {message.task_id!r} policy_version {pinned}: expected 0 to "
             f"{MAX_POLICY_VERSION - 1}, and purpose SERVE"
         )
-    spec = message.workflow
     position = (
         (message.position.epoch, message.position.index) if message.HasField("position") else None
     )
     return Task(
         task_id=message.task_id,
         purpose=PURPOSE_FROM_PB[message.purpose],
-        workflow=WorkflowSpec(
-            name=spec.name, recipe_digest=spec.recipe_digest, kwargs_json=spec.kwargs_json or "{}"
-        ),
+        workflow=workflow_from_pb(message.workflow),
         data=parse_json_object(message.data_json, f"task {message.task_id!r} data_json"),
         position=position,
         time_to_live_s=time_to_live_s,

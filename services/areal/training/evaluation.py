@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal import errors
-from areal.clients.buffer_reader import MAX_TASKS_PER_CALL
+from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
 from areal.training.run_files import MEASURED_AT
 from areal.training.session import POLL_S, TrainerSession

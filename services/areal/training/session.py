@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 from areal import errors
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Waits
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig
 from areal.protocol.leases import TakeResult, TaskRecord
@@ -135,12 +136,12 @@ class TrainerSession(Ranks):
         self._step_started = time.monotonic()
         self._log = get_logger("areal.training.session")
 
-    async def _connect(self) -> tuple[BufferClient, WeightSyncClient]:
+    async def _connect(self) -> tuple[BufferTrainer, WeightSyncClient]:
         """Channels belong to the loop they are opened in: the bridge's."""
         endpoints = self.config.endpoints
-        buffer = BufferClient(endpoints.buffer, self.security)
-        buffer.patience_s = RETRY_S  # every call the trainer makes may be made again
-        return buffer, WeightSyncClient(endpoints.weight_sync, self.security)
+        buffer = BufferConnection(endpoints.buffer, self.security, retry_s=RETRY_S)
+        weight_sync = WeightSyncClient(endpoints.weight_sync, self.security, retry_s=RETRY_S)
+        return BufferTrainer(buffer), weight_sync
 
     # -- opening and closing -------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class TrainerSession(Ranks):
                 raise
             self.save_checkpoint()
             cancelled = self._ask_buffer(
-                lambda: self.buffer.cancel_tasks(
+                lambda: self.buffer.tasks.cancel_tasks(
                     all_of_purpose=Purpose.TRAIN,
                     reason="run finished",
                     incarnation=self.incarnation,
@@ -229,7 +230,7 @@ class TrainerSession(Ranks):
     def close(self) -> None:
         self.trace.end()
         with contextlib.suppress(errors.ArealError):
-            self.call(self.buffer.close(), "closing", timeout=2)
+            self.call(self.buffer.connection.close(), "closing", timeout=2)
             self.call(self.weight_sync.close(), "closing", timeout=2)
         self._checkpoints.close()
         self.bridge.close()
@@ -256,13 +257,14 @@ class TrainerSession(Ranks):
         *,
         shape: Any = Any,
     ) -> T:
-        on = f"buffer {self.buffer.address}"
+        on = f"buffer {self.buffer.connection.address}"
         return self.on_rank0(lambda: self.call(make(), what, timeout, on=on), shape)
 
     def put_recipe(self, recipe: Recipe) -> None:
         """Stores a recipe, from which workers rebuild its workflows and rewards."""
         self._ask_buffer(
-            lambda: self.buffer.put_recipe(recipe.file_name, recipe.source), "storing the recipe"
+            lambda: self.buffer.recipes.put_recipe(recipe.file_name, recipe.source),
+            "storing the recipe",
         )
 
     def submit(self, tasks: Sequence[Task], *, seal: bool = False) -> int:
@@ -275,7 +277,7 @@ class TrainerSession(Ranks):
             CapacityExceeded: It is full; with `retry_after_s`, for now.
         """
         accepted = self._ask_buffer(
-            lambda: self.buffer.submit_tasks(tasks, incarnation=self.incarnation, seal=seal),
+            lambda: self.buffer.tasks.submit_tasks(tasks, incarnation=self.incarnation, seal=seal),
             f"submission of {len(tasks)} tasks",
         )
         return sum(accepted)
@@ -284,7 +286,7 @@ class TrainerSession(Ranks):
         """The numbers of the trial's train tasks by state."""
 
         async def ask() -> dict[TaskState, int]:
-            stats = await self.buffer.get_stats()
+            stats = await self.buffer.tasks.get_stats()
             return {STATE_FROM_PB[count.state]: count.tasks for count in stats.train_counts}
 
         return self._ask_buffer(ask, "ledger statistics", shape=dict[TaskState, int])
@@ -293,7 +295,7 @@ class TrainerSession(Ranks):
         """State and step (0: of no batch) of each task that the ledger knows."""
 
         async def ask() -> dict[str, tuple[TaskState, int]]:
-            records = await self.buffer.get_tasks(task_ids)
+            records = await self.buffer.tasks.get_tasks(task_ids)
             return {record.task.task_id: (record.state, record.step) for record in records}
 
         return self._ask_buffer(ask, "task states", shape=dict[str, tuple[TaskState, int]])
@@ -330,7 +332,7 @@ class TrainerSession(Ranks):
         groups = self.call(
             self.buffer.fetch_groups(self.incarnation, self.step + 1, mine),
             f"{len(mine)} groups of step {self.step + 1}",
-            on=f"buffer {self.buffer.address}",
+            on=f"buffer {self.buffer.connection.address}",
         )
         self.batch_tasks = mine
         if self._files is not None:
@@ -360,7 +362,10 @@ class TrainerSession(Ranks):
             NotFound: One was released, or never submitted.
         """
         return self._ask_buffer(
-            lambda: self.buffer.wait_tasks(task_ids, max_wait_s, incarnation=self.incarnation), what
+            lambda: self.buffer.tasks.wait_tasks(
+                task_ids, max_wait_s, incarnation=self.incarnation
+            ),
+            what,
         )
 
     def read_results(
@@ -373,7 +378,7 @@ class TrainerSession(Ranks):
         """Calls `visit` (on rank 0) with each record and its group, one message at a time."""
 
         async def read() -> None:
-            async for record in self.buffer.read_tasks(task_ids, include_groups=True):
+            async for record in self.buffer.tasks.read_tasks(task_ids, include_groups=True):
                 visit(record)
 
         self._ask_buffer(read, what, timeout)
@@ -391,7 +396,7 @@ class TrainerSession(Ranks):
                 oldest_retained_step=self.folder.list()[0].step,
             ),
             f"commit of step {step}",
-            on=f"buffer {self.buffer.address}",
+            on=f"buffer {self.buffer.connection.address}",
         )
 
     # -- what weight-sync is asked -------------------------------------------------------------
@@ -426,7 +431,7 @@ class TrainerSession(Ranks):
         """Announces the weights of the step that ends (rank 0)."""
         with self.trace.phase_active():
             self._ask_weight_sync(
-                lambda: self.weight_sync.publish_version(version, retry_for=RETRY_S),
+                lambda: self.weight_sync.publish_version(version),
                 f"publishing version {version.version}",
                 RETRY_S + patience_s(version.size_bytes),
             )
@@ -435,7 +440,7 @@ class TrainerSession(Ranks):
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Announces weights that are about to be broadcast (rank 0)."""
         return self._ask_weight_sync(
-            lambda: self.weight_sync.offer_version(version, offer, retry_for=RETRY_S),
+            lambda: self.weight_sync.offer_version(version, offer),
             f"offering version {version.version}",
         )
 

@@ -94,7 +94,7 @@ class Submission:
         if self.refused is not None:
             what, hint = f"{self._room}: {self.refused}", "raise buffer.max_memory_mb, or "
             hint += "checkpoint more often"
-        on = f"buffer {self._session.buffer.address}"
+        on = f"buffer {self._session.buffer.connection.address}"
         raise errors.WaitTimeout(what, on=on, since=self.since, hint=hint) from None
 
     @property

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal.clients.buffer import BufferClient, DeadLetter, TaskRecord
+from areal.clients.buffer.admin import BufferAdmin
+from areal.clients.buffer.connection import BufferConnection
 from areal.config.experiment import load_service_config
 from areal.errors import InvalidInput
+from areal.protocol.leases import DeadLetter, TaskRecord
 from areal.security import Security
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
 from areal_launch.run_folder import RunFolder, find_run
@@ -56,7 +58,7 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
         if not as_json:
             _say(f"{folder.path} has ended; it left:\n")
     else:
-        letters = _ask(run, lambda client: client.list_dead_letters(limit))
+        letters = _ask(run, lambda admin: admin.list_dead_letters(limit))
     if as_json:
         for letter in letters:
             _print_json(_row(letter))
@@ -72,11 +74,11 @@ async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) 
     Raises:
         ArealError: The ledger does not answer.
     """
-    client = BufferClient(buffer, security)
+    connection = BufferConnection(buffer, security, timeout_s=5.0)
     try:
-        letters = await client.list_dead_letters(_KEPT, timeout=5.0)
+        letters = await BufferAdmin(connection).list_dead_letters(_KEPT)
     finally:
-        await client.close()
+        await connection.close()
     rows = "".join(f"{json.dumps(_row(letter))}\n" for letter in letters)
     folder.dead_letters_file.write_text(rows)
 
@@ -113,7 +115,7 @@ def _letter(row: Mapping[str, Any]) -> DeadLetter:
 
 def retry_dead_letters(run: Path | None, task_ids: list[str], *, as_json: bool) -> int:
     """Queues dead letters (none named: all) again."""
-    done = _ask(run, lambda client: client.retry_dead_letters(task_ids))
+    done = _ask(run, lambda admin: admin.retry_dead_letters(task_ids))
     return _report("retried", "queued again", done, task_ids, as_json=as_json)
 
 
@@ -123,7 +125,7 @@ def drop_dead_letters(
     """Takes dead letters off the list."""
     if bool(task_ids) == everything:
         raise InvalidInput("dead-letters drop: expected task ids, or --all")
-    done = _ask(run, lambda client: client.drop_dead_letters(task_ids))
+    done = _ask(run, lambda admin: admin.drop_dead_letters(task_ids))
     return _report("dropped", "dropped", done, task_ids, as_json=as_json)
 
 
@@ -138,15 +140,15 @@ def _report(event: str, words: str, done: int, task_ids: list[str], *, as_json: 
     return 1 if missing else 0
 
 
-def _ask(run: Path | None, call: Callable[[BufferClient], Awaitable[T]]) -> T:
+def _ask(run: Path | None, call: Callable[[BufferAdmin], Awaitable[T]]) -> T:
     config = load_service_config(find_run(run).config_file)
 
     async def ask() -> T:
-        client = BufferClient(config.endpoints.buffer, Security.load(config.security))
+        connection = BufferConnection(config.endpoints.buffer, Security.load(config.security))
         try:
-            return await call(client)
+            return await call(BufferAdmin(connection))
         finally:
-            await client.close()
+            await connection.close()
 
     return asyncio.run(ask())
 

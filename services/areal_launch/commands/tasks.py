@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.chassis.backoff import Backoff
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.recipes import BufferRecipes
 from areal.clients.rollout import RolloutClient
 from areal.config.experiment import GRPOConfig, load_service_config
 from areal.errors import CapacityExceeded, InvalidInput, NotFound, Unavailable, WaitTimeout
@@ -193,9 +194,9 @@ async def _submit(
     config: GRPOConfig, tasks: list[Task], recipe: Recipe | None, options: SubmitOptions
 ) -> int:
     if recipe is not None:
-        buffer = BufferClient(config.endpoints.buffer, Security.load(config.security))
+        buffer = BufferConnection(config.endpoints.buffer, Security.load(config.security))
         try:
-            await buffer.put_recipe(recipe.file_name, recipe.source)
+            await BufferRecipes(buffer).put_recipe(recipe.file_name, recipe.source)
         finally:
             await buffer.close()
     client = RolloutClient(config.endpoints.rollout, Security.load(config.security))

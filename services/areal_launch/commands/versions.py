@@ -21,8 +21,6 @@ from areal.weights.manifest import PolicyVersion, build_manifest, stored_version
 from areal.weights.servers import ServerState
 from areal_launch.run_folder import find_run
 
-_ASK_TIMEOUT_S = 5.0
-
 
 def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int:
     """Prints every version that is kept, oldest first."""
@@ -106,8 +104,8 @@ async def _ask(
     client = WeightSyncClient(address, security)
     serving: dict[int, list[str]] = defaultdict(list)
     try:
-        versions = await client.list_versions(timeout=_ASK_TIMEOUT_S)
-        servers, _ = await client.list_servers(timeout=_ASK_TIMEOUT_S)
+        versions = await client.list_versions()
+        servers, _ = await client.list_servers()
     finally:
         await client.close()
     for server in servers:

@@ -249,11 +249,11 @@ class LocalStack:
         if not urls:
             return
         client = WeightSyncClient(
-            self.config.endpoints.weight_sync, Security.load(self.config.security)
+            self.config.endpoints.weight_sync, Security.load(self.config.security), retry_s=30.0
         )
         try:
             # Servers of an earlier run of this trial are in Redis still, on ports now gone.
-            for server in (await client.list_servers(retry_for=30.0))[0]:
+            for server in (await client.list_servers())[0]:
                 if server.url not in urls.values():
                     await client.drain_server(server.server_id, deadline=0.0)
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from areal.chassis import endless
 from areal.chassis.waits import Wait
-from areal.clients.buffer import BufferClient
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.trainer import TrainerClient, TrainerStatus
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.services import EndpointsConfig
@@ -168,7 +169,7 @@ class StackPoller:
         interval_s: float = 1.0,
     ) -> None:
         self.snapshot = Snapshot(has_trainer=with_trainer)
-        self._buffer = BufferClient(endpoints.buffer, security)
+        self._buffer = BufferConnection(endpoints.buffer, security)
         self._weights = WeightSyncClient(endpoints.weight_sync, security)
         self._trainer = TrainerClient(endpoints.trainer, security) if with_trainer else None
         self._interval_s = interval_s
@@ -240,7 +241,7 @@ class StackPoller:
             self.snapshot.problems.pop(name, None)
 
     async def _poll_ledger(self) -> None:
-        ledger = LedgerView.from_pb(await self._buffer.get_stats(timeout=4.0))
+        ledger = LedgerView.from_pb(await BufferTasks(self._buffer).get_stats())
         self.snapshot.ledger = ledger
         self._notice()
         now = time.monotonic()
@@ -265,8 +266,8 @@ class StackPoller:
                     listener(text)
 
     async def _poll_weights(self) -> None:
-        self.snapshot.servers = (await self._weights.list_servers(timeout=4.0))[0]
-        self.snapshot.sync = await self._weights.status(timeout=4.0)
+        self.snapshot.servers = (await self._weights.list_servers())[0]
+        self.snapshot.sync = await self._weights.status()
 
     async def _poll_trainer(self, max_wait_s: float = 5.0) -> None:
         assert self._trainer is not None

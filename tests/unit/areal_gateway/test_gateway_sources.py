@@ -37,7 +37,7 @@ class WeightSync:
 
     away = False
 
-    async def list_servers(self, timeout: float) -> tuple[list[InferenceServer], str]:
+    async def list_servers(self) -> tuple[list[InferenceServer], str]:
         if self.away:
             raise Unavailable("weight-sync is away")
         return [InferenceServer(n, f"http://{n}", ServerState.SERVING, 3) for n in "ba"], ""

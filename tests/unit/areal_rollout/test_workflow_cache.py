@@ -49,12 +49,6 @@ async def test_cache_when_asked_often_then_fetches_once_and_shares_the_object():
     assert ledger.fetched == 1
 
 
-async def test_cache_when_name_is_empty_then_builtin_rlvr():
-    cache = WorkflowCache(Ledger().get_recipe)
-    workflow = await cache.get(WorkflowSpec("", "", '{"reward_fn":"math"}'))
-    assert type(workflow).__name__ == "RLVRWorkflow"
-
-
 async def test_cache_when_fetching_fails_then_not_remembered():
     ledger = Ledger()
     cache = WorkflowCache(ledger.get_recipe)

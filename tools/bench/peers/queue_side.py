@@ -29,8 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "services"))
 from relay import PUT, TAKE, WAIT_S, load, store
 
 from areal.clients.base import open_channel
-from areal.clients.buffer import BufferClient
-from areal.clients.hand_ins import CALL_BYTES
+from areal.clients.buffer.batching import CALL_BYTES
+from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.trainer import BufferTrainer
+from areal.clients.buffer.worker import BufferWorker
 from areal.clients.stores import connect_redis
 from areal.protocol.trajectories import group_to_pb, pack_group
 from areal.security import Security
@@ -82,33 +84,34 @@ class Ours:
     """The ledger's own clients."""
 
     def __init__(self, address: str) -> None:
-        self._client = BufferClient(address)
+        self._buffer = BufferConnection(address)
+        self._worker = BufferWorker(self._buffer)
 
     async def prepare_write(self, case: dict[str, Any]) -> Go:
         """Leases what the reader submitted, and makes groups for it."""
         count, batch = case["count"], case["batch"]
         leases: list[Any] = []
         while len(leases) < count:
-            got, why = await self._client.lease_tasks("bench", min(1000, count), 5.0)
+            got, why = await self._worker.lease_tasks("bench", min(1000, count), 5.0)
             assert got, why
             leases += got
         groups = [make_group(x.task.task_id, case["kib"], x.policy_version) for x in leases]
 
-        async def hand_in(at: int) -> None:
+        async def complete(at: int) -> None:
             lease = leases[at]
             name = lease.task.task_id
-            assert await self._client.complete_task(name, lease.token, groups[at], "bench")
+            assert await self._worker.complete_task(name, lease.token, groups[at], "bench")
 
-        async def hand_in_batch(start: int) -> None:
-            await asyncio.gather(*(hand_in(at) for at in range(start, start + batch)))
+        async def complete_batch(start: int) -> None:
+            await asyncio.gather(*(complete(at) for at in range(start, start + batch)))
 
-        batches = [lambda s=s: hand_in_batch(s) for s in range(0, count, batch)]
+        batches = [lambda s=s: complete_batch(s) for s in range(0, count, batch)]
         return lambda: at_once(case["together"], batches)
 
     async def prepare_read(self, case: dict[str, Any]) -> Go:
         """Registers a trainer and submits its tasks."""
-        client, batch, tag = self._client, case["batch"], case["tag"]
-        stats = await client.get_stats()
+        client, batch, tag = BufferTrainer(self._buffer), case["batch"], case["tag"]
+        stats = await client.tasks.get_stats()
         trainer = await client.register_trainer(
             resume_step=stats.last_committed_step,
             batch_size=batch,
@@ -116,7 +119,7 @@ class Ours:
             max_concurrent_rollouts=case["count"],
         )
         spec = WorkflowSpec("rlvr")
-        await client.submit_tasks(
+        await client.tasks.submit_tasks(
             [Task(f"{tag}-{i}", Purpose.TRAIN, spec, {"q": "1+1"}) for i in range(case["count"])]
         )
         first = stats.last_committed_step + 1

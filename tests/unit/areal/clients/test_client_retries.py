@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from tests.buffer_client import BufferClient
 from tests.ledger_support import make_group
 
-from areal.clients.buffer import BufferClient, TakeState
 from areal.errors import Unavailable, WaitTimeout
+from areal.protocol.leases import TakeState
 from areal.protocol.trajectories import pack_group
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import buffer_service_pb2_grpc as pb_grpc
@@ -41,73 +42,95 @@ class Flaky(pb_grpc.BufferServiceServicer):
         await self._mood(context)
         return pb.GetStatsResponse(submitted=7)
 
+    async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: grpc.aio.ServicerContext):
+        await self._mood(context)
+        return pb.LeaseTasksResponse()
+
     async def FetchGroups(self, request: pb.FetchGroupsRequest, context: grpc.aio.ServicerContext):
         await self._mood(context)
         yield pb.FetchGroupsResponse(groups=[pack_group(make_group(request.task_ids[0]))])
 
 
+class Service:
+    """The service, and clients of it."""
+
+    def __init__(self, flaky: Flaky, address: str) -> None:
+        self.flaky = flaky
+        self._address = address
+        self._clients: list[BufferClient] = []
+
+    def client(self, **options: float) -> BufferClient:
+        self._clients.append(BufferClient(self._address, **options))
+        return self._clients[-1]
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+
 @pytest.fixture
-async def service() -> AsyncIterator[tuple[Flaky, BufferClient]]:
+async def service() -> AsyncIterator[Service]:
     flaky, server = Flaky(), grpc.aio.server()
     pb_grpc.add_BufferServiceServicer_to_server(flaky, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    client = BufferClient(f"127.0.0.1:{port}")
-    yield flaky, client
-    await client.close()
+    opened = Service(flaky, f"127.0.0.1:{port}")
+    yield opened
+    await opened.close()
     await server.stop(0)
 
 
-async def test_call_when_the_service_froze_then_tried_again_within_retry_for(
-    service: tuple[Flaky, BufferClient], monkeypatch: pytest.MonkeyPatch
+async def test_call_when_the_service_froze_then_tried_again_as_its_policy_says(
+    service: Service,
 ) -> None:
-    flaky, client = service
-    monkeypatch.setattr("areal.clients.buffer_trainer.LONG_POLL_MARGIN_S", 2.0)
-    flaky.moods = ["frozen", "away", "well"]
-    taken = await client.take_batch(1, 1, 0.0, retry_for=30.0)
+    service.flaky.moods = ["frozen", "away", "well"]
+    taken = await service.client(timeout_s=2.0).take_batch(1, 1, 0.0)
     assert taken.state is TakeState.WAITING
-    assert flaky.calls == 3
+    assert service.flaky.calls == 3
 
 
-async def test_call_when_the_server_drops_it_then_tried_again_within_retry_for(
-    service: tuple[Flaky, BufferClient],
+async def test_call_when_the_server_drops_it_then_tried_again_as_the_client_says(
+    service: Service,
 ) -> None:
-    flaky, client = service
-    flaky.moods = ["full", "well"]
-    assert (await client.get_stats(retry_for=30.0)).submitted == 7
-    flaky.moods = ["full"]
+    service.flaky.moods = ["full", "well"]
+    assert (await service.client(retry_s=30.0).get_stats()).submitted == 7
+    service.flaky.moods = ["full"]
     with pytest.raises(Unavailable, match="GetStats on "):
-        await client.get_stats()
+        await service.client().get_stats()
 
 
-async def test_fetch_when_the_service_froze_then_tried_again_within_retry_for(
-    service: tuple[Flaky, BufferClient],
+async def test_fetch_when_the_service_froze_then_tried_again_as_its_policy_says(
+    service: Service,
 ) -> None:
-    flaky, client = service
-    flaky.moods = ["frozen", "well"]
-    groups = await client.fetch_groups(1, 1, ["a"], timeout=2.0, retry_for=30.0)
+    service.flaky.moods = ["frozen", "well"]
+    groups = await service.client(timeout_s=2.0).fetch_groups(1, 1, ["a"])
     assert [group.group_id for group in groups] == ["a"]
 
 
-async def test_call_when_nothing_is_to_be_retried_then_fails_at_once(
-    service: tuple[Flaky, BufferClient],
-) -> None:
-    flaky, client = service
-    flaky.moods = ["away"]
+async def test_call_when_nothing_is_to_be_retried_then_fails_at_once(service: Service) -> None:
+    service.flaky.moods = ["away"]
     with pytest.raises(Unavailable, match="Redis is away"):
-        await client.get_stats()
-    flaky.moods = ["frozen"]
+        await service.client().get_stats()
+    service.flaky.moods = ["frozen"]
     with pytest.raises(WaitTimeout, match="GetStats"):
-        await client.get_stats(timeout=0.3)
-    assert flaky.calls == 2
+        await service.client(timeout_s=0.3).get_stats()
+    assert service.flaky.calls == 2
 
 
 async def test_call_when_the_client_is_patient_then_every_call_is_tried_again(
-    service: tuple[Flaky, BufferClient],
+    service: Service,
 ) -> None:
     """The trainer: a service that is being restarted must not end it."""
-    flaky, client = service
-    client.patience_s = 30.0
-    flaky.moods = ["away", "frozen", "well"]
-    assert (await client.get_stats(timeout=2.0)).submitted == 7
-    assert flaky.calls == 3
+    service.flaky.moods = ["away", "frozen", "well"]
+    assert (await service.client(timeout_s=2.0, retry_s=30.0).get_stats()).submitted == 7
+    assert service.flaky.calls == 3
+
+
+async def test_call_when_it_may_not_be_made_twice_then_no_client_retries_it(
+    service: Service,
+) -> None:
+    """A lease whose answer was lost is held by no one until it expires."""
+    service.flaky.moods = ["away", "well"]
+    with pytest.raises(Unavailable, match="Redis is away"):
+        await service.client(retry_s=30.0).lease_tasks("w", 1, 0.0)
+    assert service.flaky.calls == 1

@@ -8,11 +8,11 @@
 | waiting | nothing         | one of two calls   | its answer: at once if fewer are active |
 | sent    | the ledger      | CompleteTasks      | its answer, or its deadline and retries |
 
-Finished groups and leases returned each have a `HandIns` of their own; for those it is
-ReturnTasks. Nothing waits for company: a lone one leaves at once; those that become ready while
-both calls are under way share the next one, and with it a round trip and an fsync. Free calls take
-equal shares of more than a few, so that one is encoded while the ledger works on the other. They
-leave in the order in which they were offered.
+Completions and returns each have a `Batching` of their own; for returns it is ReturnTasks. Nothing
+waits for company: a lone one leaves at once; those that become ready while both calls are under way
+share the next one, and with it a round trip and an fsync. Free calls take equal shares of more than
+a few, so that one is encoded while the ledger works on the other. They leave in the order in which
+they were offered.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _Offer(NamedTuple, Generic[RequestT, ResultT]):
     result: asyncio.Future[ResultT]
 
 
-class HandIns(Generic[RequestT, ResultT]):
-    """Shares calls between those who hand in at the same time."""
+class Batching(Generic[RequestT, ResultT]):
+    """Shares calls between those who end leases at the same time."""
 
     def __init__(
         self,

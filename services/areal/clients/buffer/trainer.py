@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from contextlib import aclosing
 
-import grpc
-
-from areal.clients.base import LONG_POLL_MARGIN_S, from_rpc_error, persist, to_duration
-from areal.clients.buffer_reader import TaskReader
+from areal.clients.base import persist, to_duration
+from areal.clients.buffer.connection import BufferConnection, Role
+from areal.clients.buffer.recipes import BufferRecipes
+from areal.clients.buffer.tasks import BufferTasks
 from areal.errors import NotFound
 from areal.protocol.compression import GroupCodec
 from areal.protocol.leases import GroupManifest, Registration, TakeResult, TakeState
 from areal.protocol.trajectories import unpack_group
-from areal.security import Security
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 
 
-class TrainerBufferClient(TaskReader):
-    """Adds what only a trainer calls; `BufferClient` adds the rest.
+class BufferTrainer(Role):
+    """What rank 0 asks; `tasks` and `recipes` are the roles that it has beside its own."""
 
-    All methods raise the class the ledger raised, Unavailable, or WaitTimeout.
-    """
-
-    def __init__(self, address: str, security: Security | None = None) -> None:
-        super().__init__(address, security)
+    def __init__(self, connection: BufferConnection) -> None:
+        super().__init__(connection)
+        self.tasks = BufferTasks(connection)
+        self.recipes = BufferRecipes(connection)
         self._codec = GroupCodec()
         # (incarnation, step) and groups that came with its batch and were not asked for yet.
         self._came: tuple[tuple[int, int], dict[str, TrajectoryGroup]] = ((0, 0), {})
@@ -38,8 +36,6 @@ class TrainerBufferClient(TaskReader):
         max_head_offpolicyness: int,
         max_concurrent_rollouts: int,
         recipe_digest: str = "",
-        timeout: float = 30.0,
-        retry_for: float = 60.0,
     ) -> Registration:
         """A trainer starts or resumes at a checkpoint's step; fences off the one before.
 
@@ -57,9 +53,7 @@ class TrainerBufferClient(TaskReader):
             max_concurrent_rollouts=max_concurrent_rollouts,
             recipe_digest=recipe_digest,
         )
-        response = await self._call(
-            self._stub.RegisterTrainer, request, timeout=timeout, retry_for=retry_for
-        )
+        response = await self._call(self._stub.RegisterTrainer, request)
         return Registration(
             response.incarnation,
             response.last_taken_step,
@@ -76,7 +70,6 @@ class TrainerBufferClient(TaskReader):
         task_ids: Sequence[str] = (),
         with_groups: bool = False,
         refill_below: int = 0,
-        retry_for: float = 30.0,
     ) -> TakeResult:
         """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
 
@@ -89,7 +82,6 @@ class TrainerBufferClient(TaskReader):
                 for: for a trainer of one rank.
             refill_below: Answers `waiting` at once while fewer train tasks than this are queued
                 and the rows are not sealed. 0: waits on.
-            retry_for: Seconds to retry while the ledger is away or silent.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
@@ -105,12 +97,7 @@ class TrainerBufferClient(TaskReader):
             with_groups=with_groups,
             refill_below=refill_below,
         )
-        response = await self._call(
-            self._stub.TakeBatch,
-            request,
-            timeout=max_wait_s + LONG_POLL_MARGIN_S,
-            retry_for=retry_for,
-        )
+        response = await self._call(self._stub.TakeBatch, request, wait_s=max_wait_s)
         came = [unpack_group(payload, self._codec) for payload in response.first_groups]
         self._came = ((incarnation, step), {group.group_id: group for group in came})
         return TakeResult(
@@ -132,13 +119,7 @@ class TrainerBufferClient(TaskReader):
         )
 
     async def fetch_groups(
-        self,
-        incarnation: int,
-        step: int,
-        task_ids: Sequence[str],
-        *,
-        timeout: float = 120.0,
-        retry_for: float = 60.0,
+        self, incarnation: int, step: int, task_ids: Sequence[str]
     ) -> list[TrajectoryGroup]:
         """The groups of a taken step, in the order asked; arrays are read-only.
 
@@ -151,38 +132,29 @@ class TrainerBufferClient(TaskReader):
             self._came = ((0, 0), {})
         else:
             groups = {}
-        since = time.monotonic()
+        policy = self.connection.policy("FetchGroups")
 
         async def missing() -> None:
             wanted = [task_id for task_id in task_ids if task_id not in groups]
             if not wanted:
                 return
             request = pb.FetchGroupsRequest(incarnation=incarnation, step=step, task_ids=wanted)
-            try:
-                async for response in self._stub.FetchGroups(
-                    request, timeout=timeout, metadata=self._metadata
-                ):
+            stream = self.connection.stream(
+                self._stub.FetchGroups, request, timeout_s=policy.timeout_s
+            )
+            async with aclosing(stream) as responses:
+                async for response in responses:
                     for payload in response.groups:
                         group = unpack_group(payload, self._codec)
                         groups[group.group_id] = group
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error, "FetchGroups", self.address, since) from None
 
-        await persist(missing, max(retry_for, self.patience_s))
+        await persist(missing, policy.retry_s)
         absent = [task_id for task_id in task_ids if task_id not in groups]
         if absent:
             raise NotFound(f"step {step}: the ledger sent no group for task {absent[0]!r}")
         return [groups[task_id] for task_id in task_ids]
 
-    async def commit_step(
-        self,
-        incarnation: int,
-        step: int,
-        oldest_retained_step: int,
-        *,
-        timeout: float = 60.0,
-        retry_for: float = 60.0,
-    ) -> int:
+    async def commit_step(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
         """Everything up to `step` is in a checkpoint; returns the last committed step.
 
         Payloads of steps up to oldest_retained_step (the oldest checkpoint kept) are released.
@@ -194,7 +166,4 @@ class TrainerBufferClient(TaskReader):
         request = pb.CommitStepRequest(
             incarnation=incarnation, step=step, oldest_retained_step=oldest_retained_step
         )
-        response = await self._call(
-            self._stub.CommitStep, request, timeout=timeout, retry_for=retry_for
-        )
-        return response.last_committed_step
+        return (await self._call(self._stub.CommitStep, request)).last_committed_step

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from tests.buffer_client import BufferClient
 from tests.ledger_support import make_group
 
-from areal.clients import buffer
-from areal.clients.buffer import ReturnCause
-from areal.clients.hand_ins import HandIns
+from areal.clients.buffer import worker
+from areal.clients.buffer.batching import Batching
 from areal.errors import InvalidInput, LeaseLost, Unavailable
+from areal.protocol.leases import ReturnCause
 from areal.v1 import buffer_service_pb2 as pb
 
 
@@ -39,8 +40,8 @@ class Ledger:
         ]
 
 
-def hand_ins_of(ledger: Ledger) -> HandIns[pb.CompleteTasksRequest, pb.CompletionResult]:
-    return HandIns(lambda worker: pb.CompleteTasksRequest(worker_id=worker), ledger.send)
+def batching_of(ledger: Ledger) -> Batching[pb.CompleteTasksRequest, pb.CompletionResult]:
+    return Batching(lambda worker: pb.CompleteTasksRequest(worker_id=worker), ledger.send)
 
 
 def group(task_id: str, size: int = 10) -> Callable[[pb.CompleteTasksRequest], int]:
@@ -59,16 +60,16 @@ async def settle() -> None:
 async def test_offer_when_alone_then_sent_at_once() -> None:
     ledger = Ledger()
     ledger.open.release()
-    assert await hand_ins_of(ledger).offer("w", group("a"))
+    assert await batching_of(ledger).offer("w", group("a"))
     assert ledger.calls == [["a"]]
 
 
 async def test_offers_when_calls_are_under_way_then_the_next_one_takes_all_that_is_ready() -> None:
     ledger = Ledger()
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
     offers = []
     for name in "abcde":
-        offers.append(asyncio.create_task(hand_ins.offer("w", group(name))))
+        offers.append(asyncio.create_task(batching.offer("w", group(name))))
         await settle()
     assert ledger.calls == [["a"], ["b"]]
     ledger.open.release()
@@ -83,9 +84,9 @@ async def test_offers_when_large_then_a_call_takes_no_more_than_its_size() -> No
     ledger = Ledger()
     for _ in range(3):
         ledger.open.release()
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
     names = ["a", "b", "c", "d", "e"]
-    await asyncio.gather(*(hand_ins.offer("w", group(name, 600_000)) for name in names))
+    await asyncio.gather(*(batching.offer("w", group(name, 600_000)) for name in names))
     assert ledger.calls == [["a", "b"], ["c", "d"], ["e"]]
 
 
@@ -93,26 +94,26 @@ async def test_offers_when_both_calls_are_free_then_they_share_more_than_a_few()
     ledger = Ledger()
     for _ in range(3):
         ledger.open.release()
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
     many, few = "abcdefghijklmnopqrst", "uvw"
     for names in (many, few):
-        await asyncio.gather(*(hand_ins.offer("w", group(name)) for name in names))
+        await asyncio.gather(*(batching.offer("w", group(name)) for name in names))
     assert ledger.calls == [list(many[:10]), list(many[10:]), list(few)]
 
 
 async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
     ledger = Ledger()
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
 
     def broken(_: pb.CompleteTasksRequest) -> int:
         raise InvalidInput("rewards: length 4")
 
     ledger.open.release()
     results = await asyncio.gather(
-        hand_ins.offer("w", group("a")),
-        hand_ins.offer("w", broken),
-        hand_ins.offer("w", group("lost")),
-        hand_ins.offer("w", group("b")),
+        batching.offer("w", group("a")),
+        batching.offer("w", broken),
+        batching.offer("w", group("lost")),
+        batching.offer("w", group("b")),
         return_exceptions=True,
     )
     assert ledger.calls == [["a", "lost", "b"]]
@@ -125,22 +126,22 @@ async def test_offer_when_refused_then_only_it_hears_of_it() -> None:
 async def test_offer_when_the_call_fails_then_all_of_it_hear_and_the_next_goes_on() -> None:
     ledger = Ledger()
     ledger.away = True
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
     ledger.open.release()
-    both = [hand_ins.offer("w", group(name)) for name in "ab"]
+    both = [batching.offer("w", group(name)) for name in "ab"]
     for result in await asyncio.gather(*both, return_exceptions=True):
         assert isinstance(result, Unavailable)
     ledger.away = False
     ledger.open.release()
-    assert await hand_ins.offer("w", group("c"))
+    assert await batching.offer("w", group("c"))
 
 
 async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None:
     ledger = Ledger()
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
     offers = []
     for name in "abcd":
-        offers.append(asyncio.create_task(hand_ins.offer("w", group(name))))
+        offers.append(asyncio.create_task(batching.offer("w", group(name))))
         await settle()
     offers[2].cancel()
     for _ in range(3):
@@ -154,12 +155,12 @@ async def test_offer_when_its_caller_was_cancelled_then_it_is_not_sent() -> None
 @pytest.mark.parametrize("sent", [1, 3])
 async def test_close_when_offers_are_open_then_they_are_cancelled(sent: int) -> None:
     ledger = Ledger()
-    hand_ins = hand_ins_of(ledger)
+    batching = batching_of(ledger)
     offers = []
     for number in range(sent):
-        offers.append(asyncio.create_task(hand_ins.offer("w", group(str(number)))))
+        offers.append(asyncio.create_task(batching.offer("w", group(str(number)))))
         await settle()
-    await hand_ins.close()
+    await batching.close()
     results = await asyncio.gather(*offers, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results)
 
@@ -167,8 +168,8 @@ async def test_close_when_offers_are_open_then_they_are_cancelled(sent: int) -> 
 async def test_offer_when_no_message_can_hold_it_then_refused_by_name_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buffer, "_MAX_PART_BYTES", 100)
-    client = buffer.BufferClient("127.0.0.1:1")  # nobody is asked
+    monkeypatch.setattr(worker, "_MAX_PART_BYTES", 100)
+    client = BufferClient("127.0.0.1:1")  # nobody is asked
     try:
         async with asyncio.timeout(10):
             with pytest.raises(InvalidInput, match=r"group 'big' has \d+ bytes: at most 100"):

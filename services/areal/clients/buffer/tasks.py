@@ -1,0 +1,156 @@
+"""Tasks: submitted, cancelled, read, waited for. Also the ledger's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from areal.clients.base import to_duration
+from areal.clients.buffer.connection import Role
+from areal.clients.buffer.submission_trace import submitting
+from areal.errors import CapacityExceeded
+from areal.protocol.leases import TaskRecord, record_from_pb
+from areal.protocol.trajectories import PURPOSE_TO_PB, task_to_pb
+from areal.types import Purpose, Task
+from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import trajectory_pb2
+
+MAX_TASKS_PER_CALL = 10_000
+"""Tasks, or ids of tasks, of one call: the service refuses more."""
+
+
+class BufferTasks(Role):
+    """What a submitter asks. Messages pass through `submit` and `read`, which decode nothing."""
+
+    async def submit_tasks(
+        self, tasks: Sequence[Task], *, incarnation: int = 0, seal: bool = False
+    ) -> list[bool]:
+        """Queues tasks, in this order.
+
+        Args:
+            tasks: Any number; sent 10,000 at a time.
+            incarnation: Of the submitting trainer; 0 for everyone else.
+            seal: No more train tasks will come.
+
+        Returns:
+            One flag per task; False: its id or dataset position was known already, possibly
+            from an earlier try of this very call.
+
+        Raises:
+            InvalidInput: A task is malformed; nothing of its call was queued.
+            CapacityExceeded: The ledger is near its memory limit and has enough to do.
+        """
+        return await self.submit(
+            [task_to_pb(task) for task in tasks], incarnation=incarnation, seal=seal
+        )
+
+    async def submit(
+        self, tasks: Sequence[trajectory_pb2.Task], *, incarnation: int = 0, seal: bool = False
+    ) -> list[bool]:
+        """`submit_tasks` of encoded tasks; gives each that has a trace its span as parent."""
+        accepted: list[bool] = []
+        starts = range(0, max(1, len(tasks)), MAX_TASKS_PER_CALL)
+        with submitting(tasks, accepted):
+            for start in starts:
+                request = pb.BufferServiceSubmitTasksRequest(
+                    tasks=tasks[start : start + MAX_TASKS_PER_CALL],
+                    incarnation=incarnation,
+                    seal=seal and start == starts[-1],
+                )
+                response = await self._call(self._stub.SubmitTasks, request)
+                accepted += [result.accepted for result in response.results]
+        return accepted
+
+    async def cancel_tasks(
+        self,
+        task_ids: Sequence[str] = (),
+        *,
+        all_of_purpose: Purpose | None = None,
+        reason: str = "",
+        incarnation: int = 0,
+    ) -> int:
+        """Cancels named tasks, or all of a purpose, that are queued, running or completed.
+
+        Batched tasks are the trainer's already and stay.
+
+        Returns:
+            How many were cancelled.
+        """
+        request = pb.BufferServiceCancelTasksRequest(
+            task_ids=task_ids, reason=reason, incarnation=incarnation
+        )
+        if all_of_purpose is not None:
+            request.all_of_purpose = PURPOSE_TO_PB[all_of_purpose]
+        return (await self._call(self._stub.CancelTasks, request)).cancelled
+
+    async def get_tasks(
+        self, task_ids: Sequence[str], *, include_groups: bool = False
+    ) -> list[TaskRecord]:
+        """Reads records in the order asked; unknown ids are left out.
+
+        Raises:
+            CapacityExceeded: More than one message holds; `read_tasks` has no such limit.
+        """
+        return [record_from_pb(each) for each in await self.get(task_ids, include_groups)]
+
+    async def get(
+        self, task_ids: Sequence[str], include_groups: bool
+    ) -> Sequence[trajectory_pb2.TaskRecord]:
+        """`get_tasks`, as the messages."""
+        page = await self._page(task_ids, include_groups)
+        if page.looked_up < len(task_ids):
+            raise CapacityExceeded(
+                f"task_ids: the first {page.looked_up} of {len(task_ids)} fill a message; "
+                "ask for fewer at once"
+            )
+        return page.records
+
+    async def read_tasks(
+        self, task_ids: Sequence[str], *, include_groups: bool = False
+    ) -> AsyncIterator[TaskRecord]:
+        """Yields records in the order asked, however many; one message of them is held at a time.
+
+        Args:
+            task_ids: Unknown ones are left out.
+            include_groups: With the trajectories that are still kept.
+        """
+        async for record in self.read(task_ids, include_groups):
+            yield record_from_pb(record)
+
+    async def read(
+        self, task_ids: Sequence[str], include_groups: bool
+    ) -> AsyncIterator[trajectory_pb2.TaskRecord]:
+        """`read_tasks`, as the messages."""
+        at = 0
+        while at < len(task_ids):
+            page = await self._page(task_ids[at : at + MAX_TASKS_PER_CALL], include_groups)
+            at += page.looked_up
+            for record in page.records:
+                yield record
+
+    async def _page(
+        self, task_ids: Sequence[str], include_groups: bool
+    ) -> pb.BufferServiceGetTasksResponse:
+        request = pb.BufferServiceGetTasksRequest(task_ids=task_ids, include_groups=include_groups)
+        return await self._call(self._stub.GetTasks, request)
+
+    async def wait_tasks(
+        self, task_ids: Sequence[str], max_wait_s: float, *, incarnation: int = 0
+    ) -> list[str]:
+        """Waits until one of the tasks has ended (train: completed counts).
+
+        Args:
+            task_ids: Known ids, at most 10,000; NotFound otherwise.
+            max_wait_s: The service waits at most 30 s a call.
+            incarnation: Of the trainer that waits: WorkflowError once its run has been stopped.
+
+        Returns:
+            Those that have ended; empty when the wait passed first.
+        """
+        request = pb.WaitTasksRequest(
+            task_ids=task_ids, max_wait=to_duration(max_wait_s), incarnation=incarnation
+        )
+        return list((await self._call(self._stub.WaitTasks, request, wait_s=max_wait_s)).task_ids)
+
+    async def get_stats(self) -> pb.GetStatsResponse:
+        """Counters and gauges of the ledger, as the message."""
+        return await self._call(self._stub.GetStats, pb.GetStatsRequest())

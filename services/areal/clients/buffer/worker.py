@@ -1,0 +1,183 @@
+"""A worker's calls of BufferService: lease tasks, and end each lease in one of three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from areal.clients.base import to_duration
+from areal.clients.buffer.batching import Batching
+from areal.clients.buffer.connection import BufferConnection, Role
+from areal.errors import InvalidInput
+from areal.protocol.compression import GroupCodec
+from areal.protocol.leases import Lease, ReturnCause
+from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_from_pb
+from areal.types import TaskState, TrajectoryGroup
+from areal.v1 import buffer_service_pb2 as pb
+
+# A message takes 128 MiB; a journal comes back in one that may hold 32 MiB of other leases.
+_MAX_PART_BYTES = 90 * 1024 * 1024
+
+
+class BufferWorker(Role):
+    """Works on tasks under leases. Completions and returns made at the same time share messages."""
+
+    def __init__(self, connection: BufferConnection) -> None:
+        super().__init__(connection)
+        self._codec = GroupCodec()
+        self._completions = Batching(
+            lambda worker_id: pb.CompleteTasksRequest(worker_id=worker_id), self._complete
+        )
+        # The ledger knows a worker by its lease.
+        self._returns = Batching(lambda _: pb.ReturnTasksRequest(), self._return)
+
+    async def close(self) -> None:
+        """Ends calls under way; the connection stays open."""
+        await self._completions.close()
+        await self._returns.close()
+
+    async def lease_tasks(
+        self, worker_id: str, max_tasks: int, max_wait_s: float, *, boot: int = 0
+    ) -> tuple[list[Lease], str]:
+        """Leases up to max_tasks, waiting up to max_wait_s (at most 30 s) for the first.
+
+        Not retried here: call it in a loop.
+
+        Args:
+            worker_id: Who works on them.
+            max_tasks: At most so many.
+            max_wait_s: For the first.
+            boot: Of a worker whose id outlives its process: larger with each start. The first
+                call of a newer life returns the leases of the lives before.
+
+        Returns:
+            The leases, and when there are none the reason.
+
+        Raises:
+            LeaseLost: A newer life of this worker has begun.
+        """
+        request = pb.LeaseTasksRequest(
+            worker_id=worker_id, max_tasks=max_tasks, max_wait=to_duration(max_wait_s), boot=boot
+        )
+        response = await self._call(self._stub.LeaseTasks, request, wait_s=max_wait_s)
+        leases = [
+            Lease(
+                task=task_from_pb(lease.task),
+                token=lease.token,
+                policy_version=lease.policy_version,
+                time_to_live_s=lease.time_to_live.ToMilliseconds() / 1000,
+                partial=lease.partial,
+                failed_servers=tuple(lease.failed_servers),
+                queued_time=lease.queued_time.ToMilliseconds() / 1000,
+            )
+            for lease in response.leases
+        ]
+        return leases, response.reason
+
+    async def renew_leases(self, worker_id: str, leases: Sequence[tuple[str, int]]) -> set[str]:
+        """Extends leases given as (task_id, token); returns the ids that are lost: stop them."""
+        request = pb.RenewLeasesRequest(
+            worker_id=worker_id,
+            leases=[pb.LeaseRef(task_id=task_id, token=token) for task_id, token in leases],
+        )
+        return set((await self._call(self._stub.RenewLeases, request)).lost_task_ids)
+
+    async def complete_task(
+        self,
+        task_id: str,
+        token: int,
+        group: TrajectoryGroup,
+        worker_id: str,
+    ) -> bool:
+        """Completes a task with its group; True: recorded now, False: it had been recorded before.
+
+        Calls at the same time share messages; tried again for a minute while the ledger is away.
+
+        Raises:
+            LeaseLost: The task was re-leased or has ended; drop the work.
+            InvalidInput: The group is malformed, too large, or holds a token sampled below the
+                lease's version; return the task.
+            CapacityExceeded: Memory is near its limit; keep the lease and try again later.
+        """
+
+        def add(request: pb.CompleteTasksRequest) -> int:
+            packed = pack_group(group, self._codec)
+            _check_size(f"group {task_id!r}", len(packed))
+            lease = request.completions.add(group=packed).lease
+            lease.task_id, lease.token = task_id, token
+            return len(packed)
+
+        return (await self._completions.offer(worker_id, add)).recorded
+
+    async def _complete(self, request: pb.CompleteTasksRequest) -> Sequence[pb.CompletionResult]:
+        return (await self._call(self._stub.CompleteTasks, request)).results
+
+    async def reject_task(self, task_id: str, token: int, reason: str = "") -> None:
+        """The workflow chose to drop the task."""
+        request = pb.RejectTaskRequest(
+            lease=pb.LeaseRef(task_id=task_id, token=token), reason=reason
+        )
+        await self._call(self._stub.RejectTask, request)
+
+    async def return_task(
+        self,
+        task_id: str,
+        token: int,
+        cause: ReturnCause,
+        *,
+        detail: str = "",
+        traceback: str = "",
+        partial: Callable[[], bytes] = bytes,
+        failed_server: str = "",
+        site: str = "",
+    ) -> TaskState:
+        """Returns a lease: its task is queued again, or dead-lettered.
+
+        Calls at the same time share messages, in their order; tried again for half a minute while
+        the ledger is away.
+
+        Args:
+            task_id: The leased task.
+            token: Its lease's token.
+            cause: Decides which limit counts.
+            detail: One line for people.
+            traceback: Where, for the dead-letter list.
+            partial: Gives the journal for the next attempt when its message is made, so that those
+                of many are encoded while the ledger takes the ones before; refused above
+                max_group_bytes.
+            failed_server: The inference server that failed, which the next attempt avoids.
+            site: Of a workflow error: what all tasks that fail alike share, e.g.
+                "KeyError at recipe.py:41"; empty: the detail without the row's values.
+
+        Returns:
+            QUEUED, or DEAD_LETTERED when a limit was reached.
+
+        Raises:
+            LeaseLost: The task was re-leased or has ended.
+            InvalidInput: The journal is too large, or another field malformed.
+        """
+
+        def add(request: pb.ReturnTasksRequest) -> int:
+            journal = partial()
+            _check_size(f"journal of task {task_id!r}", len(journal))
+            request.returns.add(
+                lease=pb.LeaseRef(task_id=task_id, token=token),
+                cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.name}"),
+                detail=detail,
+                traceback=traceback,
+                partial=journal,
+                failed_server=failed_server,
+                site=site,
+            )
+            # The short fields count too, so that a call holds no more than it may.
+            return 256 + len(journal) + len(traceback)
+
+        return STATE_FROM_PB[(await self._returns.offer("", add)).state]
+
+    async def _return(self, request: pb.ReturnTasksRequest) -> Sequence[pb.ReturnResult]:
+        return (await self._call(self._stub.ReturnTasks, request)).results
+
+
+def _check_size(what: str, size: int) -> None:
+    """Refuses what gRPC would refuse as if the ledger were full, and so retried without success."""
+    if size > _MAX_PART_BYTES:
+        raise InvalidInput(f"{what} has {size} bytes: at most {_MAX_PART_BYTES} fit a message")
