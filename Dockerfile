@@ -17,7 +17,7 @@ COPY requirements/build.txt requirements/control.txt ./
 RUN python3 -m venv /opt/areal \
     && /opt/areal/bin/python -m pip install --no-deps --require-hashes -r build.txt -r control.txt
 
-# Nobody here runs the libraries' tests, compiles against them, downloads from a hub, or uses
+# No process here runs the libraries' tests, compiles against them, downloads from a hub, or uses
 # zstandard from PyPy; pip and setuptools serve only the stages that build.
 FROM control-packages AS control-slim
 RUN cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \

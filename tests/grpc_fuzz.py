@@ -264,7 +264,7 @@ def send_too_large(channel: grpc.Channel, method: MethodDescriptor) -> tuple[str
 
 
 def send_padded(channel: grpc.Channel, method: MethodDescriptor, size: int) -> tuple[str, str]:
-    """An empty request with a field that nobody knows, of that size."""
+    """An empty request with a field that no message has, of that size."""
     # Field 15000, length-delimited.
     head = _varint(15000 << 3 | 2) + _varint(size)
     return Caller(channel, method).send([head + bytes(size)], timeout=5)[0]

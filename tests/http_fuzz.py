@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from tests.grpc_fuzz import fuzz_settings
 
-# Whoever is still busy then (a generation, a long poll) is left alone.
+# A handler that is still busy then (a generation, a long poll) is left alone.
 CALL_S = 2.0
 RAW_S = 0.1
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")

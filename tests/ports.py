@@ -33,7 +33,7 @@ def _ports() -> _Ports:
 
 
 def free_port() -> int:
-    """One that is free, and that nobody else takes before its server has started.
+    """One that is free, and that no one else takes before its server has started.
 
     Outgoing connections have others, and of tests that run side by side each process has its own.
     """

@@ -50,7 +50,7 @@ _WHO_STARVES = {
     "no_server": "weight-sync: no server takes traffic",
     "ledger": "buffer",
     "admission": "trainer",
-    "queue": "whoever submits",
+    "queue": "a client to submit",
 }
 
 

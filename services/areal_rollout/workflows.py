@@ -54,7 +54,7 @@ class WorkflowCache:
             loading = asyncio.create_task(self._load(digest))
             self._recipes[digest] = loading
         try:
-            # Whoever gives up waiting must not end the loading for the others.
+            # A caller that gives up waiting must not end the loading for the others.
             return await asyncio.shield(loading)
         except BaseException:
             if loading.done() and self._recipes.get(digest) is loading:

@@ -135,7 +135,7 @@ class Member:
                     self._hub.slots.free(record.server_id)
         except EngineError as error:
             return self._quarantine(error)
-        except NotStoredError as error:  # whoever serves, serves on
+        except NotStoredError as error:  # a server that serves, serves on
             self._move(record.state, str(error))
             return 0.0 if target and target.stored else config.probe_interval_s
         except InvalidInput as error:  # the version is bad, not the server

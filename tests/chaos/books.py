@@ -1,4 +1,4 @@
-"""What must be true of a run that was hurt, read from its files and its ledger."""
+"""What must be true of a run whose processes were killed, read from its files and its ledger."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _check_batches(
 
 
 def _check_epochs(ledger: Ledger, problems: int) -> Iterator[Check]:
-    """No prompt is skipped: positions are submitted in order, and each has ended, by name."""
+    """No prompt is skipped: positions are submitted in order, and each has ended."""
     last = max(ledger.seen, default=0)
     skipped, open_ = [], []
     trained = named = 0

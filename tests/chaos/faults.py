@@ -1,6 +1,6 @@
-"""What can be hurt, how, and how one sees that it is well again.
+"""What can be broken, how, and how one sees that it works again.
 
-    deck of (victim, action) ──> hurt ──> kill: launcher (or owner) starts another ──┐
+    deck of (victim, action) ──> break ─> kill: launcher (or owner) starts another ──┐
                                    └────> stop: SIGSTOP, seconds later SIGCONT ──────┴──> ready?
 
 "Ready" is more than alive: a store answers, a service is healthy, an inference server serves the

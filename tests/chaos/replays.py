@@ -46,7 +46,7 @@ def check_batches(rig: TrainerRig, expected: list[str], steps: int) -> int:
 
 
 def check_replays(rig: TrainerRig, steps: int) -> int:
-    """The same where nobody knows the batches beforehand: all lives agree. Returns replays."""
+    """The same where the batches are not known beforehand: all incarnations agree."""
     batches = batches_of(rig)
     # The last life to take a step finished it.
     final = {step: groups for (_, step), (groups, whole) in sorted(batches.items()) if whole}

@@ -88,7 +88,7 @@ class Watcher:
             return dict((await answer.json())["ranks"][0]["checksums"])
 
     async def compare(self, version: PolicyVersion) -> None:
-        """Whoever is listed as serving that version has its weights."""
+        """A server listed as serving that version has its weights."""
         expected = {tensor.name: tensor.digest for tensor in version.tensors}
         for server in (await self.client.list_servers())[0]:
             found = await self.held(server)

@@ -56,7 +56,7 @@ def arguments(token: Path) -> list[str]:
     ]
 
 
-async def hurt(stack: RunningStack) -> Chaos:
+async def break_things(stack: RunningStack) -> Chaos:
     victims = Victims(stack)
     chaos = Chaos(victims, SEED, AT_ONCE)
     try:
@@ -83,7 +83,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
         eventually(lambda: stack.content, "stack.json is there", 60.0)
         stack.wait_ready(300.0)
         eventually(lambda: stack.process("trainer")["state"] == "up", "the trainer is up", 60.0)
-        chaos = asyncio.run(hurt(stack))
+        chaos = asyncio.run(break_things(stack))
         code = launcher.wait(60.0 * MINUTES + 300.0)
         left = [f"{p.pid} {p.name()}" for p in stack.processes()]
     finally:

@@ -38,7 +38,7 @@ def test_training_when_servers_come_go_and_die_then_nothing_is_lost(tmp_path: Pa
     print(f"\nseed {SEED}, {STEPS} steps:")
     run.report()
     if baseline is not None:
-        # Where more servers do not help (they share this machine's cores), neither do fewer hurt
+        # Where more servers do not help (they share this machine's cores), neither do fewer harm
         # by more than what they take less; and starting one takes from the cores that train.
         capacity = baseline.wall_s * max(1.0, baseline.servers / run.servers)
         starting = run.starting_cpu_s / (os.cpu_count() or 1)

@@ -1,6 +1,6 @@
 """Redis or NATS is away for a minute in the middle of a training run: it waits or does without.
 
-The stores are the test's own, so that nobody restarts them. OUTAGE_S makes it shorter.
+The stores are the test's own, so that no supervisor restarts them. OUTAGE_S makes it shorter.
 """
 
 from __future__ import annotations

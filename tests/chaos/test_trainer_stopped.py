@@ -1,6 +1,7 @@
 """A trainer of one rank is stopped (SIGSTOP) while it holds a batch, for a minute and longer.
 
-It continues, or it has been replaced and ends by name; either way each batch is trained on once.
+It continues, or it has been replaced and ends with an error that says so; either way each batch is
+trained on once.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_pods_when_rendered_then_what_they_mount_and_read_exists(values):
                     assert reference["key"] in keys, where
             names = [variable["name"] for variable in container.get("env", [])]
             assert len(names) == len(set(names)), f"{where}: a variable twice"
-        assert used == set(volumes), f"{pod.owner}: volumes that nobody mounts"
+        assert used == set(volumes), f"{pod.owner}: volumes that no container mounts"
         for volume in volumes.values():
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in made, pod.owner

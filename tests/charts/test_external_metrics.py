@@ -16,7 +16,7 @@ SELECTOR = "namespace%3Dareal%2Cservice%3D127.0.0.1"
 
 
 async def asked(value, monkeypatch):
-    """The adapter's reply where a service says `value` to whoever has its token."""
+    """The adapter's reply where a service says `value` to a caller with its token."""
     registry = CollectorRegistry()
     Gauge(METRIC, "servers", registry=registry).set(value)
 

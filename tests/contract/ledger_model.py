@@ -348,7 +348,7 @@ class Model:
 
     def publish(self, version: int, incarnation: int) -> str:
         """PublishVersion of weight-sync, which reads the ledger's incarnation."""
-        first = version == 0 and self.published[0] < 0  # the initial weights are nobody's
+        first = version == 0 and self.published[0] < 0  # no trainer made the initial weights
         if incarnation < self.incarnation and not first:
             raise StaleIncarnation
         if (version, incarnation) == self.published:

@@ -179,7 +179,7 @@ async def test_broadcast_when_not_this_model_then_refused_before_anything_is_rec
     assert status == 400
     assert message in answer["message"]
     assert (await http.post("/end_weight_update", {}))[0] == 400
-    # Nobody waits: the group can be used.
+    # No one waits: the group can be used.
     await http.ok("/begin_weight_update", {})
     await trainer.give(trainer.tensors(1), weight_version="1")
     await http.ok("/end_weight_update", {})

@@ -88,7 +88,7 @@ async def test_lease_when_a_newer_life_of_the_worker_has_begun_then_the_older_is
     await book.submit("a", "b")
     first = await book.lease(1, worker="w0", boot=7)
     await book.lease(0, worker="w0", boot=8)
-    # Its late answer still counts, for nobody has the task yet; but it gets no more.
+    # Its late answer still counts, for no one has the task yet; but it gets no more.
     assert await book.complete("a", first["a"])
     with pytest.raises(LeaseLost, match="worker w0: a newer process of this name has begun"):
         await book.lease(1, worker="w0", boot=7)
@@ -98,7 +98,7 @@ async def test_lease_when_a_newer_life_of_the_worker_has_begun_then_the_older_is
 async def test_renew_when_a_newer_life_of_the_worker_has_begun_then_the_lease_stays_given_back(
     book: Book,
 ) -> None:
-    """A renewal of the dead life that was under way: nobody would work on what it took up."""
+    """A renewal of the dead worker that was under way: no one would work on what it took up."""
     await book.submit("a")
     leases = await book.lease(1, worker="w0", boot=7)
     await book.lease(0, worker="w0", boot=8)

@@ -266,7 +266,7 @@ async def test_lease_when_it_empties_the_queue_below_the_watermark_then_the_take
         assert await wakes() == []
         await book.lease()
         assert await wakes() == [b"take"]
-        await book.lease()  # nobody waits now
+        await book.lease()  # no one waits now
         assert await wakes() == []
         await book.store.take(1, 1, (), limit=EMPTY)
         await book.lease()  # that one waits for groups only

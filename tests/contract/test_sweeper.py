@@ -28,7 +28,7 @@ async def heard(event: asyncio.Event) -> None:
 async def test_listen_when_its_connection_was_lost_then_all_who_wait_look_again(
     book: Book,
 ) -> None:
-    """What was published meanwhile reached nobody."""
+    """No listener got what was published meanwhile."""
     wakes = Wakes()
     first = [wakes.next(kind) for kind in Kind]
     listening = asyncio.create_task(sweeper(book.store, wakes).listen_forever(book.redis))

@@ -95,7 +95,7 @@ async def test_delta_when_little_changed_then_holders_read_only_that_and_nothing
         # A newcomer.
         same(await chain.load(version), new)
         location = rig.location("stream", version)
-        with without(version, WHOLE):  # whoever has the base needs nothing but the delta
+        with without(version, WHOLE):  # a server with the base needs nothing but the delta
             held = await chain.load(version, held)
             pulled = await run(lambda at=location: fetch_version(at, HEADERS, memory))
         same(held, new)
@@ -144,7 +144,7 @@ async def test_delta_when_damaged_then_servers_read_the_snapshot(
             raw[len(raw) // 2] ^= 1
         file.write_bytes(changed or raw)
     same(await chain.load(second, held), chain.news[-1])
-    if (damage, transport) != ("padded", "stream"):  # over HTTP nobody asks for what follows
+    if (damage, transport) != ("padded", "stream"):  # over HTTP no one asks for what follows
         assert "delta_unusable" in capsys.readouterr().out
     location = rig.location("stream", second)
     pulled = await run(lambda: fetch_version(location, HEADERS, memory))

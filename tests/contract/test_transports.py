@@ -170,7 +170,7 @@ async def test_stored_version_when_damaged_then_no_server_takes_it(
     with pytest.raises(InvalidInput, match=r"digest|bytes|truncated"):
         rig.digests.verify(version)
     if damage == "padded" and transport == "stream":
-        return  # over HTTP nobody asks for what follows the last tensor
+        return  # over HTTP no one asks for what follows the last tensor
     with pytest.raises((WeightError, TransportError)):
         await run(lambda: rig.load(rig.location(transport, version)))
     if damage == "padded":

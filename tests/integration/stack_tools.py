@@ -65,7 +65,7 @@ def eventually(
 
 
 def lives(pid: int, program: str) -> bool:
-    """Whether `pid` is a living process (not a zombie nobody waits for) of that program."""
+    """Whether `pid` is a living process (not a zombie that no one waits for) of that program."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and program in " ".join(process.cmdline())

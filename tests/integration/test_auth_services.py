@@ -101,7 +101,7 @@ async def test_mutual_tls_when_a_peer_has_no_certificate_of_ours_then_no_connect
             assert await stats_with(service, security(client_pair, ours.ca)) == 0
             with pytest.raises(Unavailable):  # in the clear
                 await stats_with(service, None)
-            with pytest.raises(Unavailable):  # trusts the server, but nobody knows it
+            with pytest.raises(Unavailable):  # trusts the server, but no one knows it
                 await stats_with(service, security(stranger_pair, ours.ca))
             with pytest.raises(Unavailable):  # does not trust the server
                 await stats_with(service, security(client_pair, theirs.ca))

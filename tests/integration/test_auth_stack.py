@@ -247,7 +247,7 @@ async def test_http_when_any_route_is_asked_then_only_with_the_token(
                     assert status in (200, 405), path
                 else:  # the form is for everyone, and says 401 to a wrong token by itself
                     assert status == 401 or path == "/login", (method, path, header)
-            if path != "/pause_generation":  # nobody would continue
+            if path != "/pause_generation":  # no one would continue
                 assert await ask(http, method, url + path, RIGHT) != 401 or path == "/login"
     assert open_to_all < seen
 
@@ -297,7 +297,7 @@ async def test_dashboard_when_opened_in_a_browser_then_a_form_takes_the_token_on
         async with browser.get(f"{url}/v1/events") as reply:
             assert reply.status == 200
             assert (await reply.content.readline()) == b"event: history\n"
-        # A session reads; it cannot act, whoever's page asks the browser to.
+        # A session reads; it cannot act, whichever page asks the browser to.
         async with browser.post(f"{url}/v1/tasks", json={"tasks": []}) as reply:
             assert reply.status == 401
 

@@ -197,7 +197,7 @@ async def test_training_when_clients_flood_the_ledger_then_it_never_pauses_for_l
         assert all(each.retry_after_s is not None for each in scene.refusals)
         most = stats.limit_bytes + 4 * BATCH * 8 * RESULT_TOKENS
         assert stats.limit_bytes / 2 < stats.held_bytes < most
-        # Whoever else uses this Redis is not refused.
+        # Another user of this Redis is not refused.
         with start_buffer(tmp_path / "other", redis_url, f"buffer.max_memory_mb={MEMORY_MB}") as at:
             other = BufferClient(at)
             try:

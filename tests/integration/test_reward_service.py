@@ -155,7 +155,7 @@ async def test_score_when_batch_is_mixed_then_each_item_gets_its_own_outcome(tmp
         assert [r for w, r in zip(words, results, strict=True) if w == "ok"] == [1.0] * 4
         assert 'raise KeyError("answer")' in got["raise"].traceback
         assert "areal_reward" not in got["raise"].traceback
-        # What user code prints is in the log, and has not hurt the protocol.
+        # What user code prints is in the log, and has not broken the protocol.
         assert "a line of the user's" in service.text()
         assert "raw bytes into descriptor 1" in service.text()
         # Killed workers took their children along.

@@ -1,4 +1,4 @@
-"""Connections that say nothing, or half of a request: they keep nobody else out."""
+"""Connections that say nothing, or half of a request: they keep no one else out."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_run_when_input_is_bad_then_one_line_and_nothing_started(
         ("tokenizer.json", [], "model.path 'model': no tokenizer.json there"),
         ("model.safetensors", [], "model.path 'model': no *.safetensors there"),
         ("", ["run_root=recipe.py"], "recipe.py is a file, expected a folder"),
-        # Nobody may write there, not even root.
+        # No one may write there, not even root.
         ("", ["run_root=/proc/sys/kernel"], "this user may not write in /proc/sys/kernel"),
         ("", ["weight_sync.path=recipe.py"], "weight_sync.path 'recipe.py': "),
         ("", ["train_dataset.path=rows.jsonl"], "train_dataset.path 'rows.jsonl': no such file"),

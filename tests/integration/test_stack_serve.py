@@ -205,11 +205,11 @@ def test_status_when_running_then_the_states_add_up_and_servers_serve(
     # With nothing to do the worker waits for a task, and the ledger knows that it does.
     assert set(content["waits"]) == {name for name, entry in processes(stack) if entry["metrics"]}
     starved = {wait["what"]: wait for wait in content["waits"]["rollout-0"]}["task"]
-    assert (starved["on"], starved["detail"]) == ("whoever submits", "queue")
+    assert (starved["on"], starved["detail"]) == ("a client to submit", "queue")
     assert starved["seconds"] > 0
     plain = areal("status", "--run", str(stack.run_dir), cwd=tmp_path)
     assert "rollout-0" in plain.stdout
-    assert "waits      rollout-0: task (queue) on whoever submits for " in plain.stdout
+    assert "waits      rollout-0: task (queue) on a client to submit for " in plain.stdout
 
 
 def processes(stack: RunningStack) -> list[tuple[str, dict[str, Any]]]:

@@ -145,7 +145,7 @@ def test_tracing_when_the_root_is_not_sampled_then_no_span_of_that_trace(
     )
     assert receiver.names() == []
     assert kept == sent
-    assert int(kept[-2:], 16) & 1 == 0, "whoever continues from there knows that it is not sampled"
+    assert int(kept[-2:], 16) & 1 == 0, "a process that continues it knows that it is not sampled"
 
 
 BURST = """

@@ -36,7 +36,7 @@ async def followed(world: World) -> None:
     trainer = world.trainer
     async with aiohttp.ClientSession() as session:
         running = asyncio.create_task(generate(session, world.servers[0][1], 400, 0))
-        for version in (1, 2, 3):  # at once: nobody waits for a server in between
+        for version in (1, 2, 3):  # at once: no one waits for a server in between
             await trainer.publish(version)
         await world.at(3)
         spans = (await running)["meta_info"]["weight_versions"]
@@ -45,7 +45,7 @@ async def followed(world: World) -> None:
     assert [seats.world_size for seats in trainer.offers] == [3, 3, 3]
     assert len({seats.group for seats in trainer.offers}) == 1
     for process, _ in world.servers:
-        assert "v00000003-inc1" not in process.log  # nobody read the folder
+        assert "v00000003-inc1" not in process.log  # no one read the folder
     await world.add()
     await world.at(3)  # the newcomer did
     await trainer.publish(4)

@@ -23,7 +23,7 @@ _LISTEN, _CLOSED = 0x0A, 0x07
 INSTANCE = "app.kubernetes.io/instance"
 NODE, OUTSIDE = "(node)", "(outside)"
 _PATIENCE = 3
-"""Looks after which an address that nobody has is one outside."""
+"""Looks after which an address that no pod has is one outside."""
 
 
 class Socket(NamedTuple):
@@ -134,7 +134,7 @@ class Census:
     allowed: Allowed | None = None
     """What the policies said last."""
     _live: dict[tuple[str, Socket], Connection | None] = field(default_factory=dict)
-    """None: nobody can tell; the other end was a pod that left, or one not shown yet."""
+    """None: unknown; the other end was a pod that left, or one not shown yet."""
     _unknown: Counter[tuple[str, Socket]] = field(default_factory=Counter)
     _listened: dict[str, set[int]] = field(default_factory=dict)
 
@@ -175,7 +175,7 @@ class Census:
         self._live = live
 
     def _told(self, key: tuple[str, Socket], directory: Directory) -> bool:
-        """Whether it is time: whose an address is that nobody had the next look may know."""
+        """Whether it is time: whose an address is that no pod had the next look may know."""
         self._unknown[key] += 1
         known = key[1].remote in directory.owners or key[1].remote in directory.past
         return known or key in self._live or self._unknown[key] >= _PATIENCE

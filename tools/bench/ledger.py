@@ -206,7 +206,7 @@ def main() -> None:
             disk_ms = fdatasync_ms(Path(folder))
             redis = RedisServer(Path(folder) / "redis", options.appendfsync)
             redis.start()
-            # It would rewrite its file beside whoever is being measured when the time has come.
+            # It would rewrite its file beside what is being measured when the time has come.
             with Redis.from_url(redis.url) as client:
                 client.config_set("auto-aof-rewrite-percentage", 0)
             try:

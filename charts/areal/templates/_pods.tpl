@@ -53,7 +53,7 @@ requests: {cpu: 10m, memory: 32Mi}
 limits: {memory: 256Mi}
 {{- end }}
 
-{{/* Version 0 is made, or looked at, by the Job `prepare`; whoever reads it waits here. */}}
+{{/* Version 0 is made, or looked at, by the Job `prepare`; pods that read it wait here. */}}
 {{- define "areal.waitForModel" -}}
 - name: wait-for-model
   image: {{ include "areal.image" (list . "control" "") }}

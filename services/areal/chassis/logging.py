@@ -95,7 +95,7 @@ class _Formatter(logging.Formatter):
 def _what_people_know(
     _: Any, __: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Whoever reads plain lines knows whose they are."""
+    """A reader of plain lines knows whose they are."""
     for key in ("component", "run", "service"):
         event.pop(key, None)
     return event

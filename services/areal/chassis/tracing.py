@@ -4,7 +4,7 @@
                                              ^
     span(), start(), served() ───────────────┘        none is configured: nothing at all
 
-Configured is whoever sets OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT). Else `span_export`,
+Configured is a process with OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT). Else `span_export`,
 and the SDK with it, is not even imported: that is how every function here knows that it has nothing
 to do. What begins a trace decides whether it is sampled; without a sampled span above, only a
 `root` makes one.
@@ -164,7 +164,7 @@ def recording() -> bool:
 
 
 def apart() -> AbstractContextManager[Any]:
-    """A block whose spans and calls are not those of whoever happened to begin it."""
+    """A block whose spans and calls are not those of the caller that happened to begin it."""
     if not enabled():
         return _NOTHING
     from opentelemetry.context import Context

@@ -122,7 +122,7 @@ class WeightSyncConfig:
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
     store, pulled by the servers; no shared volume. The other one is tried when it fails.
     distributed: broadcast by the trainer to the servers that serve (gloo, NCCL on GPUs), and stored
-    meanwhile as by disk for newcomers and for whoever the broadcast did not reach."""
+    meanwhile as by disk for newcomers and for servers that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
     """Of what the trainer writes or uploads: full, or delta: only what changed, when that is less
     than half. Servers that hold the version before read the delta, others the whole."""

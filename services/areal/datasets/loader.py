@@ -19,7 +19,7 @@ class StatefulLoader:
     """An endless iterator of rows that can be resumed exactly.
 
     Item (epoch, index) is `rows[order(epoch)[index]]`, where the order is a permutation drawn from
-    (seed, epoch) alone: the same place always means the same row, whoever asks and whenever. As
+    (seed, epoch) alone: the same place always means the same row, at any time. As
     `index` counts along that order, "the lowest index not ended" is all that a checkpoint keeps.
 
     Example:

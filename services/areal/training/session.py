@@ -486,7 +486,7 @@ class TrainerSession(Ranks):
             self._files.append_row(self.row)
             self.status.finished_step(self.step, self.row)
             self._progress.finished_step(self.row)
-        # Not before its row: whoever resumes from it finds all rows up to it.
+        # Not before its row: a run that resumes from it finds all rows up to it.
         self._checkpoints.seal()
         self.raise_if_stopped()
 

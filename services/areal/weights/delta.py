@@ -228,7 +228,7 @@ def complete(folder: Path, wanted: DeltaFile) -> None:
 def rebuild(folder: Path, base: Path, wanted: DeltaFile, *, name: str = SINGLE_FILE) -> None:
     """Writes the whole file into a folder that has the delta; blocking.
 
-    What comes out is checked by whoever publishes or loads it: here only that the chain fits.
+    What comes out is checked by the publisher or the loader: here only that the chain fits.
 
     Args:
         folder: Has `delta.bin`.

@@ -7,9 +7,9 @@
                   └────────── both have ended, by their deadlines ──────────┘
 
 The servers that serve get the weights from this process's memory, before anything is written.
-Newcomers, and whoever the broadcast did not reach, read what was stored. A broadcast that fails
-costs its deadline at most and never the version; the next one is tried with a new group, of the
-servers that serve then.
+Newcomers, and servers that the broadcast did not reach, read what was stored. A broadcast that
+fails costs its deadline at most and never the version; the next one is tried with a new group,
+of the servers that serve then.
 """
 
 from __future__ import annotations

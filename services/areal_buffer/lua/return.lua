@@ -16,7 +16,7 @@ local function give_back(at)
     hold(task.purpose, #partial - task.journal)
     task.journal = #partial
   end
-  -- Given back before, or expired: that attempt has been counted.
+  -- Returned before, or expired: that attempt has been counted.
   if task.state == 'queued' then return task.state end
   if partial == '' then drop_journal(task) end
   if server ~= '' then

@@ -2,7 +2,7 @@
 
 Both give every tensor's place first, so that names, shapes and types are checked before a byte is
 read, and then its bytes, one tensor at a time into memory that is used again. With a manifest each
-tensor's digest is checked by whoever reads it (`weights.load_weights`). Where a version was
+tensor's digest is checked by its reader (`weights.load_weights`). Where a version was
 published as what changed since the one that this server holds, only that is read (`DeltaSource`).
 """
 
@@ -56,7 +56,7 @@ class Source(Protocol):
         """A tensor's bytes, writable, good until this thread reads the next one."""
 
     def close(self) -> None:
-        """Lets go of files and connections."""
+        """Closes files and connections."""
 
 
 def open_source(location: str, headers: Mapping[str, str]) -> Source:

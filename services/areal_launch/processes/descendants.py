@@ -1,4 +1,4 @@
-"""Finds and ends every process of a stack, whoever its parent is.
+"""Finds and ends every process of a stack, whatever its parent is.
 
 Each child of a stack carries `AREAL_STACK` (and `AREAL_PROCESS`, its name) in its environment, and
 so do its own children: torchrun puts its workers into sessions of their own, which a process group

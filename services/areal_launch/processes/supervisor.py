@@ -197,7 +197,7 @@ class Supervised:
                 )
                 return
             self.restarts += 1
-            # First of all the cause: whoever sees the new state finds it in the log.
+            # First of all the cause: a reader of the new state finds it in the log.
             self._report(
                 "warning",
                 self.spec.name,
@@ -347,7 +347,7 @@ class Supervised:
         if not self.ended.done():
             hint = f" ({self.last_words()})" if words else ""
             self.ended.set_exception(StackFailure(f"{cause}{hint}"))
-            self.ended.exception()  # read by whoever waits; never "was never retrieved"
+            self.ended.exception()  # read by the waiter; never "was never retrieved"
 
     def _set(self, state: ProcessState) -> None:
         if state is not self.state:
@@ -392,7 +392,7 @@ class Supervisor:
         error, failure = ended.exception(), self._failed()
         if error is not None and process.vital and not failure.done():
             failure.set_exception(error)
-            failure.exception()  # read by whoever waits; never "was never retrieved"
+            failure.exception()  # read by the waiter; never "was never retrieved"
 
     def _failed(self) -> asyncio.Future[None]:
         """Ends when the first vital process is given up, whenever it was started."""

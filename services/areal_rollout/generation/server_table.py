@@ -39,7 +39,7 @@ class ServerTable:
         self._router = Router()
         self._serving = 0
         self._blocked: set[Server] = set()
-        # Both spare whoever waits a look at all servers: thousands may wait.
+        # Both spare a waiter a look at all servers: thousands may wait.
         self._unblocks_at = 0.0
         self._none_before: dict[int, float] = {}
         self._changed = asyncio.Event()
@@ -48,7 +48,7 @@ class ServerTable:
         return self._serving
 
     def update(self, listing: Sequence[InferenceServer]) -> None:
-        """Takes over the whole list of servers; wakes whoever waits for a change."""
+        """Takes over the whole list of servers; wakes those who wait for a change."""
         self.change(listing, self._servers.keys() - {item.server_id for item in listing})
 
     def change(self, listing: Sequence[InferenceServer], gone: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which inference servers exist, by whoever knows: sources are watched, the coordinator is told.
+"""Which inference servers exist: sources are watched, the coordinator is told.
 
     static ──────┐
     DNS ─────────┤ whole listings           new: register          ┌─────────────┐

@@ -1,4 +1,4 @@
-"""A Compose project under test: commands, what the gateway says, how a service is hurt."""
+"""A Compose project under test: commands, what the gateway says, how a service is killed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Project:
             return {}
 
     def refused_without_token(self) -> bool:
-        """Nobody gets in without the token."""
+        """No one gets in without the token."""
         try:
             self._get("")
         except urllib.error.HTTPError as error:
@@ -89,7 +89,7 @@ class Project:
             return found
 
     def step(self) -> int:
-        """Finished steps; -1 while nobody can say."""
+        """Finished steps; -1 while it cannot be read."""
         return int((self.status().get("trainer") or {}).get("step", -1))
 
     def servers(self, state: str = "serving") -> int:

@@ -64,10 +64,10 @@ def test_compose_up_when_every_service_is_killed_in_turn_then_it_learns_and_the_
 
     _scale(project, table, 4)
     for service in SERVICES:
-        _hurt(project, table, f"{service} crashes", service, _crash)
+        _break(project, table, f"{service} crashes", service, _crash)
     _scale(project, table, 1)
     for service in SERVICES:
-        _hurt(project, table, f"compose kill, start {service}", service, _kill_and_start)
+        _break(project, table, f"compose kill, start {service}", service, _kill_and_start)
 
     began, before = time.monotonic(), project.step()
     trainer = project.ids("trainer")[0]
@@ -117,7 +117,7 @@ def _kill_and_start(project: Project, service: str) -> None:
     project.compose("start", service)
 
 
-def _hurt(
+def _break(
     project: Project, table: Table, what: str, service: str, blow: Callable[[Project, str], None]
 ) -> None:
     """Until the service is healthy and training is further than it was: from the blow on."""

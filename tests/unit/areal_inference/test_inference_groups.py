@@ -14,7 +14,7 @@ from areal_inference.http_api.weight_groups import refusing
 
 
 class Connections:
-    """What closes when nobody holds it any more."""
+    """What closes when no one holds it anymore."""
 
 
 async def test_refusal_when_work_fails_then_nothing_holds_what_it_used() -> None:

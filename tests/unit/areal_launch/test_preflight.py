@@ -53,7 +53,7 @@ def test_check_when_run_root_is_a_file_then_it_is_named(model: Path, tmp_path: P
 
 
 def test_check_when_run_root_cannot_be_written_then_it_says_so(model: Path, tmp_path: Path) -> None:
-    # Nobody may write there, not even root.
+    # No one may write there, not even root.
     why = refusal(experiment(model, tmp_path, "run_root=/proc/sys/kernel"))
     assert why == (
         "run_root '/proc/sys/kernel': this user may not write in /proc/sys/kernel; "

@@ -117,7 +117,7 @@ async def test_job_when_its_main_thread_computes_imports_and_compiles_then_it_li
 import torch
 until = time.monotonic() + 4.0
 while time.monotonic() < until:
-    sum(range(200_000))                      # Python that never lets go by itself
+    sum(range(200_000))                      # Python that never yields by itself
     sorted(range(300_000), key=lambda n: -n) # one long call into C
     torch.randn(500, 500) @ torch.randn(500, 500)
 compile("x = 1;" * 100_000, "long", "exec")

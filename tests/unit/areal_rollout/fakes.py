@@ -181,7 +181,7 @@ class FakeObserver:
 
 
 class FakeWorkflows(dict):
-    """By name."""
+    """Workflows by their names."""
 
     async def get(self, spec):
         found = self[spec.name]

@@ -67,7 +67,7 @@ async def test_quarantine_when_versions_are_published_then_its_backoff_is_not_cu
             await rig.publish(version)
             await rig.at("b", SERVING, version)
         assert rig.engine("a").calls == asked
-        rig.register("a")  # whoever started it says that it is back
+        rig.register("a")  # its owner says that it is back
         await rig.at("a", SERVING, 2)
 
 

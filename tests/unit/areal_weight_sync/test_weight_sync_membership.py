@@ -34,7 +34,7 @@ def seat(group: str, held: str = "") -> Seat:
 
 
 async def test_join_when_this_service_was_restarted_then_the_group_of_its_former_life_is_left():
-    """Nobody else would: the trainer drops its own end, and the server keeps the rest."""
+    """No one else would: the trainer drops its own end, and the server keeps the rest."""
     server = Server("/destroy_weights_update_group")  # it need not be in it
     await Membership(server.command).join(seat("new", held="former"))
     assert server.told == [

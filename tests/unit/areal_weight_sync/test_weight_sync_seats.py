@@ -24,7 +24,7 @@ async def test_offer_when_its_answer_was_lost_then_asked_again_gives_the_same_se
         assert rig.coordinator.totals.published == 1
         assert len(rig.engine("a").received) == 1
         other = await rig.coordinator.offer(version, Offer("127.0.0.1", 7001, "gloo"))
-        assert other.world_size == 0  # nobody leads there what was joined here
+        assert other.world_size == 0  # no one leads there what was joined here
         await rig.coordinator.publish(stored)
         assert (await offer(rig, version)).world_size == 0
 

@@ -146,7 +146,7 @@ class Ours:
 
 
 class RedisAlone:
-    """SET of a batch in a pipeline, and its number to whoever waits for one; then GETDEL."""
+    """SET of a batch in a pipeline, and its number to a waiter; then GETDEL."""
 
     def __init__(self, url: str) -> None:
         self._redis = connect_redis(url)

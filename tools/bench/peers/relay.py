@@ -27,7 +27,7 @@ PUT, TAKE = "/bench.Relay/Put", "/bench.Relay/Take"
 
 
 async def store(redis: Redis, tag: str, start: int, groups: Sequence[bytes]) -> None:
-    """A SET for each group, and their number to whoever waits for one: one pipeline."""
+    """A SET for each group, and their number to a waiter: one pipeline."""
     async with redis.pipeline(transaction=False) as pipe:
         for at, group in enumerate(groups, start):
             pipe.set(f"raw:{tag}:{at}", group)

@@ -169,7 +169,7 @@ async def test_offer_when_no_message_can_hold_it_then_refused_by_name_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "_MAX_PART_BYTES", 100)
-    client = BufferClient("127.0.0.1:1")  # nobody is asked
+    client = BufferClient("127.0.0.1:1")  # no one is asked
     try:
         async with asyncio.timeout(10):
             with pytest.raises(InvalidInput, match=r"group 'big' has \d+ bytes: at most 100"):

@@ -47,7 +47,7 @@ def test_group_when_a_token_of_the_loss_has_a_version_below_zero_then_refused() 
     group.trajectories[1].token_versions[3] = -1
     with pytest.raises(InvalidInput, match=r"^trajectory 'a\.1': token_versions must be >= 0"):
         unpack_group(pack_group(group))
-    group.trajectories[1].loss_mask[3] = False  # sampled by nobody, and not trained on
+    group.trajectories[1].loss_mask[3] = False  # not sampled, and not trained on
     assert unpack_group(pack_group(group)).head_version == 0
 
 

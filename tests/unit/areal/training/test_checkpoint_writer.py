@@ -59,7 +59,7 @@ def test_settle_when_the_ledger_is_slow_then_the_step_goes_on(
 ) -> None:
     writer, ledger = made
     save(writer, 1)
-    writer.settle(wait=False)  # returns, though nobody has answered
+    writer.settle(wait=False)  # returns, though no one has answered
     assert ledger.committed == []
     ledger.open.set()
     writer.settle(wait=False)

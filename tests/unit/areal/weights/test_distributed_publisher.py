@@ -1,4 +1,4 @@
-"""The trainer's end of a broadcast: whatever goes wrong, the version is stored and nobody hangs."""
+"""The trainer's end of a broadcast: whatever goes wrong, the version is stored and no one hangs."""
 
 from __future__ import annotations
 
