@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from areal_launch.commands.stack import resolve_run
-from areal_launch.stack.recipe_check import Finding, Verdict, check_recipe
-
-_STYLE = {Verdict.OK: "green", Verdict.UNKNOWN: "yellow", Verdict.FAILED: "bold red"}
+from areal_launch.stack.recipe_check import check_recipe
+from areal_launch.view.output import CheckResult, print_json, print_table, say
 
 
 def check(recipe: Path, config: Path | None, overrides: list[str], *, as_json: bool) -> int:
@@ -23,21 +17,23 @@ def check(recipe: Path, config: Path | None, overrides: list[str], *, as_json: b
     began = time.monotonic()
     resolved = resolve_run(recipe, config, overrides)
     findings = asyncio.run(check_recipe(resolved.config, model_later=resolved.prepare))
+    failed = [each for each in findings if each.verdict is CheckResult.FAILED]
     if as_json:
-        print(json.dumps([asdict(each) for each in findings], indent=2))  # noqa: T201
-    else:
-        _print(findings, time.monotonic() - began)
-    return int(any(each.verdict is Verdict.FAILED for each in findings))
-
-
-def _print(findings: list[Finding], seconds: float) -> None:
-    console = Console()
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for each in findings:
-        stage = f"{each.stage} ({each.of})" if each.of else each.stage
-        table.add_row(stage, Text(each.verdict.value, _STYLE[each.verdict]), Text(each.said))
-    console.print(table)
-    for each in findings:
-        if each.verdict is Verdict.FAILED and each.traceback:
-            console.print(Text(f"\n{each.traceback.rstrip()}", "bright_black"))
-    console.print(Text(f"\n{seconds:.1f} s, nothing was started", "bright_black"))
+        print_json([asdict(each) for each in findings])
+        return int(bool(failed))
+    print_table(
+        ("stage", "", "found"),
+        [
+            (
+                f"{each.stage} ({each.of})" if each.of else each.stage,
+                each.verdict.styled(),
+                each.said,
+            )
+            for each in findings
+        ],
+    )
+    for each in failed:
+        if each.traceback:
+            say(f"\n{each.traceback.rstrip()}")
+    say(f"\n{time.monotonic() - began:.1f} s, nothing was started")
+    return int(bool(failed))

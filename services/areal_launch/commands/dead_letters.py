@@ -1,4 +1,4 @@
-"""`areal dead-letters`: what was given up and why, another chance for it, or its end."""
+"""`areal dead-letters`: lists tasks that failed for good and why, retries or drops them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from areal.protocol.leases import DeadLetter, TaskRecord
 from areal.security import Security
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
 from areal_launch.run_folder import RunFolder, find_run
+from areal_launch.view.output import print_event, say
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ _KEPT = 200
 
 
 def describe(letter: DeadLetter, now: float) -> str:
-    """A dead letter as people read it: a heading, why, and where."""
+    """A dead letter for people: heading, cause, traceback."""
     record = letter.record
     attempts = record.attempts + record.infrastructure_attempts
     ago = f", {_age(now - record.end_time)} ago" if record.end_time is not None else ""
@@ -48,7 +49,7 @@ def _age(seconds: float) -> str:
 
 
 def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
-    """Prints what was given up, newest first; of a run that has ended, what it left."""
+    """Prints dead letters, newest first; those that an ended run left, from its folder."""
     if limit < 1:
         raise InvalidInput(f"--limit {limit}: expected 1 or more")
     folder = find_run(run, live=False)
@@ -56,20 +57,20 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
         lines = folder.dead_letters_file.read_text().splitlines()
         letters = [_letter(json.loads(line)) for line in lines[:limit]]
         if not as_json:
-            _say(f"{folder.path} has ended; it left:\n")
+            say(f"{folder.path} has ended; it left:\n")
     else:
         letters = _ask(run, lambda admin: admin.list_dead_letters(limit))
     if as_json:
         for letter in letters:
-            _print_json(_row(letter))
+            say(json.dumps(_row(letter), separators=(",", ":")))
         return 0
     now = time.time()
-    _say("\n\n".join(describe(letter, now) for letter in letters) or "no dead letters")
+    say("\n\n".join(describe(letter, now) for letter in letters) or "no dead letters")
     return 0
 
 
 async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) -> None:
-    """Writes the newest ones into the run folder, where they can be read without a stack.
+    """Writes the newest dead letters into the run folder, to be read without a stack.
 
     Raises:
         ArealError: The ledger does not answer.
@@ -122,7 +123,7 @@ def retry_dead_letters(run: Path | None, task_ids: list[str], *, as_json: bool) 
 def drop_dead_letters(
     run: Path | None, task_ids: list[str], *, everything: bool, as_json: bool
 ) -> int:
-    """Takes dead letters off the list."""
+    """Removes dead letters from the list."""
     if bool(task_ids) == everything:
         raise InvalidInput("dead-letters drop: expected task ids, or --all")
     done = _ask(run, lambda admin: admin.drop_dead_letters(task_ids))
@@ -133,10 +134,10 @@ def _report(event: str, words: str, done: int, task_ids: list[str], *, as_json: 
     """Exit code 1 when one that was named is not on the list."""
     missing = max(0, len(set(task_ids)) - done)
     if as_json:
-        _print_json({"event": event, "tasks": done, "not_on_the_list": missing})
+        print_event(event, tasks=done, not_on_the_list=missing)
     else:
-        rest = f"; {missing} of those named are not on the list" if missing else ""
-        _say(f"{done} tasks {words}{rest}")
+        rest = f"; {missing} of them are not on the list" if missing else ""
+        say(f"{done} tasks {words}{rest}")
     return 1 if missing else 0
 
 
@@ -151,11 +152,3 @@ def _ask(run: Path | None, call: Callable[[BufferAdmin], Awaitable[T]]) -> T:
             await connection.close()
 
     return asyncio.run(ask())
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - output for people
-
-
-def _print_json(content: dict[str, object]) -> None:
-    print(json.dumps(content, separators=(",", ":")), flush=True)  # noqa: T201 - the output

@@ -1,9 +1,8 @@
-"""`areal status`, `token`, `down`, `logs`: look at a stack, and end it, from outside."""
+"""`areal status`, `token`, `down`, `logs`: look at a running stack, or stop it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from areal.config.experiment import load_service_config
 from areal.errors import InvalidInput, NotFound, WaitTimeout
@@ -22,6 +20,7 @@ from areal_launch.processes.descendants import end_tagged, leaders_of
 from areal_launch.processes.log_tail import LogTail, humanize
 from areal_launch.processes.process import last_lines
 from areal_launch.run_folder import RunFolder, find_run
+from areal_launch.view.output import print_json, print_table, say
 from areal_launch.view.poller import Snapshot, StackPoller
 from areal_launch.view.watchdog import ask_waits
 from areal_launch.view.words import state_word
@@ -61,34 +60,28 @@ def show_status(run: Path | None, *, as_json: bool) -> int:
         raise NotFound(f"{folder.path}: not running (last state: {stack.get('state')})")
     snapshot = look(folder)
     if as_json:
-        print(json.dumps({**stack, **_as_json(snapshot)}, indent=2))  # noqa: T201
+        print_json({**stack, **_as_json(snapshot)})
     else:
         _print_status(folder, stack, snapshot)
     return 0
 
 
 def show_token(run: Path | None) -> int:
-    """Prints what a running stack asks for."""
+    """Prints the token that a running stack asks for."""
     folder = find_run(run)
     if not folder.held():
         raise NotFound(f"{folder.path}: not running, and each start makes its own token")
     token = Security.load(load_service_config(folder.config_file).security).token
     if not token:
         raise NotFound(f"{folder.path}: this stack asks for no token")
-    print(token)  # noqa: T201 - what was asked for
+    say(token)
     return 0
 
 
 def _as_json(snapshot: Snapshot) -> dict[str, Any]:
     ledger, sync, trainer = snapshot.ledger, snapshot.sync, snapshot.trainer
     return {
-        "trainer": trainer
-        and {
-            "state": trainer.state,
-            "step": trainer.step,
-            "total_steps": trainer.total_steps,
-            "detail": trainer.detail,
-        },
+        "trainer": trainer and _fields(trainer, "state", "step", "total_steps", "detail"),
         "last_row": snapshot.rows[-1] if snapshot.rows else None,
         "accounting": ledger
         and {
@@ -96,25 +89,17 @@ def _as_json(snapshot: Snapshot) -> dict[str, Any]:
             **{state.value: ledger.counts[state] for state in TaskState},
         },
         "staleness": ledger
-        and {
-            "mean": ledger.staleness_mean,
-            "max": ledger.staleness_max,
-            "bound": ledger.staleness_bound,
-        },
+        and {key: getattr(ledger, f"staleness_{key}") for key in ("mean", "max", "bound")},
         "failures": [asdict(failure) for failure in snapshot.failures],
         "policy_version": sync and sync.current_version,
-        "servers": [
-            {
-                "url": server.url,
-                "state": server.state.value,
-                "version": server.version,
-                "cause": server.cause,
-            }
-            for server in snapshot.servers
-        ],
+        "servers": [_fields(s, "url", "state", "version", "cause") for s in snapshot.servers],
         "waits": {name: [asdict(wait) for wait in waits] for name, waits in snapshot.waits.items()},
         "problems": snapshot.problems,
     }
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) -> None:
@@ -144,20 +129,18 @@ def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) 
         console.print(f"waits      {name}: {wait}", soft_wrap=True, markup=False)
     for service, problem in snapshot.problems.items():
         console.print(f"[yellow]{service}[/]: {problem}", soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for header in ("process", "state", "pid", "restarts", "address", "metrics"):
-        table.add_column(header)
-    for name, entry in stack["processes"].items():
-        values = (entry[key] for key in ("state", "pid", "restarts", "address", "metrics"))
-        table.add_row(name, *(str(value) for value in values))
-    console.print(table)
+    keys = ("state", "pid", "restarts", "address", "metrics")
+    print_table(
+        ("process", *keys),
+        [(name, *(str(each[key]) for key in keys)) for name, each in stack["processes"].items()],
+    )
 
 
 def stop_stack(run: Path | None) -> int:
     """Asks the launcher to end the stack, waits, and if it does not, ends everything by force.
 
     Raises:
-        WaitTimeout: Even that did not help.
+        WaitTimeout: Something survived even that.
     """
     folder = find_run(run)
     stack = folder.read_stack()
@@ -167,17 +150,17 @@ def stop_stack(run: Path | None) -> int:
     if not folder.held():
         leftovers = end_tagged(stack["stack_id"], leaders=leaders_of(stack))
         ended = f"; ended {leftovers} leftover processes" if leftovers else ""
-        print(f"{folder.path}: not running{ended}")  # noqa: T201
+        say(f"{folder.path}: not running{ended}")
         return 0
     since = time.monotonic()
     _signal(pid, signal.SIGTERM)
     if not _wait_released(folder, STOP_TIMEOUT_S):
-        print(f"launcher {pid} does not end: killing the stack")  # noqa: T201
+        say(f"launcher {pid} does not stop: killing the stack")
         _signal(pid, signal.SIGKILL)
         end_tagged(stack["stack_id"], leaders=leaders_of(stack))
         if not _wait_released(folder, KILL_TIMEOUT_S):
             raise WaitTimeout(f"the end of {folder.path}", on=f"launcher {pid}", since=since)
-    print(f"{folder.path}: stopped in {time.monotonic() - since:.1f} s")  # noqa: T201
+    say(f"{folder.path}: stopped in {time.monotonic() - since:.1f} s")
     return 0
 
 
@@ -194,7 +177,7 @@ def _end_slurm_job(folder: RunFolder, job: str) -> int:
             time.sleep(1.0)
     if job_state(job).active:
         raise WaitTimeout(f"the end of {folder.path}", on=f"Slurm job {job}", since=since)
-    print(f"{folder.path}: Slurm job {job} ended")  # noqa: T201
+    say(f"{folder.path}: Slurm job {job} ended")
     return 0
 
 
@@ -227,7 +210,7 @@ def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -
 
     def show(each: str, line: str) -> None:
         prefix = f"{each:<{width}} | " if len(chosen) > 1 else ""
-        print(prefix + humanize(line), flush=True)  # noqa: T201
+        say(prefix + humanize(line))
 
     for each, file in chosen.items():
         for line in last_lines(file, count=lines, limit=1000 * lines):

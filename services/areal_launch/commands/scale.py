@@ -1,4 +1,4 @@
-"""`areal scale inference=N`: tells the launcher of a running stack, and shows what it does."""
+"""`areal scale inference=N`: asks the launcher of a running stack, and prints what it does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from areal.config.experiment import load_service_config
 from areal.errors import InvalidInput, NotFound
 from areal_launch.run_folder import find_run
 from areal_launch.stack.control_socket import ask
+from areal_launch.view.output import say
 
 # Beside starting (stack.ready_timeout_s): draining, and an earlier command that still runs.
 _MARGIN_S = 120.0
@@ -22,7 +23,7 @@ def scale_stack(run: Path | None, targets: list[str]) -> int:
         NotFound: No stack runs there.
     """
     if len(targets) != 1:
-        raise InvalidInput(f"{' '.join(targets)!r}: expected one of inference=N")
+        raise InvalidInput(f"{' '.join(targets)!r}: expected inference=N")
     name, _, count = targets[0].partition("=")
     if name != "inference" or not count.isdigit():
         raise InvalidInput(f"{targets[0]!r}: expected inference=N")
@@ -32,10 +33,10 @@ def scale_stack(run: Path | None, targets: list[str]) -> int:
     timeout = load_service_config(folder.config_file).stack.ready_timeout_s + _MARGIN_S
     request = {"scale": {"inference": int(count)}}
     try:
-        said = asyncio.run(ask(folder.control_file, request, print, timeout))
+        done = asyncio.run(ask(folder.control_file, request, say, timeout))
     except NotFound as error:
         if not (job := folder.read_stack().get("launcher", {}).get("slurm_job")):
             raise
         raise NotFound(f"{error}; run it on the first node of Slurm job {job}") from None
-    print(said)  # noqa: T201
+    say(done)
     return 0

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -26,6 +27,7 @@ from areal.security import Security
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState, WorkflowSpec
 from areal.workflows.specs import build_workflow, find_workflow
 from areal_launch.run_folder import find_run
+from areal_launch.view.output import print_event, say
 
 # The keys that may stand beside "data"; without "data" the whole line is the row.
 _TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
@@ -221,10 +223,12 @@ class _Submission:
         self._options = options
         self._remaining = {task.task_id for task in tasks}
         self._known = 0
-        self._states: dict[TaskState, int] = {}
+        self._states: Counter[TaskState] = Counter()
         self._rewards: list[float] = []
-        # Accepted, and not watched yet.
         self._accepted: list[str] = []
+        """Not watched yet."""
+        self._refusal = ""
+        """What the full ledger said last; empty once there is room."""
 
     async def run(self) -> int:
         """Submits all, waits if asked to; the exit code."""
@@ -233,22 +237,17 @@ class _Submission:
             async with asyncio.timeout(options.timeout_s), asyncio.TaskGroup() as watchers:
                 await self._send_all(watchers)
                 if options.as_json:
-                    _print(
-                        {
-                            "event": "submitted",
-                            "tasks": len(self._tasks),
-                            "known_already": self._known,
-                        }
-                    )
+                    print_event("submitted", tasks=len(self._tasks), known_already=self._known)
                 else:
                     note = f", {self._known} known already" if self._known else ""
-                    _say(f"submitted {len(self._tasks) - self._known} tasks{note}")
+                    say(f"submitted {len(self._tasks) - self._known} tasks{note}")
                 self._watch_accepted(watchers)
         except TimeoutError:
+            why = f"{self._refusal}; " if self._refusal else ""
             raise WaitTimeout(
                 f"{len(self._remaining)} of {len(self._tasks)} tasks, e.g. {min(self._remaining)}",
                 on=f"rollout {self._client.address}",
-                hint=f"--timeout {options.timeout_s:.0f}; see `areal status`",
+                hint=f"{why}--timeout {options.timeout_s:.0f}; see `areal status`",
             ) from None
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
@@ -264,8 +263,9 @@ class _Submission:
                 except CapacityExceeded as error:
                     if error.retry_after_s is None:
                         raise
+                    self._refusal = str(error)
                     if not told and not self._options.as_json:
-                        _say(f"waiting for room: {error}")
+                        say(f"waiting for room: {error}")
                     told = True
                     # The first of them may have found room.
                     found = await self._client.get_tasks([task.task_id for task in chunk])
@@ -278,6 +278,7 @@ class _Submission:
                     self._known += flags.count(False)
                     self._accepted += [task.task_id for task in chunk]
                     break
+            self._refusal = ""
 
     def _watch_accepted(self, watchers: asyncio.TaskGroup) -> None:
         if not self._options.wait:
@@ -290,44 +291,33 @@ class _Submission:
         """Prints each task as it ends."""
         async for record in _watch(self._client, task_ids):
             self._remaining.discard(record.task.task_id)
-            self._states[record.state] = self._states.get(record.state, 0) + 1
+            self._states[record.state] += 1
             samples = record.group.trajectories if record.group is not None else []
             self._rewards += [t.reward for t in samples]
             if self._options.as_json:
-                _print(
-                    {
-                        "event": "task",
-                        "task_id": record.task.task_id,
-                        "state": record.state.value,
-                        "reason": record.reason,
-                        "samples": [
-                            {"reward": t.reward, "completion": t.completion_text} for t in samples
-                        ],
-                    }
+                print_event(
+                    "task",
+                    task_id=record.task.task_id,
+                    state=record.state.value,
+                    reason=record.reason,
+                    samples=[
+                        {"reward": t.reward, "completion": t.completion_text} for t in samples
+                    ],
                 )
             elif record.state is not TaskState.DELIVERED:
-                _say(f"{record.task.task_id}: {record.state.value} {record.reason}")
+                say(f"{record.task.task_id}: {record.state.value} {record.reason}")
 
     def _sum_up(self) -> int:
-        states, rewards = self._states, self._rewards
-        counts = {state.value: count for state, count in states.items()}
+        rewards = self._rewards
+        counts = {state.value: count for state, count in self._states.items()}
         mean = sum(rewards) / len(rewards) if rewards else None
         if self._options.as_json:
-            _print(
-                {
-                    "event": "summary",
-                    "counts": counts,
-                    "samples": len(rewards),
-                    "reward_mean": mean,
-                }
-            )
+            print_event("summary", counts=counts, samples=len(rewards), reward_mean=mean)
         else:
             ended = ", ".join(f"{count} {name}" for name, count in counts.items())
-            score = (
-                f"; mean reward {mean:.3f} of {len(rewards)} samples" if mean is not None else ""
-            )
-            _say(ended + score)
-        return 0 if set(states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
+            score = "" if mean is None else f"; mean reward {mean:.3f} of {len(rewards)} samples"
+            say(ended + score)
+        return 0 if set(self._states) <= {TaskState.DELIVERED, TaskState.TRAINED} else 1
 
 
 async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[TaskRecord]:
@@ -341,11 +331,3 @@ async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[Ta
                 yield record
         except Unavailable:
             await backoff.sleep()  # the caller has the deadline
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - output for people
-
-
-def _print(content: dict[str, Any]) -> None:
-    print(json.dumps(content, separators=(",", ":")), flush=True)  # noqa: T201 - the output

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
@@ -20,6 +16,7 @@ from areal.security import Security, SecurityConfig
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions, version_name
 from areal.weights.servers import ServerState
 from areal_launch.run_folder import find_run
+from areal_launch.view.output import print_json, print_table, say
 
 
 def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int:
@@ -27,26 +24,25 @@ def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int
     versions, serving, problem = _look(run, endpoint)
     if as_json:
         rows = [_as_json(version, serving[version.version]) for version in versions]
-        for row in rows:
-            del row["tensors"]
-        print(json.dumps(rows, indent=2))  # noqa: T201
+        print_json([{k: v for k, v in row.items() if k != "tensors"} for row in rows])
         return 0
-    console, now = Console(), time.time()
-    table = Table(box=None, header_style="bold")
-    for title in ("version", "age", "MiB", "encoding", "digest", "served by"):
-        table.add_column(title, no_wrap=title != "served by")
-    for version in versions:
-        table.add_row(
-            version_name(version.version, version.incarnation),
-            f"{now - version.publish_time:.0f} s",
-            f"{version.size_bytes / 2**20:.1f}",
-            encoding(version),
-            version.digest[:12],
-            ", ".join(serving[version.version]) or "-",
-        )
-    console.print(table)
+    now = time.time()
+    print_table(
+        ("version", "age", "MiB", "encoding", "digest", "served by"),
+        [
+            (
+                version_name(version.version, version.incarnation),
+                f"{now - version.publish_time:.0f} s",
+                f"{version.size_bytes / 2**20:.1f}",
+                encoding(version),
+                version.digest[:12],
+                ", ".join(serving[version.version]) or "-",
+            )
+            for version in versions
+        ],
+    )
     if problem:
-        console.print(f"who serves what is not known: {problem}")
+        say(f"which servers serve them is unknown: {problem}")
     return 0
 
 
@@ -62,7 +58,7 @@ def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
         kept = ", ".join(str(each.version) for each in versions)
         raise NotFound(f"version {version}: not kept; there are {kept}")
     # Of several incarnations the last one is the one that counts.
-    print(json.dumps(_as_json(found[-1], serving[version]), indent=2))  # noqa: T201
+    print_json(_as_json(found[-1], serving[version]))
     return 0
 
 

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +33,7 @@ from areal_launch.doctor.preflight import (
 from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
 from areal_launch.stack.plan import missing_model
 from areal_launch.stack.stores import find_nats_server, find_redis_server
+from areal_launch.view.output import CheckResult
 
 _GIB = 1024**3
 # Besides the model: services, logs, stores of a small run.
@@ -44,20 +44,12 @@ _SURELY = 1.3
 _SERVERS_SHARE = 0.88
 
 
-class Verdict(StrEnum):
-    """What a finding means for a run."""
-
-    OK = "ok"
-    NOTE = "note"
-    MISSING = "missing"
-
-
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckResult
     found: str
     fix: str = ""
     """How to get it; empty when ok."""
@@ -65,17 +57,17 @@ class Finding:
 
 def ok(name: str, found: str) -> Finding:
     """Nothing to do."""
-    return Finding(name, Verdict.OK, found)
+    return Finding(name, CheckResult.OK, found)
 
 
 def note(name: str, found: str, fix: str) -> Finding:
     """Works, with a loss."""
-    return Finding(name, Verdict.NOTE, found, fix)
+    return Finding(name, CheckResult.NOTE, found, fix)
 
 
 def missing(name: str, found: str, fix: str) -> Finding:
     """A run would fail."""
-    return Finding(name, Verdict.MISSING, found, fix)
+    return Finding(name, CheckResult.MISSING, found, fix)
 
 
 Check = Callable[[], Finding]

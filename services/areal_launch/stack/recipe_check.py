@@ -13,7 +13,6 @@ import sys
 import tempfile
 import uuid
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import orjson
 from areal.config.experiment import BaseExperimentConfig, save_config
 from areal.errors import ArealError
 from areal_launch.processes.process import Child, ProcessSpec, last_lines
+from areal_launch.view.output import CheckResult
 
 LIMIT_S = 120.0
 """For all of it; its parts have limits of their own."""
@@ -32,15 +32,6 @@ class RecipeFailure(ArealError):
     """A recipe that fails on its first row."""
 
 
-class Verdict(StrEnum):
-    """What is known of a stage."""
-
-    OK = "ok"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-    """It cannot be told before a run."""
-
-
 @dataclass(frozen=True)
 class Finding:
     """One stage of one row."""
@@ -49,7 +40,7 @@ class Finding:
     """dataset, tokenizer, workflow, reward or packing."""
     of: str
     """The evaluation that the row is for; "": training."""
-    verdict: Verdict
+    verdict: CheckResult
     said: str
     traceback: str = ""
 
@@ -112,17 +103,21 @@ def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
     said = " | ".join(last_lines(folder / "output.txt")) or "it said nothing"
     stage = late["stage"] if late is not None else "recipe"
     ended = f"the process that checks it ended with code {code}: {said}"
-    return [*findings, Finding(stage, "", Verdict.FAILED, ended)]
+    return [*findings, Finding(stage, "", CheckResult.FAILED, ended)]
 
 
 def _finding(line: dict[str, Any]) -> Finding:
     return Finding(
-        line["stage"], line["of"], Verdict(line["verdict"]), line["said"], line.get("traceback", "")
+        line["stage"],
+        line["of"],
+        CheckResult(line["verdict"]),
+        line["said"],
+        line.get("traceback", ""),
     )
 
 
 async def refuse_failing(config: BaseExperimentConfig, *, model_later: bool) -> None:
     """Raises RecipeFailure, in one line, when the recipe's first row would fail."""
     for finding in await check_recipe(config, model_later=model_later):
-        if finding.verdict is Verdict.FAILED:
+        if finding.verdict is CheckResult.FAILED:
             raise RecipeFailure(f"{finding}; nothing was started (areal check shows all of it)")

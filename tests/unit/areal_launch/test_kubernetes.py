@@ -22,7 +22,8 @@ from areal_launch.clusters.kubernetes import (
     experiment_to_send,
 )
 from areal_launch.doctor.kubernetes import ClusterDoctor, quantity
-from areal_launch.doctor.local import Verdict, examine_here
+from areal_launch.doctor.local import examine_here
+from areal_launch.view.output import CheckResult
 
 ROOT = Path(__file__).resolve().parents[3]
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
@@ -310,9 +311,9 @@ def test_doctor_when_the_cluster_has_everything_then_nothing_is_missing(
 ) -> None:
     healthy(api)
     findings = diagnose(tmp_path)
-    assert [each for each in findings.values() if each.verdict is Verdict.MISSING] == []
-    assert findings["storage class"].verdict is Verdict.NOTE, "ReadWriteMany cannot be seen"
-    assert findings["quota"].verdict is Verdict.OK
+    assert [each for each in findings.values() if each.verdict is CheckResult.MISSING] == []
+    assert findings["storage class"].verdict is CheckResult.NOTE, "ReadWriteMany cannot be seen"
+    assert findings["quota"].verdict is CheckResult.OK
 
 
 @needs_helm
@@ -335,7 +336,7 @@ def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
         "stack.gpus_per_node=8",
         "allocation_mode=sglang:d1+fsdp:d4",
     )
-    missing = {name: each for name, each in findings.items() if each.verdict is Verdict.MISSING}
+    missing = {name: each for name, each in findings.items() if each.verdict is CheckResult.MISSING}
     assert "kubeflow.org/v1 PyTorchJob" in missing["API versions"].found
     assert "trainer.workload=Job" in missing["API versions"].fix
     assert "roles" in missing["permissions"].found
@@ -344,7 +345,7 @@ def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
     assert missing["GPUs"].found == "0 nvidia.com/gpu of 5"
     assert "mine" in missing["secrets"].found
     assert "0.1 free" in missing["quota"].found
-    assert findings["network"].verdict is Verdict.NOTE
+    assert findings["network"].verdict is CheckResult.NOTE
     assert all(each.fix for each in missing.values())
 
 
@@ -374,13 +375,13 @@ def test_doctor_when_this_machine_lacks_a_model_and_gpus_then_it_says_so(
     )
     findings = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert "nowhere" in findings["model"].found
-    assert {n for n, f in findings.items() if f.verdict is Verdict.MISSING} == {
+    assert {n for n, f in findings.items() if f.verdict is CheckResult.MISSING} == {
         "model",
         "tokenizer",
         "gpus",
     }
     makes_it = {each.name: each for each in examine_here(config, can_prepare=True)}
-    assert makes_it["model"].verdict is Verdict.OK
+    assert makes_it["model"].verdict is CheckResult.OK
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
     full = {each.name: each for each in examine_here(config, can_prepare=True)}
-    assert full["disk"].verdict is Verdict.MISSING
+    assert full["disk"].verdict is CheckResult.MISSING

@@ -8,8 +8,9 @@ import pytest
 from areal.config.experiment import GRPOConfig, RefConfig
 from areal.errors import InvalidInput
 from areal_launch.doctor import memory
-from areal_launch.doctor.local import Verdict, examine_here
+from areal_launch.doctor.local import examine_here
 from areal_launch.doctor.memory import GIB, ModelShape
+from areal_launch.view.output import CheckResult
 
 QWEN2_5_7B = {
     "model_type": "qwen2",
@@ -136,13 +137,13 @@ def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides
     config = seven_b(tmp_path)
     gpus(80899)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
-    assert found["trainer memory"].verdict is Verdict.OK
+    assert found["trainer memory"].verdict is CheckResult.OK
     assert "each rank about 31.8 GiB (states 14.2, " in found["trainer memory"].found
-    assert found["server memory"].verdict is Verdict.OK
+    assert found["server memory"].verdict is CheckResult.OK
     assert "each rank about" not in found["memory"].found
     config.actor.gradient_checkpointing = False
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
-    assert found["trainer memory"].verdict is Verdict.MISSING
+    assert found["trainer memory"].verdict is CheckResult.MISSING
     assert "of 79.0 on its GPU" in found["trainer memory"].found
     assert "actor.gradient_checkpointing=true" in found["trainer memory"].fix
 
@@ -151,11 +152,11 @@ def test_doctor_when_a_server_has_room_for_some_or_none_then_says_how_many(tmp_p
     config = seven_b(tmp_path)
     gpus(24 * 1024)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
-    assert found["server memory"].verdict is Verdict.OK
+    assert found["server memory"].verdict is CheckResult.OK
     assert " of 64 requests of full length fit, the others wait" in found["server memory"].found
     gpus(16 * 1024)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
-    assert found["server memory"].verdict is Verdict.MISSING
+    assert found["server memory"].verdict is CheckResult.MISSING
     assert "no request of full length fits" in found["server memory"].found
 
 
@@ -168,4 +169,4 @@ def test_doctor_when_all_is_on_cpus_then_one_row_adds_up_ranks_and_servers(tmp_p
     assert "each of 1 trainer ranks " in found["memory"].found
     config.allocation_mode = "sglang:d9000+fsdp:d1"
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
-    assert found["memory"].verdict is Verdict.MISSING
+    assert found["memory"].verdict is CheckResult.MISSING

@@ -1,0 +1,72 @@
+"""What commands print: a line, JSON, or a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+
+class CheckResult(StrEnum):
+    """What a check found."""
+
+    OK = "ok"
+    NOTE = "note"
+    """A run works, with a loss that is named."""
+    UNKNOWN = "unknown"
+    """Only a run can tell."""
+    MISSING = "missing"
+    FAILED = "failed"
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a run would fail."""
+        return self in (CheckResult.MISSING, CheckResult.FAILED)
+
+    def styled(self) -> Text:
+        """The word in its color."""
+        from rich.text import Text
+
+        fine = "green" if self is CheckResult.OK else "yellow"
+        return Text(self.value, "bold red" if self.fatal else fine)
+
+
+def say(text: str) -> None:
+    """Prints a line for people."""
+    print(text, flush=True)  # noqa: T201
+
+
+def print_json(content: Any) -> None:
+    """Prints indented JSON: a command's only output."""
+    say(json.dumps(content, indent=2))
+
+
+def print_event(event: str, **content: Any) -> None:
+    """Prints one line of JSON Lines."""
+    say(json.dumps({"event": event, **content}, separators=(",", ":")))
+
+
+def make_table(*headers: str, numeric: Iterable[str] = ()) -> Table:
+    """A table without lines; columns of `numeric` headers are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for header in headers:
+        table.add_column(header, justify="right" if header in numeric else "left", overflow="fold")
+    return table
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """Prints rows under headers."""
+    from rich.console import Console
+    from rich.text import Text
+
+    table = make_table(*headers)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    Console().print(table)
