@@ -97,3 +97,24 @@ def test_decisions_when_listed_then_each_has_a_number_of_its_own() -> None:
     numbers = [page.name[:4] for page in sorted(ROOT.glob("docs/adr/*.md"))]
     assert len(numbers) == len(set(numbers))
     assert all(number.isdigit() for number in numbers)
+
+
+def tree_paths(tree: str) -> list[str]:
+    """Each line's path, made of the lines that it is indented below."""
+    found: list[str] = []
+    above: list[tuple[int, str]] = []
+    for line in tree.splitlines():
+        depth, name = len(line) - len(line.lstrip()), line.split()[0]
+        above = [each for each in above if each[0] < depth] + [(depth, name)]
+        found.append("".join(part for _, part in above))
+    return found
+
+
+def test_tree_of_the_readme_when_read_then_it_is_the_tree() -> None:
+    text = (ROOT / "README.md").read_text()
+    [tree] = re.findall(r"## Where things are\n\n```\n(.*?)```", text, re.DOTALL)
+    paths = tree_paths(tree)
+    assert [path for path in paths if not (ROOT / path).is_dir()] == []
+    packages = {f"services/{file.parent.name}/" for file in ROOT.glob("services/*/__init__.py")}
+    rooms = {f"services/areal/{f.parent.name}/" for f in ROOT.glob("services/areal/*/__init__.py")}
+    assert packages | rooms <= set(paths), f"missing: {sorted((packages | rooms) - set(paths))}"
