@@ -41,6 +41,9 @@ BELOW: dict[str, tuple[str, ...]] = {
     "ray.txt": (*_EVERYTHING, "dev.txt"),
     "lock.txt": (),
 }
+# botocore, that moto's S3 server needs, excludes the python-dateutil that kubernetes asks for; all
+# it calls is `tz` and `parser`, which both have.
+OVERRIDES = "python-dateutil>=3.0.0\n"
 HEADER = "# Written by `make lock` from pyproject.toml.\n"
 
 
@@ -86,6 +89,9 @@ def compile_to(lock: Path, requirements: list[str], *options: str) -> None:
 def main(options: list[str]) -> None:
     files = wanted(tomllib.loads((ROOT / "pyproject.toml").read_text()))
     with tempfile.TemporaryDirectory() as scratch:
+        overrides = Path(scratch) / "overrides.txt"
+        overrides.write_text(OVERRIDES)
+        options = [*options, "--overrides", str(overrides)]
         everything = Path(scratch) / "everything.txt"
         earlier = [FOLDER / file for file in files if (FOLDER / file).is_file()]
         everything.write_text("".join(lock.read_text() for lock in earlier))
@@ -94,7 +100,9 @@ def main(options: list[str]) -> None:
             below = sorted(set().union(*(names(FOLDER / each) for each in BELOW[file])))
             left_out = [part for name in below for part in ("--no-emit-package", name)]
             lock = Path(scratch) / file
-            compile_to(lock, requirements, "--constraints", str(everything), *left_out)
+            compile_to(
+                lock, requirements, "--constraints", str(everything), *options[-2:], *left_out
+            )
             (FOLDER / file).write_text(HEADER + lock.read_text())
 
 

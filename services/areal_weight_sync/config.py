@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.config.experiment import BaseExperimentConfig
-from areal.config.services import transport_order
+from areal.config.services import in_object_store, transport_order
 from areal_weight_sync.engine.routes import Routes
 
 
@@ -54,6 +54,8 @@ class WeightSyncSettings:
     nats: str
     model_path: Path
     weights_root: Path
+    objects: str
+    """{s3,gs,az}://bucket/prefix of published versions; empty: they are in a folder."""
     keep_versions: int
     servers: tuple[str, ...]
     routes: Routes
@@ -66,6 +68,7 @@ class WeightSyncSettings:
 def settings(config: BaseExperimentConfig) -> WeightSyncSettings:
     """Reads the sections that matter here."""
     own = config.weight_sync
+    folder = own.path and not in_object_store(own.path)
     return WeightSyncSettings(
         coordinator=CoordinatorConfig(
             interrupt=own.interrupt,
@@ -77,7 +80,8 @@ def settings(config: BaseExperimentConfig) -> WeightSyncSettings:
         redis=config.endpoints.redis,
         nats=config.endpoints.nats,
         model_path=Path(config.model.path),
-        weights_root=Path(own.path) if own.path else config.run_dir / "weights",
+        weights_root=Path(own.path) if folder else config.run_dir / "weights",
+        objects=own.path if in_object_store(own.path) else "",
         keep_versions=own.keep_versions,
         servers=tuple(config.endpoints.inference),
         routes=Routes(

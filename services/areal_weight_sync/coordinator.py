@@ -28,6 +28,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
 from areal.weights.broadcast import Offer, Seats, buckets
 from areal.weights.manifest import (
@@ -36,6 +37,7 @@ from areal.weights.manifest import (
     check_same_tensors,
     stored_versions,
 )
+from areal.weights.objects import ObjectStore
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_weight_sync.broadcasts import Broadcasts
 from areal_weight_sync.changes import Changes
@@ -67,6 +69,7 @@ class Coordinator:
         *,
         observer: Observer | None = None,
         weights_root: Path | None = None,
+        objects: str = "",
         keep_versions: int = 3,
     ) -> None:
         """Wires it; nothing runs before `start`.
@@ -79,6 +82,7 @@ class Coordinator:
             keep: The same for a loop, whose return is a failure, too.
             observer: Metrics.
             weights_root: Folder of published versions, cleaned as versions age; None: never.
+            objects: The same in an object store; empty: there is none.
             keep_versions: Published versions kept there.
         """
         self.config = config
@@ -92,7 +96,7 @@ class Coordinator:
         self._spawn = spawn
         self._begin = keep
         self._observer = observer
-        self._root = weights_root
+        self._root, self._objects = weights_root, objects
         self._keep = keep_versions
         self._current: PolicyVersion | None = None
         self._base: PolicyVersion | None = None
@@ -138,7 +142,7 @@ class Coordinator:
             StaleIncarnation: A newer trainer has published.
             WrongStep: Not above the current version.
         """
-        if not Path(version.path).is_absolute():
+        if not _is_place(version.path):
             raise InvalidInput(f"version.path {version.path!r}: expected an absolute path")
         async with self._publishing:
             now = self._current
@@ -162,7 +166,7 @@ class Coordinator:
 
     async def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Makes current what a trainer is about to broadcast; raises as `publish`."""
-        if version.files or not Path(version.path).is_absolute():
+        if version.files or not _is_place(version.path):
             raise InvalidInput(f"version.path {version.path!r}: expected absolute, and no files")
         async with self._publishing:
             if self._base is None or self._current is None:
@@ -211,6 +215,8 @@ class Coordinator:
     async def kept(self) -> list[PolicyVersion]:
         """Version 0, then what lies in the folder of published versions; oldest first."""
         stored = await asyncio.to_thread(stored_versions, self._root) if self._root else []
+        if self._objects:
+            stored += await asyncio.to_thread(ObjectStore(self._objects).versions)
         return [v for v in (self._base,) if v is not None] + stored
 
     # ── servers ─────────────────────────────────────────────────────────────────────────────
@@ -393,5 +399,11 @@ class Coordinator:
         if current.version != self._collected:
             self._collected = current.version
             in_use = [current.path, *(member.loading for member in self._members.values())]
-            work = collect(self._root, current.version, self._keep, in_use, self.digests)
+            work = collect(
+                self._root, self._objects, current.version, self._keep, in_use, self.digests
+            )
             self._spawn(work, "weights-garbage")
+
+
+def _is_place(path: str) -> bool:
+    return in_object_store(path) or Path(path).is_absolute()

@@ -11,6 +11,7 @@ from areal.chassis.logging import get_logger
 from areal.chassis.service import Registration, Service, ServiceContext, split_address
 from areal.clients.stores import connect_redis
 from areal.config.experiment import GRPOConfig
+from areal.config.services import in_object_store
 from areal.errors import ConfigError
 from areal.v1 import weight_sync_service_pb2 as pb
 from areal.v1 import weight_sync_service_pb2_grpc as pb_grpc
@@ -85,6 +86,7 @@ class WeightSync(Service):
             keep,
             observer=self._metrics,
             weights_root=settings.weights_root,
+            objects=settings.objects,
             keep_versions=settings.keep_versions,
         )
         coordinator.start(snapshot)
@@ -109,7 +111,7 @@ class WeightSync(Service):
         if self._coordinator is None:
             return []
         known = (self._coordinator.target, self._coordinator.base)
-        return [v for v in known if v is not None and v.stored]
+        return [v for v in known if v is not None and v.stored and not in_object_store(v.path)]
 
     async def _publish_model(self, coordinator: Coordinator) -> None:
         """The configured model is version 0."""

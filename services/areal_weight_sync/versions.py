@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.delta import complete
 from areal.weights.manifest import SPARE, PolicyVersion, parse_version_dir
+from areal.weights.objects import ObjectStore
+from areal.weights.publisher import TransportError
 from areal.weights.safetensors import file_digest
 
 _STAGING = re.compile(r"\.staging-v(\d{8,})-inc(\d+)")
@@ -24,16 +27,21 @@ class DigestCache:
 
     def __init__(self) -> None:
         self._digests: dict[Path, tuple[tuple[int, int, int], str]] = {}
+        self._whole: tuple[str, str] = ("", "")
         self._lock = threading.Lock()  # verify() runs in threads: hash a file once, not N times
 
     def verify(self, manifest: PolicyVersion) -> None:
         """Checks size and digest of every file of a version; blocking.
 
-        One that was published as a delta is made whole first.
+        One that was published as a delta is made whole first. Of an object store sizes only: what
+        is read from there is compared by who loads it.
 
         Raises:
             InvalidInput: Names the file, what it is and what was expected.
         """
+        if in_object_store(manifest.path):
+            self._look(manifest)
+            return
         folder = Path(manifest.path)
         if manifest.delta is not None:
             with self._lock:
@@ -61,6 +69,16 @@ class DigestCache:
                     f"{file}: digest {known[1][:16]}…, expected {expected.digest[:16]}…: "
                     f"the file is not the one that was published"
                 )
+
+    def _look(self, manifest: PolicyVersion) -> None:
+        with self._lock:
+            if self._whole == (manifest.path, manifest.digest):
+                return
+            try:
+                ObjectStore(manifest.path.rpartition("/")[0]).check_whole(manifest)
+            except TransportError as error:
+                raise InvalidInput(str(error)) from None
+            self._whole = manifest.path, manifest.digest
 
     def forget(self, folder: Path) -> None:
         """Drops what is known of a deleted folder."""
@@ -110,17 +128,35 @@ def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] =
     return deleted
 
 
+def collect_objects(url: str, current: int, keep: int, in_use: Iterable[str]) -> list[str]:
+    """The same in an object store; what a killed trainer left unfinished goes with its time."""
+    store, numbers = ObjectStore(url), {}
+    for name in store.names():
+        parsed = parse_version_dir(name)
+        if parsed is not None and parsed[0] <= current:
+            numbers[name] = parsed[0]
+    kept = sorted(set(numbers.values()))[-keep:]
+    busy = set(in_use)
+    gone = [n for n, v in numbers.items() if v not in kept and f"{store.url}/{n}" not in busy]
+    for name in gone:
+        store.delete(name)
+    return gone
+
+
 async def collect(
-    root: Path, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
+    root: Path, objects: str, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
 ) -> None:
-    """`collect_garbage` in a thread, logged."""
-    log = get_logger("areal.weight_sync.published")
+    """`collect_garbage` and `collect_objects` in a thread, logged."""
+    log, busy = get_logger("areal.weight_sync.published"), list(in_use)
+    names = []
     try:
-        deleted = await asyncio.to_thread(collect_garbage, root, current, keep, in_use)
-    except OSError as error:
+        deleted = await asyncio.to_thread(collect_garbage, root, current, keep, busy)
+        if objects:
+            names = await asyncio.to_thread(collect_objects, objects, current, keep, busy)
+    except (OSError, TransportError) as error:
         log.warning("garbage_not_collected", error=str(error))
         return
     for folder in deleted:
         digests.forget(folder)
-    if deleted:
-        log.info("old_versions_deleted", folders=[f.name for f in deleted])
+    if names or deleted:
+        log.info("old_versions_deleted", folders=[*names, *(f.name for f in deleted)])

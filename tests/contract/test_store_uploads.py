@@ -30,7 +30,7 @@ class Hashing(WeightStore):
 
 
 def begin(rig: Rig, url: str, version: int) -> None:
-    manifest, _ = describe(rig.noisy(version), rig.model)
+    manifest, _ = describe(rig.noisy(version))
     with StoreConnection(url, HEADERS, 10.0) as store:
         store.begin(f"v{version:08d}-inc1", to_json(manifest))
 

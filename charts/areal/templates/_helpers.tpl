@@ -78,6 +78,12 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* Whether servers read weights from no volume: streamed, or from an object store. Takes the experiment. */}}
+{{- define "areal.remoteWeights" -}}
+{{- $own := dig "weight_sync" dict . }}
+{{- if or (eq (dig "transport" "disk" $own) "stream") (contains "://" (dig "path" "" $own)) }}true{{ end }}
+{{- end }}
+
 {{/* One variable from the Secret: (list $ "AREAL_TOKEN" "token") */}}
 {{- define "areal.secretEnv" -}}
 {{- $root := index . 0 }}

@@ -31,6 +31,7 @@ from areal.config.services import (
     RolloutConfig,
     StackConfig,
     WeightSyncConfig,
+    in_object_store,
 )
 from areal.config.training import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.errors import ConfigError
@@ -252,6 +253,7 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
     return result
 
 
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]*(/[\w.=+-]+)*/?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -266,6 +268,7 @@ def validate(config: BaseExperimentConfig) -> None:
     parse_allocation(config.allocation_mode)
     for entry in config.endpoints.inference:
         parse_source(entry)
+    _check_weights_path(config.weight_sync)
     if config.weight_sync.transport == "distributed" and config.weight_sync.max_unavailable:
         raise ConfigError(
             f"weight_sync.max_unavailable {config.weight_sync.max_unavailable}: expected 0 with "
@@ -273,6 +276,20 @@ def validate(config: BaseExperimentConfig) -> None:
         )
     if isinstance(config, GRPOConfig):
         _complete(config)
+
+
+def _check_weights_path(own: WeightSyncConfig) -> None:
+    path, url, rest = own.path.partition("://")
+    if url and not (in_object_store(own.path) and _BUCKET.fullmatch(rest)):
+        raise ConfigError(  # not the whole value: there may be a password in it
+            f"weight_sync.path {path[:20]}://…: expected a folder or {{s3,gs,az}}://bucket/prefix; "
+            "credentials come from the environment"
+        )
+    if url and own.encoding == "delta":
+        raise ConfigError(
+            f"weight_sync.encoding 'delta': expected full with weight_sync.path {path}://{rest}: "
+            "an object store makes no whole files of deltas"
+        )
 
 
 def _complete(config: GRPOConfig) -> None:

@@ -20,12 +20,22 @@ __all__ = [
     "RolloutConfig",
     "StackConfig",
     "WeightSyncConfig",
+    "in_object_store",
     "transport_order",
 ]
 
 
 _STORING = ("disk", "stream")
 TRANSPORTS = (*_STORING, "distributed")
+
+
+OBJECT_STORES = ("s3://", "gs://", "az://")
+"""What `weight_sync.path` begins with when it is no folder."""
+
+
+def in_object_store(place: str) -> bool:
+    """Whether a place is below a bucket; else it is a folder."""
+    return place.startswith(OBJECT_STORES)
 
 
 def transport_order(first: str) -> tuple[str, ...]:
@@ -132,11 +142,12 @@ class WeightSyncConfig:
     """Serving servers that are updated at once; 0: all, which is right where an update takes
     milliseconds (in_place). The others serve on, and join in as their turn comes."""
     path: str = ""
-    """Folder of published versions; empty: `weights/` in the run folder."""
+    """Folder of published versions, or s3://bucket/prefix (gs://, az://) that the disk transport
+    uploads to and servers fetch from; empty: `weights/` in the run folder."""
     sidecar_port: int = 30900
     """Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang (stream)."""
     keep_versions: Annotated[int, Ge(2)] = 3
-    """Published versions kept on disk."""
+    """Published versions kept."""
     probe_interval_s: float = 1.0
     """Between health probes of a server."""
     update_timeout_s: float = 120.0

@@ -87,7 +87,7 @@ class DiskPublisher:
         for source in companions(new.model):
             shutil.copyfile(source, staging / source.name)
         (staging / FILE).write_bytes(raw)
-        manifest = replace(describe(new, staging)[0], delta=file)
+        manifest = replace(describe(new)[0], delta=file)
         write_manifest(manifest, staging)
         publish_dir(staging, final)
         manifest = at_path(manifest, final)
@@ -139,6 +139,6 @@ def write_version(folder: Path, new: NewVersion) -> PolicyVersion:
         )
     finally:
         os.close(descriptor)
-    manifest = manifest_of(new, folder, layout, digests)
+    manifest = manifest_of(new, layout, digests)
     write_manifest(manifest, folder)
     return manifest

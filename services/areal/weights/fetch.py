@@ -1,4 +1,4 @@
-"""Brings versions from a weight store into folders: for engines that load folders only.
+"""Brings versions from a store into folders: for engines that load folders only.
 
     python -m areal.weights.fetch http://weight-sync:8500/versions/v00000000-inc0 /model
 
@@ -26,12 +26,12 @@ from areal.weights.manifest import (
     WeightFile,
     at_path,
     parse_version_dir,
-    version_name,
     write_manifest,
 )
+from areal.weights.objects import open_remote
 from areal.weights.publisher import TransportError, in_threads
 from areal.weights.safetensors import file_digest
-from areal.weights.store_client import CHUNK_BYTES, TIMEOUT_S, StoreConnection, split_location
+from areal.weights.store_client import CHUNK_BYTES
 
 _LANES = 2
 _TRY_AGAIN_S = 1.0
@@ -41,7 +41,7 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
     """Writes everything that an engine reads into a folder; blocking.
 
     Args:
-        location: http://host:port/versions/NAME.
+        location: As for `open_remote`.
         headers: The bearer token.
         folder: Made if it is missing.
 
@@ -52,8 +52,8 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
         InvalidInput: What came is not what the store announced.
         TransportError: The store is away or refuses, or `folder` cannot be written.
     """
-    url, name = split_location(location)
-    with StoreConnection(url, headers, TIMEOUT_S) as store:
+    store, name = open_remote(location, headers)
+    with store:
         files = {file.name: file for file in store.companions(name)}
         files |= {file.name: file for file in store.manifest(name).files}
     try:
@@ -61,7 +61,7 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
         for file in files.values():
             if Path(file.name).name != file.name:
                 raise InvalidInput(f"{location}: file name {file.name!r}")
-            fetch_file(url, name, headers, file, folder / file.name)
+            fetch_file(location, headers, file, folder / file.name)
     except OSError as error:
         raise TransportError(f"{folder}: {error.strerror or error}") from None
     return len(files)
@@ -73,7 +73,7 @@ def fetch_version(
     """Brings a version below `root`, complete and checked, unless it is there; blocking.
 
     Args:
-        location: http://host:port/versions/NAME.
+        location: As for `open_remote`.
         headers: The bearer token.
         root: Best a memory-backed folder; older versions in it are deleted.
         keep: How many stay, this one included.
@@ -82,9 +82,9 @@ def fetch_version(
         InvalidInput: What came is not what the manifest says; names file and digest.
         TransportError: The store is away or refuses, or `root` is full.
     """
-    url, name = split_location(location)
+    store, name = open_remote(location, headers)
     final, staging = root / name, root / f".fetch-{name}"
-    with StoreConnection(url, headers, TIMEOUT_S) as store:
+    with store:
         manifest = store.manifest(name)
     if final.is_dir():
         return at_path(manifest, final)
@@ -92,12 +92,12 @@ def fetch_version(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         _make_room(root, name, keep)
-        made = _fetch_delta(url, manifest, headers, root, staging)
+        made = _fetch_delta(location, manifest, headers, root, staging)
         for file in manifest.files:
             if Path(file.name).name != file.name:
                 raise InvalidInput(f"{location}: file name {file.name!r}")
             if not (made and file.name == SINGLE_FILE):
-                fetch_file(url, name, headers, file, staging / file.name)
+                fetch_file(location, headers, file, staging / file.name)
         write_manifest(manifest, staging)
         staging.rename(final)
     except OSError as error:
@@ -109,9 +109,7 @@ def fetch_version(
     return at_path(manifest, final)
 
 
-def fetch_file(
-    url: str, name: str, headers: Mapping[str, str], file: WeightFile, target: Path
-) -> None:
+def fetch_file(location: str, headers: Mapping[str, str], file: WeightFile, target: Path) -> None:
     """Brings one file of a version; raises InvalidInput when its digest is another one."""
     with target.open("w+b") as stream:
         if not file.size_bytes:
@@ -120,32 +118,32 @@ def fetch_file(
         with mmap.mmap(stream.fileno(), file.size_bytes) as mapped, memoryview(mapped) as view:
 
             def lane(number: int) -> None:
-                with StoreConnection(url, headers, TIMEOUT_S) as store:
+                store, name = open_remote(location, headers)
+                with store:
                     step = _LANES * CHUNK_BYTES
                     for start in range(number * CHUNK_BYTES, file.size_bytes, step):
                         with view[start : start + CHUNK_BYTES] as part:
                             store.read_into(name, file.name, start, part)
 
             in_threads(lane, range(_LANES))
-    _check(url, name, file, target)
+    _check(location, file, target)
 
 
 def _fetch_delta(
-    url: str, manifest: PolicyVersion, headers: Mapping[str, str], root: Path, staging: Path
+    location: str, manifest: PolicyVersion, headers: Mapping[str, str], root: Path, staging: Path
 ) -> bool:
     """Makes the weights of the version before, where that is here; False: pull them whole."""
     delta = manifest.delta
     if delta is None or parse_version_dir(delta.base) is None or not (root / delta.base).is_dir():
         return False
-    name = version_name(manifest.version, manifest.incarnation)
     try:
         fetch_file(
-            url, name, headers, WeightFile(FILE, delta.size_bytes, delta.digest), staging / FILE
+            location, headers, WeightFile(FILE, delta.size_bytes, delta.digest), staging / FILE
         )
         rebuild(staging, root / delta.base, delta)
         for file in manifest.files:
             if file.name == SINGLE_FILE:
-                _check(url, name, file, staging / SINGLE_FILE)
+                _check(location, file, staging / SINGLE_FILE)
     except (InvalidInput, TransportError) as error:
         get_logger("areal.weights.fetch").warning("delta_unusable", cause=str(error))
         (staging / FILE).unlink(missing_ok=True)
@@ -153,11 +151,11 @@ def _fetch_delta(
     return True
 
 
-def _check(url: str, name: str, file: WeightFile, target: Path) -> None:
+def _check(location: str, file: WeightFile, target: Path) -> None:
     digest = file_digest(target)
     if digest != file.digest:
         raise InvalidInput(
-            f"{url}: {name}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
+            f"{location}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
         )
 
 
@@ -193,7 +191,9 @@ def run(location: str, folder: Path, token_file: str = "", wait: float = 1800.0)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m areal.weights.fetch")
-    parser.add_argument("location", help="http://host:port/versions/NAME.")
+    parser.add_argument(
+        "location", help="http://host:port/versions/NAME or s3://bucket/prefix/NAME."
+    )
     parser.add_argument("folder", type=Path, help="Where the files go.")
     parser.add_argument("--token-file", default="", help="Bearer token; default: AREAL_TOKEN.")
     parser.add_argument(

@@ -244,7 +244,7 @@ def assemble_manifest(
     """
     second = _second_names(folder, tensors)
     small = [folder / "config.json"]
-    if (folder / _INDEX).is_file():
+    if (folder / _INDEX).is_file() and [f.name for f in weight_files] != [SINGLE_FILE]:
         small.append(folder / _INDEX)
     described = [WeightFile(f.name, f.stat().st_size, file_digest(f)) for f in small]
     return PolicyVersion(

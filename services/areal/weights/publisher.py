@@ -85,21 +85,19 @@ def companions(model: Path) -> Iterator[Path]:
                 yield file
 
 
-def describe(new: NewVersion, folder: Path) -> tuple[PolicyVersion, Layout]:
-    """The manifest of a version in memory, and its file's layout; `folder` has its config.json."""
+def describe(new: NewVersion) -> tuple[PolicyVersion, Layout]:
+    """The manifest of a version in memory, and its file's layout."""
     layout = plan_layout(new.tensors)
     by_name = {tensor.name: tensor for tensor in new.tensors}
     names = [place.name for place in layout.places]
     digests = in_threads(lambda name: digest_of(by_name[name].data), names)
-    return manifest_of(new, folder, layout, dict(zip(names, digests, strict=True))), layout
+    return manifest_of(new, layout, dict(zip(names, digests, strict=True))), layout
 
 
-def manifest_of(
-    new: NewVersion, folder: Path, layout: Layout, digests: Mapping[str, str]
-) -> PolicyVersion:
+def manifest_of(new: NewVersion, layout: Layout, digests: Mapping[str, str]) -> PolicyVersion:
     """The manifest, from the tensors' digests by name."""
     return assemble_manifest(
-        folder,
+        new.model,
         new.version,
         new.incarnation,
         [WeightFile(SINGLE_FILE, layout.size_bytes, layout.file_digest(digests))],

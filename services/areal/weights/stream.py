@@ -6,7 +6,6 @@ digest and its place; one that fails is sent again, and the store shows nothing 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from areal.chassis.logging import get_logger
 from areal.weights import delta
 from areal.weights.delta import DeltaChain
 from areal.weights.manifest import SINGLE_FILE, PolicyVersion, at_path, to_json
-from areal.weights.publisher import NewVersion, TransportError, companions, describe, in_threads
+from areal.weights.publisher import NewVersion, TransportError, describe, in_threads
 from areal.weights.safetensors import Layout
 from areal.weights.store_client import CHUNK_BYTES, StoreConnection
 
@@ -56,13 +55,9 @@ class StreamPublisher:
         """Uploads, then announces the folder that the store made of it."""
         if not self._url:
             raise TransportError("endpoints.weight_store '': there is no weight store")
-        with self._connect() as store, tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            for file in companions(new.model):
-                if file.name == "config.json":
-                    (folder / file.name).write_bytes(file.read_bytes())
-            manifest, layout = describe(new, folder)
-            blocks = _blocks(new, folder, layout)
+        with self._connect() as store:
+            manifest, layout = describe(new)
+            blocks = _blocks(new, layout)
             published = self._send_delta(store, new, manifest, blocks)
             if published is None:
                 store.begin(new.name, to_json(manifest))
@@ -122,10 +117,10 @@ class StreamPublisher:
 _Block = tuple[str, int, memoryview]
 
 
-def _blocks(new: NewVersion, folder: Path, layout: Layout) -> list[_Block]:
+def _blocks(new: NewVersion, layout: Layout) -> list[_Block]:
     """What to send: (file, offset, bytes)."""
     by_name = {tensor.name: tensor for tensor in new.tensors}
-    config = memoryview((folder / "config.json").read_bytes())
+    config = memoryview((new.model / "config.json").read_bytes())
     blocks: list[_Block] = [("config.json", 0, config)]
     blocks.append((SINGLE_FILE, 0, memoryview(layout.header)))
     small: list[memoryview] = []  # biases and norms travel together

@@ -1,4 +1,4 @@
-"""Where a server's weights come from: a folder, or a weight store over HTTP.
+"""Where a server's weights come from: a folder, a weight store over HTTP, or an object store.
 
 Both give every tensor's place first, so that names, shapes and types are checked before a byte is
 read, and then its bytes, one tensor at a time into memory that is used again. With a manifest each
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.delta import FILE, Delta, open_delta
 from areal.weights.manifest import MANIFEST, PolicyVersion, read_manifest, weight_files
+from areal.weights.objects import ObjectStore, open_remote
 from areal.weights.safetensors import (
     SUFFIX,
     Layout,
@@ -29,7 +31,7 @@ from areal.weights.safetensors import (
     parse_header,
     read_layout,
 )
-from areal.weights.store_client import TIMEOUT_S, StoreConnection, split_location
+from areal.weights.store_client import StoreConnection
 from areal_inference.model.config import ModelError
 
 
@@ -60,14 +62,14 @@ class Source(Protocol):
 
 
 def open_source(location: str, headers: Mapping[str, str]) -> Source:
-    """A folder's path, or http://host:port/versions/NAME.
+    """A folder's path, or a place that `open_remote` knows.
 
     Raises:
         WeightError: There is no complete set of safetensors files.
         TransportError: The store is away, or refuses.
     """
     try:
-        if location.startswith(("http://", "https://")):
+        if _is_remote(location):
             return StoreSource(location, headers)
         return FolderSource(Path(location))
     except InvalidInput as error:
@@ -104,14 +106,15 @@ class FolderSource:
 
 
 class StoreSource:
-    """Ranges of a weight store's files, a connection and a buffer for each thread that reads."""
+    """Ranges of a store's files, a connection and a buffer for each thread that reads."""
 
     def __init__(self, location: str, headers: Mapping[str, str]) -> None:
-        self._url, self._name = split_location(location)
+        self._location = location
         self._headers = headers
         self._lanes = threading.local()
-        self._open: list[StoreConnection] = []
-        manifest = self._connection().manifest(self._name)
+        self._open: list[StoreConnection | ObjectStore] = []
+        store, self._name = self._connection()
+        manifest = store.manifest(self._name)
         layouts = {
             file.name: self._layout(file.name)
             for file in manifest.files
@@ -126,7 +129,7 @@ class StoreSource:
         if buffer is None or len(buffer) < size:
             self._lanes.buffer = buffer = bytearray(size)
         target = memoryview(buffer)[:size]
-        self._connection().read_into(self._name, stored.file, stored.place.begin, target)
+        self._connection()[0].read_into(self._name, stored.file, stored.place.begin, target)
         return target
 
     def close(self) -> None:
@@ -135,19 +138,19 @@ class StoreSource:
             connection.close()
 
     def _layout(self, file: str) -> Layout:
-        connection, where = self._connection(), f"{self._url}/{self._name}/{file}"
+        connection, where = self._connection()[0], f"{self._location}/{file}"
         prefix = bytearray(8)
         connection.read_into(self._name, file, 0, memoryview(prefix))
         raw = bytearray(header_length(bytes(prefix), where))
         connection.read_into(self._name, file, 0, memoryview(raw))
         return parse_header(bytes(raw), where)
 
-    def _connection(self) -> StoreConnection:
-        found: StoreConnection | None = getattr(self._lanes, "connection", None)
+    def _connection(self) -> tuple[StoreConnection | ObjectStore, str]:
+        found: tuple[StoreConnection | ObjectStore, str] | None
+        found = getattr(self._lanes, "connection", None)
         if found is None:
-            found = StoreConnection(self._url, self._headers, TIMEOUT_S)
-            self._lanes.connection = found
-            self._open.append(found)
+            found = self._lanes.connection = open_remote(self._location, self._headers)
+            self._open.append(found[0])
         return found
 
 
@@ -203,7 +206,7 @@ def open_changes(
         InvalidInput: The delta is damaged.
         TransportError: The store is away, or refuses.
     """
-    if not location.startswith(("http://", "https://")):
+    if not _is_remote(location):
         folder = Path(location)
         if not (folder / MANIFEST).is_file():
             return None
@@ -215,8 +218,8 @@ def open_changes(
         except OSError as error:
             raise InvalidInput(f"{folder / FILE}: {error.strerror}") from None
         return DeltaSource(manifest, open_delta(raw, manifest.delta), held)
-    url, name = split_location(location)
-    with StoreConnection(url, headers, TIMEOUT_S) as store:
+    store, name = open_remote(location, headers)
+    with store:
         manifest = store.manifest(name)
         wanted = manifest.delta
         if wanted is None or wanted.base_digest != digest():
@@ -226,6 +229,10 @@ def open_changes(
         buffer = bytearray(wanted.size_bytes)
         store.read_into(name, FILE, 0, memoryview(buffer))
     return DeltaSource(manifest, open_delta(bytes(buffer), wanted), held)
+
+
+def _is_remote(location: str) -> bool:
+    return location.startswith("http://") or in_object_store(location)
 
 
 def _collect(

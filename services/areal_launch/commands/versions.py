@@ -11,9 +11,11 @@ from typing import Any
 
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
+from areal.config.services import in_object_store
 from areal.errors import ArealError, NotFound
 from areal.security import Security, SecurityConfig
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions, version_name
+from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
@@ -71,10 +73,13 @@ def encoding(version: PolicyVersion) -> str:
 
 def kept_versions(config: BaseExperimentConfig) -> list[PolicyVersion]:
     """The configured model, then what lies in the weights folder, oldest first."""
-    root = Path(config.weight_sync.path or config.run_dir / "weights").resolve()
+    place = config.weight_sync.path
+    remote = in_object_store(place)
+    root = (Path(place) if place and not remote else config.run_dir / "weights").resolve()
     model = Path(config.model.path).resolve()
     first = [build_manifest(model, 0, 0)] if (model / "config.json").is_file() else []
-    return [*first, *stored_versions(root)]
+    uploaded = ObjectStore(place).versions() if remote else []
+    return [*first, *stored_versions(root), *uploaded]
 
 
 def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:

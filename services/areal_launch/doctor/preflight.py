@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
+from areal.config.services import in_object_store
 from areal.errors import CannotStart, ConfigError
 from areal.types import GenerationHyperparameters
+from areal.weights.objects import ObjectStore
+from areal.weights.publisher import TransportError
 from areal_launch.processes.free_ports import port_is_free
 
 # A data set's path that ends so is a file; any other may be a name that the recipe understands.
@@ -57,6 +60,12 @@ def run_root_problem(config: BaseExperimentConfig) -> str:
 def weights_problem(config: BaseExperimentConfig) -> str:
     """Why versions cannot be published."""
     path = config.weight_sync.path
+    if in_object_store(path):
+        try:
+            ObjectStore(path).check_access()
+        except TransportError as error:
+            return f"weight_sync.path {path!r}: cannot write, list and delete there: {error}"
+        return ""
     why = _unwritable(Path(path)) if path else ""
     return f"weight_sync.path {path!r}: {why}; versions are published there" if why else ""
 

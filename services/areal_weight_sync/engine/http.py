@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from areal.chassis.logging import get_logger
+from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
@@ -205,7 +206,7 @@ class HttpEngine:
         if status not in (404, 405):
             self._check_accepted(path, status, text)
             return source, self._fingerprint(path, status, text)
-        if transport == "disk":
+        if transport == "disk" and not in_object_store(source):
             return source, None
         path = self._routes.sidecar(self._url) + path
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.config.experiment import BaseExperimentConfig
-from areal.config.services import transport_order
+from areal.config.services import in_object_store, transport_order
 from areal.security import Security
 from areal.types import WeightUpdateMeta
 from areal.weights.broadcast import Offer, Seats
@@ -15,6 +15,7 @@ from areal.weights.delta import DeltaChain
 from areal.weights.disk import DiskPublisher
 from areal.weights.fallback import FallbackPublisher
 from areal.weights.manifest import PolicyVersion
+from areal.weights.objects import ObjectPublisher
 from areal.weights.publisher import Publisher
 from areal.weights.safetensors import HostTensor
 from areal.weights.store_client import TIMEOUT_S
@@ -39,10 +40,14 @@ def make_publisher(
         offer: Tells weight-sync of a broadcast.
     """
     own = config.weight_sync
-    root = Path(meta.path or own.path or config.run_dir / "weights").resolve()
+    place = meta.path or own.path
+    local = config.run_dir / "weights" if in_object_store(place) or not place else Path(place)
+    root = local.resolve()
     chain = DeltaChain() if own.encoding == "delta" else None
     ways: dict[str, Publisher] = {
-        "disk": DiskPublisher(root, chain=chain),
+        "disk": ObjectPublisher(place)
+        if in_object_store(place)
+        else DiskPublisher(root, chain=chain),
         "stream": StreamPublisher(
             config.endpoints.weight_store, security.headers(), TIMEOUT_S, chain=chain
         ),
