@@ -48,3 +48,13 @@ class Authority:
             *("-out", f"{name}.pem"),
         )
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
+
+    def tls_dir(self, name: str) -> Path:
+        """A new certificate as `security.tls_dir` takes it."""
+        certificate, key = self.certificate(name)
+        folder = self.folder / f"{name}.tls"
+        folder.mkdir()
+        certificate.rename(folder / "tls.crt")
+        key.rename(folder / "tls.key")
+        (folder / "ca.crt").write_bytes(self.ca.read_bytes())
+        return folder

@@ -23,10 +23,16 @@ REDIS_VARIABLE = "AREAL_REDIS_PASSWORD"
 NATS_VARIABLE = "AREAL_NATS_TOKEN"
 SECRET_VARIABLES = (TOKEN_VARIABLE, REDIS_VARIABLE, NATS_VARIABLE)
 
+_FILES = {
+    "token": TOKEN_VARIABLE,
+    "redis-password": REDIS_VARIABLE,
+    "nats-token": NATS_VARIABLE,
+}
+
 MIN_TOKEN_LENGTH = 16
 UNAUTHENTICATED = (
     "this endpoint asks for a bearer token, and the request carried none or another one "
-    "(security.token_file or AREAL_TOKEN; `areal token` prints that of a local stack)"
+    "(security.dir or AREAL_TOKEN; `areal token` prints that of a local stack)"
 )
 
 # Fits a header, a URL, redis.conf and nats.conf without surprises.
@@ -40,23 +46,23 @@ _BEARER = re.compile(r"(?i)\b(bearer )[A-Za-z0-9._~+/=-]{16,}")
 class SecurityConfig:
     """Who may call. Every secret is in a file (or a variable); none of them is in this file."""
 
-    token_file: str = ""
-    """File with the bearer token that every gRPC and HTTP endpoint asks for (16 characters or
-    more); empty: the variable AREAL_TOKEN; neither: `areal run` and `areal up` make one for each
-    start, and a service that is started by itself asks for none."""
-    redis_password_file: str = ""
-    """Password of Redis, for an endpoints.redis that has none; empty: AREAL_REDIS_PASSWORD."""
-    nats_token_file: str = ""
-    """Token of NATS, for an endpoints.nats without user; empty: AREAL_NATS_TOKEN."""
-    tls_cert: str = ""
-    """PEM certificate of this process, for mutual TLS on gRPC: set tls_key and tls_ca too. Its
-    names must cover the hosts in `endpoints`."""
-    tls_key: str = ""
-    """PEM private key of tls_cert."""
-    tls_ca: str = ""
-    """PEM certificates of the authorities that sign every peer's certificate."""
+    dir: str = ""
+    """Folder of files `token`: the bearer token that every gRPC and HTTP endpoint asks for (16
+    characters or more); `redis-password` and `nats-token`: for endpoints.redis and .nats without
+    one. Missing ones: the variables AREAL_TOKEN, AREAL_REDIS_PASSWORD and AREAL_NATS_TOKEN. No
+    token: `areal run` and `areal up` make one for each start, and a service that is started by
+    itself asks for none."""
+    tls_dir: str = ""
+    """Folder of PEM files for mutual TLS on gRPC: `tls.crt` and `tls.key`, whose names must cover
+    the hosts in `endpoints`, and `ca.crt`, the authorities that sign every peer's."""
     allow_insecure_bind: bool = False
     """Listen on an address that other machines reach although there is no token."""
+
+    @property
+    def token_file(self) -> str:
+        """The file with the token; "" where `dir` has none."""
+        file = Path(self.dir) / "token"
+        return str(file) if self.dir and file.is_file() else ""
 
 
 @dataclass(frozen=True)
@@ -90,23 +96,33 @@ class Security:
         Raises:
             ConfigError: A file cannot be read, or what it holds is no token.
         """
-        token = _secret(config.token_file, "token_file", TOKEN_VARIABLE, environment)
-        if token and (len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token)):
-            key = "security.token_file" if config.token_file else TOKEN_VARIABLE
+        folder = Path(config.dir) if config.dir else None
+        if folder and not any((folder / name).is_file() for name in _FILES):
             raise ConfigError(
-                f"{key}: a token of {len(token)} characters, expected {MIN_TOKEN_LENGTH} or more "
-                "of letters, digits and ._~+/=-"
+                f"security.dir {config.dir!r}: expected a folder with files of {', '.join(_FILES)}"
             )
+        token, redis, nats = (
+            _secret(folder and folder / name, variable, environment)
+            for name, variable in _FILES.items()
+        )
         return cls(
-            token=token,
-            redis_password=_secret(
-                config.redis_password_file, "redis_password_file", REDIS_VARIABLE, environment
-            ),
-            nats_token=_secret(
-                config.nats_token_file, "nats_token_file", NATS_VARIABLE, environment
-            ),
-            tls=_tls(config),
+            token=_checked(token, config.token_file or TOKEN_VARIABLE),
+            redis_password=redis,
+            nats_token=nats,
+            tls=_tls(config.tls_dir) if config.tls_dir else None,
             allow_insecure_bind=config.allow_insecure_bind,
+        )
+
+    @classmethod
+    def of_token_file(cls, file: str, *, allow_insecure_bind: bool = False) -> Security:
+        """For a program that is given the token's file alone; "": the variable.
+
+        Raises:
+            ConfigError: It cannot be read, or what it holds is no token.
+        """
+        token = _secret(Path(file) if file else None, TOKEN_VARIABLE, os.environ, needed=True)
+        return cls(
+            token=_checked(token, file or TOKEN_VARIABLE), allow_insecure_bind=allow_insecure_bind
         )
 
     def admits(self, authorization: str | bytes | None) -> bool:
@@ -158,7 +174,7 @@ class Security:
             return
         raise ConfigError(
             f"{key} {host!r}: other machines reach this address and there is no token; expected "
-            "security.token_file or AREAL_TOKEN, a loopback address, or "
+            "security.dir or AREAL_TOKEN, a loopback address, or "
             "security.allow_insecure_bind=true"
         )
 
@@ -198,41 +214,41 @@ def redact(text: str) -> str:
     return _BEARER.sub(r"\1***", text)
 
 
-def _secret(file: str, key: str, variable: str, environment: Mapping[str, str]) -> str:
-    if not file:
+def _secret(
+    file: Path | None, variable: str, environment: Mapping[str, str], *, needed: bool = False
+) -> str:
+    if file is not None and (needed or file.is_file()):
+        name, value = f"{str(file)!r}", _read(file).decode(errors="replace").strip()
+    else:
         name, value = variable, environment.get(variable, "")
         if not value:
             return ""
-    else:
-        name, value = f"security.{key} {file!r}", _read(file, key).decode(errors="replace").strip()
     if not _PRINTABLE.fullmatch(value):
         raise ConfigError(f"{name}: expected one line of printable characters without spaces")
     return value
 
 
-def _tls(config: SecurityConfig) -> Tls | None:
-    keys = ("tls_cert", "tls_key", "tls_ca")
-    missing = [key for key in keys if not getattr(config, key)]
-    if len(missing) == len(keys):
-        return None
-    if missing:
+def _checked(token: str, source: str) -> str:
+    if token and (len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token)):
         raise ConfigError(
-            f"security.{missing[0]} '': expected a PEM file; mutual TLS takes tls_cert, tls_key "
-            "and tls_ca together"
+            f"{source}: a token of {len(token)} characters, expected {MIN_TOKEN_LENGTH} or more "
+            "of letters, digits and ._~+/=-"
         )
-    certificate, private, authorities = (_pem(getattr(config, key), key) for key in keys)
-    return Tls(certificate, private, authorities)
+    return token
 
 
-def _pem(file: str, key: str) -> bytes:
-    content = _read(file, key)
-    if b"-----BEGIN " not in content:
-        raise ConfigError(f"security.{key} {file!r}: expected PEM")
-    return content
+def _tls(folder: str) -> Tls:
+    contents = []
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        contents.append(_read(Path(folder) / name))
+        if b"-----BEGIN " not in contents[-1]:
+            raise ConfigError(f"security.tls_dir {folder!r}: {name} holds no PEM")
+    certificate, key, authorities = contents
+    return Tls(certificate, key, authorities)
 
 
-def _read(file: str, key: str) -> bytes:
+def _read(file: Path) -> bytes:
     try:
-        return Path(file).read_bytes()
+        return file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"security.{key} {file!r}: {error.strerror or error}") from None
+        raise ConfigError(f"{str(file)!r}: {error.strerror or error}") from None

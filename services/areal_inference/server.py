@@ -19,7 +19,7 @@ from areal.chassis.http_server import HttpServer
 from areal.chassis.http_tracing import TracedRequests
 from areal.chassis.logging import get_logger
 from areal.errors import ConfigError
-from areal.security import Security, SecurityConfig
+from areal.security import Security
 from areal_inference.config import InferenceConfig
 from areal_inference.decode.engine import EngineError
 from areal_inference.http_api.control import control_routes
@@ -61,10 +61,8 @@ async def serve(config: InferenceConfig) -> int:
         ModelError: the model folder is missing, broken or of an unsupported kind.
     """
     log = get_logger("areal_inference.server")
-    security = Security.load(
-        SecurityConfig(
-            token_file=config.token_file or "", allow_insecure_bind=config.allow_insecure_bind
-        )
+    security = Security.of_token_file(
+        config.token_file or "", allow_insecure_bind=config.allow_insecure_bind
     )
     security.check_bind(config.host, "inference.host")
     model = ModelConfig.from_folder(Path(config.model_path))

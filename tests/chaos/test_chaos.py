@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.timeout(60 * MINUTES * 3 + 600)]
 def arguments(token: Path) -> list[str]:
     return [
         str(ROOT / "examples" / "arithmetic_grpo.py"),
-        f"security.token_file={token}",
+        f"security.dir={token.parent}",
         "experiment_name=chaos",
         f"trial_name=seed-{SEED}",
         "model.path=runs/models/chaos",  # made by the first run, with these problems

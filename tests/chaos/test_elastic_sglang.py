@@ -45,7 +45,7 @@ def test_training_when_a_real_sglang_joins_and_one_dies_then_nothing_is_lost(
             (
                 f"stack.inference_command={SERVE}",
                 f"rollout.setup_timeout_s={READY_S}",
-                f"security.token_file={token}",
+                f"security.dir={tmp_path}",
             ),
             READY_S,
             # Prompts may begin under more than one earlier version, which is not taken apart.

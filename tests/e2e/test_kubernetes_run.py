@@ -59,7 +59,7 @@ def test_kubernetes_when_it_has_trained_then_the_books_balance_and_the_release_i
         *("run", "--on", "kubernetes", "--json"),
         *arguments(Path("models/tiny"), "cluster", steps, "sglang:d1+fsdp:d1"),
         *("warm_start_steps=5", f"stack.kubernetes.namespace={namespace}"),
-        *(f"stack.kubernetes.chart={ROOT / 'charts' / 'areal'}", f"stack.kubernetes.helm={HELM}"),
+        f"stack.kubernetes.chart={ROOT / 'charts' / 'areal'}",
         f"stack.kubernetes.values=[{file}]",
         cwd=tmp_path,
         timeout=1000.0,

@@ -43,7 +43,7 @@ def test_slurm_when_two_nodes_train_and_a_server_is_killed_then_it_finishes_and_
     launcher = areal_background(
         *("run", "--on", "slurm", "--json"),
         *arguments(tiny_model, "two", steps, "sglang:d2+fsdp:d2"),
-        *("stack.ranks_per_node=1", "stack.slurm.cpus_per_node=1"),
+        *("stack.ranks_per_node=1", "stack.slurm.sbatch=[--cpus-per-task=1]"),
         cwd=tmp_path,
         log=log,
     )
@@ -83,7 +83,7 @@ def test_slurm_when_interrupted_then_the_job_ends_and_the_next_one_resumes(
     stack = RunningStack(tmp_path / "runs" / "arithmetic" / "again")
     command = [
         *("run", "--on", "slurm", *arguments(tiny_model, "again", steps, "sglang:d1+fsdp:d1")),
-        "stack.slurm.cpus_per_node=2",
+        "stack.slurm.sbatch=[--cpus-per-task=2]",
     ]
     launcher = areal_background(*command, cwd=tmp_path, log=tmp_path / "first.log")
     try:
@@ -114,7 +114,10 @@ def test_slurm_when_the_job_cannot_start_then_the_error_is_the_output_of_the_job
     log = tmp_path / "out.log"
     launcher = areal_background(
         *("run", "--on", "slurm", *arguments(tiny_model, "bad", 2, "sglang:d1+fsdp:d1")),
-        *("stack.slurm.cpus_per_node=1", "stack.slurm.setup=echo no such module; exit 3"),
+        *(
+            "stack.slurm.sbatch=[--cpus-per-task=1]",
+            "stack.slurm.setup=echo no such module; exit 3",
+        ),
         cwd=tmp_path,
         log=log,
     )

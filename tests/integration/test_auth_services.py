@@ -88,23 +88,22 @@ async def test_mutual_tls_when_a_peer_has_no_certificate_of_ours_then_no_connect
     tmp_path: Path,
 ) -> None:
     ours, theirs = Authority.make(tmp_path / "ours"), Authority.make(tmp_path / "theirs")
-    certificate, key = ours.certificate("buffer")
-    client_pair, stranger_pair = ours.certificate("client"), theirs.certificate("stranger")
+    client, stranger = ours.tls_dir("client"), theirs.tls_dir("stranger")
 
-    def security(pair: tuple[Path, Path], ca: Path) -> Security:
-        files = SecurityConfig(tls_cert=str(pair[0]), tls_key=str(pair[1]), tls_ca=str(ca))
-        return Security.load(files, {})
+    def security(folder: Path, ca: Path) -> Security:
+        (folder / "ca.crt").write_bytes(ca.read_bytes())
+        return Security.load(SecurityConfig(tls_dir=str(folder)), {})
 
     with start_redis(tmp_path) as redis:
-        config = buffer_config(redis, tls_cert=certificate, tls_key=key, tls_ca=ours.ca)
+        config = buffer_config(redis, tls_dir=ours.tls_dir("buffer"))
         async with service_process("areal_buffer", tmp_path, config) as service:
-            assert await stats_with(service, security(client_pair, ours.ca)) == 0
+            assert await stats_with(service, security(client, ours.ca)) == 0
             with pytest.raises(Unavailable):  # in the clear
                 await stats_with(service, None)
             with pytest.raises(Unavailable):  # trusts the server, but no one knows it
-                await stats_with(service, security(stranger_pair, ours.ca))
+                await stats_with(service, security(stranger, ours.ca))
             with pytest.raises(Unavailable):  # does not trust the server
-                await stats_with(service, security(client_pair, theirs.ca))
+                await stats_with(service, security(client, theirs.ca))
             anonymous = grpc.ssl_channel_credentials(ours.ca.read_bytes())
             with closing(grpc.secure_channel(service.listen, anonymous)) as channel:
                 health = "/grpc.health.v1.Health/Check"
@@ -114,14 +113,15 @@ async def test_mutual_tls_when_a_peer_has_no_certificate_of_ours_then_no_connect
 async def test_redis_password_when_wrong_then_one_line_that_does_not_hold_it(
     tmp_path: Path,
 ) -> None:
-    password = tmp_path / "password"
+    password = tmp_path / "secrets" / "redis-password"
+    password.parent.mkdir()
     password.write_text("not-the-password")
     with start_redis(tmp_path) as redis:
         import redis as redis_library
 
         with redis_library.Redis.from_url(redis) as connection:
             connection.config_set("requirepass", "the-password")
-        config = buffer_config(redis, redis_password_file=password)
+        config = buffer_config(redis, dir=password.parent)
         with pytest.raises(AssertionError) as caught:
             async with service_process("areal_buffer", tmp_path, config):
                 pass
@@ -186,13 +186,15 @@ async def test_service_when_told_to_listen_openly_then_does(tmp_path: Path) -> N
             assert reply.status == 200
 
 
-def test_up_when_the_token_file_is_missing_then_one_line_and_nothing_started(
+def test_up_when_the_folder_of_secrets_is_missing_then_one_line_and_nothing_started(
     tmp_path: Path,
 ) -> None:
     from areal.models.tiny import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", seed=0)
-    refused = areal("up", f"model.path={model}", "security.token_file=nowhere", cwd=tmp_path)
+    refused = areal("up", f"model.path={model}", "security.dir=nowhere", cwd=tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("areal: security.token_file 'nowhere': No such file")
+    assert refused.stderr.startswith(
+        "areal: security.dir 'nowhere': expected a folder with files of token"
+    )
     assert len(refused.stderr.splitlines()) == 1

@@ -99,16 +99,16 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureStack]:
 
     folder = tmp_path_factory.mktemp("secure")
     model = make_tiny_model(folder / "model", seed=0)
-    certificate, key = Authority.make(folder / "pki").certificate("areal")
-    (folder / "token").write_text(TOKEN + "\n")
+    certificates = Authority.make(folder / "pki").tls_dir("areal")
+    (folder / "own").mkdir()
+    (folder / "own" / "token").write_text(TOKEN + "\n")
     running = RunningStack(folder / "runs" / "secure" / "t0")
     try:
         started = areal(
             *("up", "--detach", f"model.path={model}", "model.context_length=128"),
             *("experiment_name=secure", "trial_name=t0", "gconfig.max_new_tokens=4"),
-            *("allocation_mode=sglang:d1+fsdp:d1", "security.token_file=token"),
-            *(f"security.tls_cert={certificate}", f"security.tls_key={key}"),
-            f"security.tls_ca={folder / 'pki' / 'ca.pem'}",
+            *("allocation_mode=sglang:d1+fsdp:d1", "security.dir=own"),
+            f"security.tls_dir={certificates}",
             cwd=folder,
         )
         assert started.returncode == 0, started.stderr + running.log("launcher")

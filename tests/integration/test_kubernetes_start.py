@@ -63,7 +63,7 @@ class Cluster:
         recipe = self._folder / "recipe.py"
         recipe.write_text("def main(argv): pass\n")
         overrides = ["model.path=models/tiny", f"run_root={self._folder}/runs"]
-        config = build_config(GRPOConfig, None, [*overrides, "stack.kubernetes.timeout_s=0.5"])
+        config = build_config(GRPOConfig, None, [*overrides, "rollout.setup_timeout_s=0.5"])
         config.recipe = str(recipe)
         return run_on_kubernetes(config, as_json=True, keep=False)
 
@@ -73,6 +73,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     # The log is open until the process ends, and this one has more to do.
     name = "areal_launch.commands.remote.configure_logging"
     monkeypatch.setattr(name, lambda *_, stream: stream.close())
+    monkeypatch.setattr("areal_launch.commands.kubernetes.PULL_S", 0.5)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with ApiServer() as api:
         monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))

@@ -22,18 +22,10 @@ SUMS = 4
 
 def security(authority: Authority, folder: Path, token: str) -> Security:
     """What a client needs: the token, a certificate of its own, the authority."""
-    certificate, key = authority.certificate("client")
     file = folder / "token"
     file.touch(mode=0o600)
     file.write_text(token)
-    return Security.load(
-        SecurityConfig(
-            token_file=str(file),
-            tls_cert=str(certificate),
-            tls_key=str(key),
-            tls_ca=str(authority.ca),
-        )
-    )
+    return Security.load(SecurityConfig(dir=str(folder), tls_dir=str(authority.tls_dir("client"))))
 
 
 def tasks() -> list[Task]:

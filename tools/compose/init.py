@@ -29,7 +29,7 @@ ENDPOINTS = {
     "gateway": "http://gateway:8080",
     "inference": "[dns://inference:30000,dns://sglang:30000]",
 }
-SECURITY = {"token_file": "token", "redis_password_file": "redis", "nats_token_file": "nats"}
+TOKEN = SECRETS / "token"
 
 
 def write(file: Path, text: str) -> None:
@@ -42,13 +42,16 @@ def write(file: Path, text: str) -> None:
 def make_secrets() -> None:
     """One password each; a token that was given (AREAL_TOKEN) replaces the one that was made."""
     os.umask(0o027)  # the group may read: Prometheus runs as a user of its own
-    for name in SECURITY.values():
+    for name in ("token", "redis-password", "nats-token"):
         given = os.environ.get("AREAL_TOKEN", "") if name == "token" else ""
         file = SECRETS / name
         if given or not file.exists():
             write(file, f"{given or secrets.token_hex(32)}\n")
     # Both stores understand a JSON string.
-    redis, nats = (json.dumps((SECRETS / name).read_text().strip()) for name in ("redis", "nats"))
+    redis, nats = (
+        json.dumps((SECRETS / name).read_text().strip())
+        for name in ("redis-password", "nats-token")
+    )
     write(SECRETS / "redis.conf", f"requirepass {redis}\n")
     write(SECRETS / "nats.conf", f"authorization {{ token: {nats} }}\nhttp: 127.0.0.1:8222\n")
     for folder in ("redis", "nats", "prometheus"):
@@ -60,7 +63,7 @@ def resolve_experiment() -> dict:
     overrides = [
         f"run_root={DATA}/runs",
         *(f"endpoints.{key}={value}" for key, value in ENDPOINTS.items()),
-        *(f"security.{key}={SECRETS / name}" for key, name in SECURITY.items()),
+        f"security.dir={SECRETS}",
         *shlex.split(os.environ.get("AREAL_ARGS", "")),
     ]
     recipe = RECIPES / os.environ["AREAL_RECIPE"]
@@ -84,10 +87,10 @@ def configure_engines(experiment: dict) -> None:
         "context_length": model["context_length"],
         "max_running_requests": experiment["stack"]["inference_max_running"],
     }
-    cpu = {"inference": {**common, "token_file": experiment["security"]["token_file"]}}
+    cpu = {"inference": {**common, "token_file": str(TOKEN)}}
     write(DATA / "inference.yaml", yaml.safe_dump(cpu))
     dtype = serving_dtype(model["dtype"], DATA / model["path"], gpu=True)
-    gpu = {**common, "dtype": dtype, "api_key": (SECRETS / "token").read_text().strip()}
+    gpu = {**common, "dtype": dtype, "api_key": TOKEN.read_text().strip()}
     renamed = {key.replace("_", "-"): value for key, value in gpu.items()}
     write(SECRETS / "sglang.yaml", yaml.safe_dump(renamed))
 

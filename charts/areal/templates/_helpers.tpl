@@ -118,7 +118,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if .Values.weightSync.enabled }}{{ $_ := set $address "weight_store" (printf "http://%s:8500" (include "areal.name" (list $ "weight-sync"))) }}{{ end }}
 {{- $chart := dict "endpoints" $address "recipe" "/etc/areal/recipe/recipe.py" }}
 {{- if .Values.tls.existingSecret }}
-{{- $_ := set $chart "security" (dict "tls_cert" "/etc/areal/tls/tls.crt" "tls_key" "/etc/areal/tls/tls.key" "tls_ca" "/etc/areal/tls/ca.crt") }}
+{{- $_ := set $chart "security" (dict "tls_dir" "/etc/areal/tls") }}
 {{- end }}
 {{- mustMergeOverwrite $user $chart (deepCopy .Values.overrides) | toYaml }}
 {{- end }}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError, InvalidInput
-from areal.security import Security, SecurityConfig
+from areal.security import Security
 from areal.weights.delta import FILE, rebuild
 from areal.weights.manifest import (
     SINGLE_FILE,
@@ -173,7 +173,7 @@ def run(location: str, folder: Path, token_file: str = "", wait: float = 1800.0)
     """Fetches, once the store is there and has it."""
     configure_logging("fetch", "")
     log, began, told = get_logger("areal.weights.fetch"), time.monotonic(), ""
-    headers = Security.load(SecurityConfig(token_file=token_file)).headers()
+    headers = Security.of_token_file(token_file).headers()
     while True:
         try:
             count = fetch_model(location, headers, folder)

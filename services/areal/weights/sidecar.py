@@ -20,7 +20,7 @@ from aiohttp import web
 from areal.chassis.http_connections import IDLE_S
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError
-from areal.security import UNAUTHENTICATED, Security, SecurityConfig
+from areal.security import UNAUTHENTICATED, Security
 from areal.weights.fetch import fetch_version
 
 _MAX_BODY_BYTES = 64 << 10
@@ -89,8 +89,8 @@ def run() -> None:
     )
     asked = parser.parse_args()
     configure_logging("sidecar", "")
-    security = Security.load(
-        SecurityConfig(token_file=asked.token_file, allow_insecure_bind=asked.allow_insecure_bind)
+    security = Security.of_token_file(
+        asked.token_file, allow_insecure_bind=asked.allow_insecure_bind
     )
     host, _, port = asked.listen.rpartition(":")
     security.check_bind(host, "--listen")

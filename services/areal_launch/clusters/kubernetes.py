@@ -19,7 +19,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from areal.config.clusters import KubernetesConfig, SlurmConfig
-from areal.config.experiment import BaseExperimentConfig, parse_allocation
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig, parse_allocation
+from areal.config.presets import preset
 from areal.config.services import EndpointsConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.security import Security, SecurityConfig
@@ -75,6 +76,8 @@ def experiment_to_send(config: BaseExperimentConfig) -> str:
         cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(each), enum_to_str=True))
         for each in (sent, type(config)())
     )
+    if isinstance(sent, GRPOConfig):  # there as here, the algorithm's preset comes first
+        defaults["actor"] |= preset(sent.algorithm, sent.gconfig.max_new_tokens)
     return yaml.safe_dump(_difference(chosen, defaults), sort_keys=False)
 
 
@@ -108,7 +111,7 @@ class Release:
         self.config = config
         self._settings = config.stack.kubernetes
         self._folder = folder
-        self.name = self._settings.release or _release_name(config)
+        self.name = _release_name(config)
         self._where = ["-n", self._settings.namespace] if self._settings.namespace else []
 
     @cached_property
@@ -120,13 +123,13 @@ class Release:
     def kubectl_command(self) -> list[str]:
         """`kubectl`, in the release's context and namespace."""
         context = ["--context", self.api.context] if self.api.context else []
-        return [self._settings.kubectl, *context, *self._where]
+        return ["kubectl", *context, *self._where]
 
     @property
     def helm_command(self) -> list[str]:
         """`helm`, in the release's context and namespace."""
         context = ["--kube-context", self.api.context] if self.api.context else []
-        return [self._settings.helm, *context, *self._where]
+        return ["helm", *context, *self._where]
 
     def chart_arguments(self) -> list[str]:
         """Name, chart and values, as `helm install` and `helm template` take them.

@@ -11,7 +11,6 @@ and services beside it, each inference server and the trainer as a step. Outside
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import re
 import shlex
@@ -57,14 +56,10 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
         "ntasks-per-node": "1",
         # To the script alone, which ends the steps in order.
         "signal": f"B:TERM@{END_NOTICE_S}",
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "time": str(math.ceil(60 * slurm.hours) or ""),
         "gpus-per-node": str(config.stack.gpus_per_node or ""),
-        "cpus-per-task": str(slurm.cpus_per_node or ""),
     }
     lines = [f"#SBATCH --{key}={_plain(key, value)}" for key, value in options.items() if value]
-    if not slurm.cpus_per_node:
+    if not any(argument.startswith(("--cpus-per-task", "-c")) for argument in slurm.sbatch):
         lines += ["#SBATCH --exclusive", "#SBATCH --mem=0"]
     for argument in slurm.sbatch:
         if not argument.startswith("-"):

@@ -7,7 +7,7 @@
 | state    | consumes       | waits for                       | unblocked by                     |
 |----------|----------------|---------------------------------|----------------------------------|
 | starting | the API        | the model; then pods of buffer  | ready; the end of prepare's Job; |
-|          |                | and weight-sync                 | stack.kubernetes.timeout_s       |
+|          |                | and weight-sync                 | PULL_S, rollout.setup_timeout_s  |
 | ready    | port-forwards  | the trainer's job, or a signal  | its condition, a signal          |
 | both     |                | a component that cannot start   | `STUCK_S` of pods.py             |
 """
@@ -41,6 +41,7 @@ from areal_launch.view.summary import build_summary
 
 LOOK_INTERVAL_S = 3.0
 # The cluster's API may be away for so long before following is given up.
+PULL_S = 600.0  # images of some GiB come first
 SILENCE_S = 120.0
 NEEDED = ("buffer", "weight-sync")
 
@@ -184,7 +185,7 @@ class ReleaseFollower(Follower):
         self.show(self.stack.config.endpoints, security)
 
     def _check_deadline(self) -> None:
-        limit = self._release.config.stack.kubernetes.timeout_s
+        limit = max(PULL_S, self._release.config.rollout.setup_timeout_s)
         since = self._began_to_wait
         if self.stack.state != "starting" or time.monotonic() - since < limit:
             return

@@ -319,10 +319,11 @@ def _dashboard(config: BaseExperimentConfig) -> str:
 
 def _secrets(config: BaseExperimentConfig) -> Finding:
     security = Security.load(config.security)
-    for key in ("token_file", "redis_password_file", "nats_token_file", "tls_key"):
-        file = getattr(config.security, key)
-        if file and Path(file).stat().st_mode & 0o077:
-            return note("secrets", f"security.{key}: others may read {file}", f"chmod 600 {file}")
+    folder, tls = config.security.dir, config.security.tls_dir
+    files = [*(Path(folder).iterdir() if folder else ()), *([Path(tls) / "tls.key"] if tls else ())]
+    for file in files:
+        if file.stat().st_mode & 0o077:
+            return note("secrets", f"security: others may read {file}", f"chmod 600 {file}")
     return ok("secrets", "a token" if security.token else "no token: everything on loopback")
 
 

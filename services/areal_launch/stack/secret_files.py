@@ -21,17 +21,16 @@ from areal.security import Security
 from areal_launch.run_folder import RunFolder
 
 _CONFIG = "--config"
-_FILES = ("token_file", "redis_password_file", "nats_token_file", "tls_cert", "tls_key", "tls_ca")
 
 
 def place_secrets(
     config: BaseExperimentConfig, folder: RunFolder, *, make_token: bool = True
 ) -> Security:
-    """Makes `config.security` name a file for every secret there is.
+    """Makes `config.security` name folders with every secret there is.
 
-    Secrets of the environment are written to files. A stack that was given no token gets one:
-    every user of a machine reaches its loopback addresses. Where there is a token, stores that the
-    stack will start get a fresh password each.
+    Secrets of the environment, and those of a folder of the user's, are written to one of the run.
+    A stack that was given no token gets one: every user of a machine reaches its loopback
+    addresses. Where there is a token, stores that the stack will start get a fresh password each.
 
     Args:
         config: Its `security` is changed.
@@ -39,23 +38,24 @@ def place_secrets(
         make_token: False: only what is given; the job that starts the stack makes the rest.
 
     Raises:
-        ConfigError: A named file cannot be read, or what it holds is no token.
+        ConfigError: A file cannot be read, or what it holds is no token.
     """
     given, section = Security.load(config.security), config.security
     token = given.token or (secrets.token_urlsafe(32) if make_token else "")
+
+    def for_store(password: str, endpoint: str) -> str:
+        return password or (secrets.token_urlsafe(32) if token and not endpoint else "")
+
     made = {
-        "token_file": token,
-        "redis_password_file": given.redis_password
-        or (secrets.token_urlsafe(32) if token and not config.endpoints.redis else ""),
-        "nats_token_file": given.nats_token
-        or (secrets.token_urlsafe(32) if token and not config.endpoints.nats else ""),
+        "token": token,
+        "redis-password": for_store(given.redis_password, config.endpoints.redis),
+        "nats-token": for_store(given.nats_token, config.endpoints.nats),
     }
-    for key, value in made.items():
-        if value and not getattr(section, key):
-            setattr(section, key, str(write_secret(folder, key.removesuffix("_file"), value)))
-    for key in _FILES:
-        if file := getattr(section, key):
-            setattr(section, key, str(Path(file).resolve()))
+    for name, value in made.items():
+        if value:
+            section.dir = str(write_secret(folder, name, value).parent.resolve())
+    if section.tls_dir:
+        section.tls_dir = str(Path(section.tls_dir).resolve())
     return Security.load(section)
 
 

@@ -69,7 +69,7 @@ def test_secrets_when_in_files_and_variables_then_files_win(tmp_path: Path) -> N
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
     environment = {"AREAL_TOKEN": "another-token-of-enough", "AREAL_REDIS_PASSWORD": "pw"}
-    security = Security.load(SecurityConfig(token_file=str(file)), environment)
+    security = Security.load(SecurityConfig(dir=str(tmp_path)), environment)
     assert (security.token, security.redis_password, security.nats_token) == (TOKEN, "pw", "")
     assert security.headers() == {"Authorization": f"Bearer {TOKEN}"}
     assert Security.load(SecurityConfig(), environment).token == "another-token-of-enough"
@@ -84,29 +84,40 @@ def test_secrets_when_in_files_and_variables_then_files_win(tmp_path: Path) -> N
         ("two-lines-are-no\ntoken-either", "one line of printable"),
         ("shorty", "a token of 6 characters, expected 16 or more"),
         ("quotes-'are'-not-allowed", "of letters, digits"),
-        (None, "No such file"),
     ],
 )
 def test_token_file_when_it_holds_no_token_then_one_line_without_its_content(
-    tmp_path: Path, content: str | None, complaint: str
+    tmp_path: Path, content: str, complaint: str
 ) -> None:
     file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
+    file.write_text(content)
     with pytest.raises(ConfigError, match=complaint) as caught:
-        Security.load(SecurityConfig(token_file=str(file)), {})
-    assert str(caught.value).startswith("security.token_file")
+        Security.load(SecurityConfig(dir=str(tmp_path)), {})
+    assert str(file) in str(caught.value)
     assert not content or content not in str(caught.value)
 
 
-def test_tls_when_incomplete_then_the_missing_key_is_named(tmp_path: Path) -> None:
-    pem = tmp_path / "cert.pem"
-    pem.write_text("-----BEGIN CERTIFICATE-----\n")
-    with pytest.raises(ConfigError, match=r"security\.tls_key ''.*together"):
-        Security.load(SecurityConfig(tls_cert=str(pem), tls_ca=str(pem)), {})
-    pem.write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"security\.tls_cert .*expected PEM"):
-        Security.load(SecurityConfig(*[""] * 3, str(pem), str(pem), str(pem)), {})
+def test_folder_of_secrets_when_none_is_in_it_then_one_line_names_what_it_takes(
+    tmp_path: Path,
+) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=r"security\.dir .*token, redis-password, nats-token"):
+            Security.load(SecurityConfig(dir=str(folder)), {})
+
+
+def test_token_file_when_a_program_is_given_one_then_it_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'.*absent': No such file"):
+        Security.of_token_file(str(tmp_path / "absent"))
+
+
+def test_tls_when_incomplete_then_the_missing_file_is_named(tmp_path: Path) -> None:
+    for name in ("tls.crt", "ca.crt"):
+        (tmp_path / name).write_text("-----BEGIN CERTIFICATE-----\n")
+    with pytest.raises(ConfigError, match=r"tls\.key': No such file"):
+        Security.load(SecurityConfig(tls_dir=str(tmp_path)), {})
+    (tmp_path / "tls.key").write_text("no key")
+    with pytest.raises(ConfigError, match=r"security\.tls_dir .*tls\.key holds no PEM"):
+        Security.load(SecurityConfig(tls_dir=str(tmp_path)), {})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])

@@ -65,7 +65,7 @@ def test_token_when_the_stack_does_not_run_then_one_line_that_says_so(
 
 def test_token_when_its_file_is_gone_then_it_is_named(folder: RunFolder) -> None:
     remove_secrets(folder)
-    with running(folder), pytest.raises(ConfigError, match=r"security\.token_file '.*secrets/tok"):
+    with running(folder), pytest.raises(ConfigError, match=r"security\.dir '.*secrets'"):
         show_token(folder.path)
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tests.kubernetes_api import SERVED, ApiServer
 
-from areal.config.experiment import GRPOConfig, build_config
+from areal.config.experiment import GRPOConfig, build_config, load_service_config
 from areal.errors import ArealError, CannotStart, ConfigError, NotFound
 from areal_launch.clusters.kubernetes import (
     Release,
@@ -224,12 +224,24 @@ def test_helm_when_path_has_none_then_the_one_beside_this_python_is_taken(
     assert api.url in str(release.api)
 
 
-def test_release_when_a_token_file_is_given_then_it_does_not_go_into_a_config_map(
+def test_experiment_when_sent_then_a_key_that_equals_its_default_still_wins_over_the_preset(
+    tmp_path: Path,
+) -> None:
+    config = make(tmp_path, "algorithm=dapo", "actor.eps_clip_higher=null")
+    sent = tmp_path / "sent.yaml"
+    sent.write_text(experiment_to_send(config))
+    there = load_service_config(sent)
+    assert there.actor.eps_clip_higher is None
+    assert there.actor == config.actor
+    assert "reward_norm" not in sent.read_text(), "the preset sets it there too"
+
+
+def test_release_when_a_token_is_given_then_it_does_not_go_into_a_config_map(
     tmp_path: Path,
 ) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123\n")
-    config = make(tmp_path, f"security.token_file={token}")
+    config = make(tmp_path, f"security.dir={tmp_path}")
     with pytest.raises(ConfigError, match=r"auth\.existingSecret"):
         Release(config, tmp_path / "files").chart_arguments()
 

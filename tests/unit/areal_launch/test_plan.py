@@ -117,7 +117,7 @@ def test_plan_when_the_dtype_is_left_open_then_the_checkpoints_and_16_bits_on_gp
 def test_plan_when_a_token_meets_another_command_then_it_is_in_a_file_only(tmp_path: Path) -> None:
     secret = "0123456789abcdef+/="
     (tmp_path / "token").write_text(secret)
-    config, folder = make(tmp_path, f"security.token_file={tmp_path / 'token'}")
+    config, folder = make(tmp_path, f"security.dir={tmp_path}")
     config.stack.inference_command = "python -m sglang.launch_server"
     [spec, *_] = plan_stack(config, folder, with_trainer=False).inference
     assert not [part for part in spec.argv if secret in part]

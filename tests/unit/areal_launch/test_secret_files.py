@@ -56,7 +56,7 @@ def test_secrets_when_in_the_environment_then_in_private_files_that_the_config_n
     assert security.redis_password != security.nats_token
     assert stat.S_IMODE(folder.secrets.stat().st_mode) == 0o700
     names = {file.name for file in folder.secrets.iterdir()}
-    assert names == {"token", "redis_password", "nats_token", "redis.conf", "nats.conf"}
+    assert names == {"token", "redis-password", "nats-token", "redis.conf", "nats.conf"}
     for file in folder.secrets.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     save_config(plan.config, folder.config_file)
@@ -68,17 +68,18 @@ def test_secrets_when_in_the_environment_then_in_private_files_that_the_config_n
     assert not folder.secrets.exists()
 
 
-def test_secrets_when_files_are_relative_then_the_config_has_them_absolute(
+def test_secrets_when_the_folder_is_the_users_then_the_run_has_a_copy_until_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("token").write_text(TOKEN)
-    config, folder = make(
-        tmp_path, "security.token_file=token", "endpoints.redis=redis://elsewhere:6379/0"
-    )
-    place_secrets(config, folder)
-    assert config.security.token_file == str(tmp_path / "token"), "the user's own, not a copy"
-    assert config.security.redis_password_file == "", "not ours to choose"
+    Path("own").mkdir()
+    Path("own/token").write_text(TOKEN)
+    config, folder = make(tmp_path, "security.dir=own", "endpoints.redis=redis://elsewhere:6379/0")
+    security = place_secrets(config, folder)
+    assert config.security.dir == str(folder.secrets.resolve()), "absolute"
+    assert (security.token, security.redis_password) == (TOKEN, ""), "not ours to choose"
+    assert len(security.nats_token) == 43
+    assert [file.name for file in Path("own").iterdir()] == ["token"]
 
 
 def test_secrets_when_a_file_lies_there_open_then_it_is_closed(

@@ -65,10 +65,8 @@ def test_script_when_rendered_then_it_is_the_same_command_inside_the_job(tmp_pat
         tmp_path,
         "allocation_mode=sglang:d5+fsdp:d4",
         "stack.gpus_per_node=8",
-        "stack.slurm.partition=h100",
-        "stack.slurm.hours=12.5",
         "stack.slurm.setup=module load cuda",
-        "stack.slurm.sbatch=[--qos=high]",
+        "stack.slurm.sbatch=[--partition=h100, --time=12:30:00, --qos=high]",
     )
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert options_of(script) == {
@@ -79,7 +77,7 @@ def test_script_when_rendered_then_it_is_the_same_command_inside_the_job(tmp_pat
         "ntasks-per-node": "1",
         "signal": "B:TERM@60",
         "partition": "h100",
-        "time": "750",
+        "time": "12:30:00",
         "gpus-per-node": "8",
         "exclusive": "",
         "mem": "0",
@@ -93,14 +91,14 @@ def test_script_when_rendered_then_it_is_the_same_command_inside_the_job(tmp_pat
 
 
 def test_script_when_cpus_are_given_then_the_nodes_are_shared(tmp_path: Path) -> None:
-    options = options_of(script_of(tmp_path, "stack.slurm.cpus_per_node=4"))
+    options = options_of(script_of(tmp_path, "stack.slurm.sbatch=[--cpus-per-task=4]"))
     assert options["cpus-per-task"] == "4"
     assert "exclusive" not in options
     assert "partition" not in options
 
 
 @pytest.mark.parametrize(
-    "override", ["stack.slurm.sbatch=[high]", 'stack.slurm.partition="a\\nrm -rf /"']
+    "override", ["stack.slurm.sbatch=[high]", 'stack.slurm.sbatch=["--partition=a\\nrm -rf /"]']
 )
 def test_script_when_a_value_is_no_argument_then_one_line_says_so(
     tmp_path: Path, override: str
