@@ -81,7 +81,8 @@ CMD ["areal-gateway", "--help"]
 # -- reward: control, and the library of the built-in reward math ----------------------------------
 FROM control-packages AS reward-packages
 COPY requirements/reward.txt ./
-RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-reward -r reward.txt
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-reward -r reward.txt \
+    && find /packages-reward -depth -type d -name tests -exec rm -rf {} +
 
 FROM control-runtime AS reward
 COPY --from=reward-packages /packages-reward /opt/areal
@@ -99,7 +100,8 @@ CMD ["areal-reward", "--help"]
 # -- weight-sync: control, and the clients of DNS and Kubernetes (endpoints.inference=[dns://…, kubernetes://…])
 FROM control-packages AS weight-sync-packages
 COPY requirements/weight-sync.txt ./
-RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-weight-sync -r weight-sync.txt
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-weight-sync -r weight-sync.txt \
+    && find /packages-weight-sync -depth -type d -name tests -exec rm -rf {} +
 
 FROM control-runtime AS weight-sync
 COPY --from=weight-sync-packages /packages-weight-sync /opt/areal
@@ -118,7 +120,8 @@ CMD ["areal-weight-sync", "--help"]
 FROM control-packages AS torch-packages
 ARG TORCH_INDEX=
 COPY requirements/inference.txt requirements/torch-cpu.txt tools/install_torch.py ./
-RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-torch -r inference.txt
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-torch -r inference.txt \
+    && find /packages-torch -depth -type d -name tests -exec rm -rf {} +
 RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
     /opt/areal/bin/python install_torch.py torch-cpu.txt --prefix /packages-torch
 
@@ -142,7 +145,8 @@ CMD ["areal-inference", "--help"]
 # -- trainer -----------------------------------------------------------------------------------
 FROM torch-packages AS trainer-packages
 COPY requirements/trainer.txt ./
-RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-trainer -r trainer.txt
+RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-trainer -r trainer.txt \
+    && find /packages-trainer -depth -type d -name tests -exec rm -rf {} +
 
 FROM torch-runtime AS trainer
 COPY --from=trainer-packages /packages-trainer /opt/areal
