@@ -119,8 +119,13 @@ def test_command_when_installed_alone_then_what_it_starts_without_torch_can_be_i
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     named = {re.split("[=<>]", r)[0] for r in [*project["dependencies"], *extras["launch"]]}
-    for part in ("reward", "launch"):
+    for part in ("reward", "weight-sync"):
         assert {re.split("[=<>]", r)[0] for r in extras[part]} <= named
+    there = named | installed("control.txt")
+    # The plot is drawn where the trainer is installed, Ray's driver where Ray is.
+    elsewhere = {"matplotlib", "ray"}
+    for module, importers in imported("areal_launch").items():
+        assert module in elsewhere or distributions()[module] & there, (module, importers)
     versions: dict[str, set[str]] = {}
     for requirement in {r for extra in extras.values() for r in extra if "==" in r}:
         versions.setdefault(requirement.split("==")[0], set()).add(requirement)

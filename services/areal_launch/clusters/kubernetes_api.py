@@ -33,7 +33,7 @@ class KubernetesApi:
         except ImportError as error:
             raise CannotStart(
                 f"--on kubernetes: the package kubernetes cannot be imported ({error}); "
-                "pip install 'areal[kubernetes]'"
+                "pip install 'areal-services[launch]'"
             ) from None
         client: Any = kubernetes.client
         config: Any = kubernetes.config  # has no types
