@@ -19,7 +19,7 @@ from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.http_api.requests import engine_error, guarded, json_response
 from areal_inference.service import Service
 
-VERSION = "areal-inference-0.1.0"
+VERSION = "areal-inference-0.2.0"
 _HEALTH_GENERATE_S = 20.0
 
 
