@@ -1,5 +1,5 @@
-"""Pure numerics of training: packing, normalization, advantages, losses, sampling filters.
+"""Pure numerics of training: packing, normalization, advantages, losses.
 
-Functions of tensors (or, for filters, of lists of floats) without models, processes or services.
+Functions of tensors without models, processes or services.
 The batch they share is described in `areal.algorithms.packing`.
 """

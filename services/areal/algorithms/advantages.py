@@ -34,31 +34,16 @@ def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return sums.index_add_(0, sequence_index(cu_seqlens), values.double())
 
 
-def discounted_suffix_sums(values: Tensor, lengths: Tensor, coefficient: float) -> Tensor:
-    """Compute A_t = values_t + coefficient * A_{t+1} within each segment of a packed tensor.
-
-    A blocked scan instead of a loop over tokens. In reversed time, with weights c^-j inside a
-    block, A_i = c^i (sum_{j<=i} c^-j x_j): one cumulative sum. Each term that the sum adds is at
-    least as large in weight as those before it, so that scaling back loses no precision; at a
-    segment's start the sum so far is taken off, which leaves the rounding of the neighboring
-    segments' values. What flows from block to block is the same recurrence with coefficient
-    c^block, solved by recursion.
-
-    Args:
-        values: float32 or float64 [N].
-        lengths: int64 [M], tokens of each segment, sum N, all > 0.
-        coefficient: in [0, 1].
-
-    Returns:
-        [N] in the dtype of `values`.
-    """
-    ends = lengths.flip(0).cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    return _discounted_prefix_sums_(values.flip(0), starts, coefficient).flip(0)
-
-
 def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
-    """B_i = x_i + c B_{i-1}, restarting at each of the ascending `starts`; may overwrite x."""
+    """B_i = x_i + c B_{i-1}, restarting at each of the ascending `starts`; may overwrite x.
+
+    A blocked scan instead of a loop over tokens: with weights c^-j inside a block,
+    B_i = c^i (sum_{j<=i} c^-j x_j), one cumulative sum. Each term that the sum adds is at least as
+    large in weight as those before it, so that scaling back loses no precision; at a segment's
+    start the sum so far is taken off, which leaves the rounding of the neighboring segments'
+    values. What flows from block to block is the same recurrence with coefficient c^block, solved
+    by recursion.
+    """
     count = x.numel()
     if count == 0 or c == 0.0:
         return x

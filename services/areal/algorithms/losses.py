@@ -270,34 +270,3 @@ def loglinear_proximal_logprobs(
 def sft_loss(policy_logprobs: Tensor, loss_mask: Tensor) -> LossResult:
     """Negative log-likelihood of the tokens with `loss_mask`."""
     return -torch.where(loss_mask, policy_logprobs, 0.0).sum(), {}
-
-
-def critic_loss(
-    new_values: Tensor,
-    values: Tensor,
-    returns: Tensor,
-    loss_mask: Tensor,
-    *,
-    eps_clip: float = 0.2,
-) -> LossResult:
-    """Clipped value loss.
-
-    Half the larger of two squared errors: that of the new value and that of the new value clipped.
-
-    Args:
-        new_values: float [T], with gradient.
-        values: float [T], those at the start of the update.
-        returns: float [T].
-        loss_mask: bool [T].
-        eps_clip: the value is clipped to values +- eps_clip.
-    """
-    # Before the squares: the derivative of a square that is masked afterwards is 0 * NaN.
-    new_values, values, returns = (
-        torch.where(loss_mask, x, 0.0) for x in (new_values, values, returns)
-    )
-    clipped_values = values + (new_values - values).clamp(-eps_clip, eps_clip)
-    unclipped = (new_values - returns).square()
-    clipped = (clipped_values - returns).square()
-    loss = 0.5 * torch.where(loss_mask, torch.maximum(unclipped, clipped), 0.0)
-    stats = {"value_clip_ratio": ((clipped > unclipped) & loss_mask).sum()}
-    return loss.sum(), stats

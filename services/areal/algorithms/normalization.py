@@ -67,17 +67,6 @@ def normalize_tokens(
     return torch.where(mask, result, 0.0).to(values.dtype)
 
 
-def normalize_scores(
-    scores: Tensor, group_index: Tensor, norm: RewardNorm, process_group: Any = None
-) -> Tensor:
-    """Normalize one score per sequence, by group or by batch: (x - center) / scale.
-
-    Arguments as for `center_and_scale`. Returns float64 [S].
-    """
-    center, scale = center_and_scale(scores, group_index, norm, process_group)
-    return (scores.double() - center) / scale
-
-
 def center_and_scale(
     scores: Tensor, group_index: Tensor, norm: RewardNorm, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ _LISTABLE_DIGITS = 2
 
 
 def addition(
-    digits: int, *, train: int, heldout: int, seed: int, as_messages: bool = True
+    digits: int, *, train: int, heldout: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Random `digits`-digit addition problems, split so that no sum is seen in both parts.
 
@@ -25,7 +25,6 @@ def addition(
         train: Rows of the first part.
         heldout: Rows of the second part.
         seed: Decides which problems, their split and their order.
-        as_messages: Rows have "messages" (chat) instead of "prompt" (text).
 
     Returns:
         (train rows, held-out rows).
@@ -63,7 +62,7 @@ def addition(
                 )
             for a, b in dict.fromkeys((pair, pair[::-1])):
                 if len(part) < count:
-                    part.append(_row(a, b, as_messages))
+                    part.append(_row(a, b))
         generator.shuffle(part)
     return parts
 
@@ -88,8 +87,5 @@ def _unordered_pairs(
             yield pair
 
 
-def _row(a: int, b: int, as_messages: bool) -> dict[str, Any]:
-    question, answer = f"{a}+{b}=", str(a + b)
-    if as_messages:
-        return {"messages": [{"role": "user", "content": question}], "answer": answer}
-    return {"prompt": question, "answer": answer}
+def _row(a: int, b: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}

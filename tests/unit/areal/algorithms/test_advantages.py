@@ -82,7 +82,7 @@ def test_gae_when_no_token_is_in_the_loss_then_is_zero():
 
 
 @pytest.mark.parametrize("coefficient", [1.0, 0.999, 0.9, 0.3, 1e-3, 1e-60, 1e-150, 0.0])
-def test_discounted_suffix_sums_when_segments_are_long_and_short_then_equal_a_loop(coefficient):
+def test_gae_when_sequences_are_long_and_short_then_suffix_sums_equal_a_loop(coefficient):
     g = torch.Generator().manual_seed(7)
     lengths = torch.tensor([1, 1, 3000, 2, 256, 255, 257, 512, 1, 40])
     x = torch.randn(int(lengths.sum()), generator=g, dtype=torch.float64)
@@ -93,7 +93,9 @@ def test_discounted_suffix_sums_when_segments_are_long_and_short_then_equal_a_lo
         for t in range(place + length - 2, place - 1, -1):
             expected[t] += coefficient * expected[t + 1]
         place += length
-    ours = advantages.discounted_suffix_sums(x, lengths, coefficient)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    mask = torch.ones_like(x, dtype=torch.bool)
+    ours, _ = advantages.gae(x, mask, cu_seqlens, discount=coefficient, gae_lambda=1.0)
     expected = torch.tensor(expected, dtype=torch.float64)
     scale = torch.ones_like(x)
     scale[2:3002] = 1e6
