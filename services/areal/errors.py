@@ -22,9 +22,10 @@ same class on either side of the wire.
 
 from __future__ import annotations
 
+import difflib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _TRY_AGAIN = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
@@ -143,3 +144,12 @@ class WaitTimeout(ArealError):
         if hint:
             text += f" ({hint})"
         super().__init__(text)
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """The end of an error message: the option that `name` was meant to be, or all of them."""
+    known = sorted(options)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there is {', '.join(known)}" if known else ""

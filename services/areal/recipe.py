@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import linecache
 import sys
@@ -15,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 from areal.config.experiment import BaseExperimentConfig
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, nearest
 
 _ATTRIBUTE = "__areal_recipe__"
 
@@ -153,11 +152,3 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
             f"recipe {module.__file__}: no function {name!r}{nearest(name, functions)}"
         )
     return cast("Callable[..., Any]", value)
-
-
-def nearest(name: str, options: list[str]) -> str:
-    """The end of an error message: the option that `name` was meant to be, or all of them."""
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there is {', '.join(sorted(options))}" if options else ""

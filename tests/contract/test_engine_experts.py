@@ -164,7 +164,7 @@ async def test_experts_when_published_then_sglang_answers_with_the_trainers_logp
         output, logprobs, _ = await ask(http, "0")
         at_start = worst(output, logprobs)
         assert at_start <= TOLERANCE
-        assert engine.optimizer is not None
+        assert engine.step.optimizer is not None
         engine.config.optimizer.lr = 1e-2
         for seed in range(3):
             engine.train_batch(make_batch(seed, vocabulary=VOCABULARY), weighted_loss)

@@ -230,7 +230,7 @@ def test_actor_when_frozen_or_a_second_one_then_refused_in_one_line(trial) -> No
             with session.active():
                 actor = FSDPPPOActor(misused.config.actor)
                 ref = FSDPPPOActor(misused.config.ref)
-                assert ref.engine.optimizer is None
+                assert ref.engine.step.optimizer is None
                 with pytest.raises(
                     InvalidInput, match="this model is frozen, call it on the actor"
                 ):

@@ -65,6 +65,13 @@ def sequence_index(cu_seqlens: Tensor) -> Tensor:
     return torch.repeat_interleave(count, lengths)
 
 
+def position_ids(cu_seqlens: Tensor) -> Tensor:
+    """Return each token's offset in its own sequence, int64 [T]."""
+    total = int(cu_seqlens[-1])
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+    return torch.arange(total, device=cu_seqlens.device) - starts
+
+
 def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | None = None) -> Batch:
     """Join sequences into one batch.
 

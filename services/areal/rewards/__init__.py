@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, nearest
 
 # name -> (module, function); a module is imported when its reward is first asked for.
 BUILTIN = {
@@ -24,8 +23,6 @@ def builtin_reward(name: str) -> Callable[..., Any]:
         InvalidInput: There is none; names the nearest one.
     """
     if name not in BUILTIN:
-        near = difflib.get_close_matches(name, BUILTIN, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(BUILTIN)}"
-        raise InvalidInput(f"reward {name!r}: no such built-in; {hint}")
+        raise InvalidInput(f"reward {name!r}: no such built-in{nearest(name, BUILTIN)}")
     module, function = BUILTIN[name]
     return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))

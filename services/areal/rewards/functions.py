@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import traceback
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, nearest
 from areal.protocol.trajectories import parse_json_object
 from areal.rewards import builtin_reward
 from areal.v1 import reward_service_pb2 as pb
@@ -49,7 +48,7 @@ class RewardFunction:
         for key in kwargs:
             if not self._takes_all and key not in self._accepted:
                 raise InvalidInput(
-                    f"reward {name!r}: has no argument {key!r}{_near(key, self._accepted)}"
+                    f"reward {name!r}: has no argument {key!r}{nearest(key, self._accepted)}"
                 )
 
     def wants(self, name: str) -> bool:
@@ -71,7 +70,7 @@ class RewardFunction:
                 fields = sorted(set(known) - {"completions"})
                 raise InvalidInput(
                     f"reward {self.name!r}: needs {key!r}, which the row does not have"
-                    f"{_near(key, fields)}"
+                    f"{nearest(key, fields)}"
                 )
         if not self._takes_all:
             known = {key: value for key, value in known.items() if key in self._accepted}
@@ -169,10 +168,3 @@ def _short(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
     return text if value is None or isinstance(value, float) else f"{type(value).__name__} {text}"
-
-
-def _near(name: str, options: Any) -> str:
-    close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there is {', '.join(sorted(options))}" if options else ""

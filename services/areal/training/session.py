@@ -86,13 +86,7 @@ def current_session() -> TrainerSession:
 class TrainerSession(Ranks):
     """One trainer's life between registration and its last commit."""
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
+    def __init__(self, config: GRPOConfig, *, rank: int = 0, world_size: int = 1) -> None:
         """Connects lazily; `open()` registers.
 
         Args:
@@ -116,7 +110,6 @@ class TrainerSession(Ranks):
         self.published_version = 0
         self.served_version = 0
         """What servers are brought to: one more where its trainer died before it was stored."""
-        self.last_taken_step = 0
         self.row: dict[str, Any] = {}
         """The metrics row of the step in progress."""
         self.batch_tasks: list[str] = []
@@ -147,8 +140,8 @@ class TrainerSession(Ranks):
 
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
-        (self.resumed, self.incarnation, self.last_taken_step, self.served_version, unstored) = (
-            self.on_rank0(self._register, tuple[Checkpoint | None, int, int, int, bool])
+        self.resumed, self.incarnation, self.served_version, unstored = self.on_rank0(
+            self._register, tuple[Checkpoint | None, int, int, bool]
         )
         # One that its trainer's death left unstored is made, and published, again.
         self.published_version = self.served_version - int(unstored)
@@ -160,7 +153,8 @@ class TrainerSession(Ranks):
             "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
         )
 
-    def _register(self) -> tuple[Checkpoint | None, int, int, int, bool]:
+    def _register(self) -> tuple[Checkpoint | None, int, int, bool]:
+        """What to resume from, the incarnation, the version served, whether it is unstored."""
         newest = self.folder.newest()
         if newest is not None and self.config.checkpoint.recover == "never":
             raise errors.ConfigError(
@@ -194,13 +188,7 @@ class TrainerSession(Ranks):
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit_step(registered.incarnation, newest.step)
         versions = self._wait_confirmed(0, "the first inference server to serve")
-        return (
-            newest,
-            registered.incarnation,
-            registered.last_taken_step,
-            versions.current_version,
-            versions.unstored,
-        )
+        return newest, registered.incarnation, versions.current_version, versions.unstored
 
     @contextlib.contextmanager
     def active(self) -> Iterator[TrainerSession]:

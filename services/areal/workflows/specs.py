@@ -21,8 +21,8 @@ import orjson
 
 import areal.types
 from areal.config.experiment import BaseExperimentConfig
-from areal.errors import InvalidInput
-from areal.recipe import Recipe, check_module_level, find_function, nearest, source_of
+from areal.errors import InvalidInput, nearest
+from areal.recipe import Recipe, check_module_level, find_function, source_of
 from areal.types import WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 

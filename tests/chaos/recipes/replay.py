@@ -68,7 +68,7 @@ def keep_gradients(actor, path):
             save_file(found, path)
         handle.remove()
 
-    handle = actor.engine.optimizer.register_step_pre_hook(hook)
+    handle = actor.engine.step.optimizer.register_step_pre_hook(hook)
 
 
 def main(argv):

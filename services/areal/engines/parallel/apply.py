@@ -1,11 +1,11 @@
-"""What an engine makes once: precision, shards, optimizer."""
+"""What an engine makes once: precision and shards."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
+from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines.model.packed import PackedCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -61,15 +61,3 @@ def shard(
         if type(module).__name__ in layer_classes:
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
-
-
-def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW; norms and biases do not decay."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )

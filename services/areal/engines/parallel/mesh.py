@@ -49,12 +49,16 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
     return True
 
 
-def reduce_scalars(scalars: Mapping[str, Tensor | float], process_group: Any) -> dict[str, float]:
-    """Sum scalars over the ranks of a group; names that end in `_max` are combined by maximum.
+def data_group() -> Any:
+    """The ranks that batches are spread over, for CPU tensors; None: this one alone."""
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def reduce_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Sum scalars over the data group; names that end in `_max` are combined by maximum.
 
     Args:
         scalars: the same names on every rank.
-        process_group: carries CPU tensors; None: a single rank.
     """
     names = sorted(scalars)
     if not names:
@@ -62,13 +66,13 @@ def reduce_scalars(scalars: Mapping[str, Tensor | float], process_group: Any) ->
     # One transfer from the device, then two small collectives.
     parts = [torch.as_tensor(scalars[name]).detach().to(torch.float64) for name in names]
     stacked = torch.stack([part.reshape(()) for part in parts]).cpu()
-    if process_group is not None:
+    if (group := data_group()) is not None:
         largest = [name.endswith("_max") for name in names]
         maxima = stacked[largest]
         sums = stacked[[not flag for flag in largest]]
-        dist.all_reduce(sums, group=process_group)
+        dist.all_reduce(sums, group=group)
         if any(largest):
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=process_group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         stacked[largest] = maxima
         stacked[[not flag for flag in largest]] = sums
     return dict(zip(names, stacked.tolist(), strict=True))

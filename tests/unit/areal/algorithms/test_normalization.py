@@ -53,9 +53,7 @@ def test_center_and_scale_when_leave_one_out_then_a_group_of_one_gets_zero(norm)
 
 
 def test_center_and_scale_when_rewards_are_equal_then_is_zero():
-    ours = normalize(
-        torch.full((4,), 0.1), torch.tensor([0, 0, 1, 1]), "group/group"
-    )
+    ours = normalize(torch.full((4,), 0.1), torch.tensor([0, 0, 1, 1]), "group/group")
     assert float(ours.abs().max()) < 1e-9
 
 
@@ -77,9 +75,7 @@ def test_center_and_scale_when_equal_scores_round_then_their_group_still_has_no_
     g = torch.Generator().manual_seed(seed)
     # The float64 mean of three times 0.1 (or of any such number) is not always that number.
     values = torch.rand(50, generator=g, dtype=torch.float64)
-    ours = normalize(
-        values.repeat_interleave(3), torch.arange(150) // 3, f"{mean_level}/group"
-    )
+    ours = normalize(values.repeat_interleave(3), torch.arange(150) // 3, f"{mean_level}/group")
     center = values.mean() if mean_level == "batch" else 0.0
     torch.testing.assert_close(ours, (values - center).repeat_interleave(3))
 

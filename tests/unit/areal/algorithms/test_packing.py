@@ -33,6 +33,7 @@ def test_pack_when_unpacked_then_gives_the_sequences_back():
     assert dtypes["input_ids"] == torch.int64
     assert dtypes["loss_mask"] == torch.bool
     assert dtypes["rewards"] == torch.float32
+    assert packing.position_ids(batch["cu_seqlens"]).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert packing.sequence_index(batch["cu_seqlens"]).tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
 
 

@@ -135,7 +135,7 @@ def test_train_batch_when_repeated_then_fits_and_reports(make_engine):
     assert rows[0]["n_loss_tokens"] == int(batch["loss_mask"].sum())
     assert rows[0]["lr"] == pytest.approx(0.005)
     assert all(row["skipped_steps"] == 0.0 for row in rows)
-    assert engine.optimizer_steps == 12
+    assert engine.step.steps_taken == 12
 
 
 def test_train_batch_when_clipping_then_bounds_the_update_only(make_engine):
@@ -145,7 +145,7 @@ def test_train_batch_when_clipping_then_bounds_the_update_only(make_engine):
         engine = make_engine(optimizer=OptimizerConfig(lr=0.0, gradient_clipping=limit, beta1=0.0))
         stats = engine.train_batch(batch, weighted_loss)
         # With beta1 = 0 the first moment is the gradient that the optimizer saw.
-        seen = sum(float(s["exp_avg"].square().sum()) for s in engine.optimizer.state.values())
+        seen = sum(float(s["exp_avg"].square().sum()) for s in engine.step.optimizer.state.values())
         norms.append((stats["grad_norm"], seen**0.5))
     assert norms[0][0] == pytest.approx(norms[0][1], rel=1e-5)
     assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-6)
@@ -161,7 +161,7 @@ def test_train_batch_when_the_gradient_is_not_finite_then_skips_and_counts(make_
 
     stats = engine.train_batch(make_batch(), broken)
     assert stats["skipped_steps"] == 1.0
-    assert engine.optimizer_steps == 0
+    assert engine.step.steps_taken == 0
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None

@@ -63,7 +63,7 @@ def test_ppo_update_when_several_minibatches_then_proximal_is_the_start_of_the_u
     actor.engine.train_batch = record
     stats = actor.ppo_update(batch)
     assert len(seen) == 3
-    assert actor.engine.optimizer_steps == 3
+    assert actor.engine.step.steps_taken == 3
     order = packing.split_minibatches(batch, 3)
     for part, indices in zip(seen, order, strict=True):
         expected = proximal[packing.token_index(batch, indices)]

@@ -44,20 +44,20 @@ def weighted_loss(logprobs, entropies, batch):
 def gradients(engine, batch, loss_fn=weighted_loss):
     """Return the gradient that a train step would use, by parameter name, and its statistics."""
     held = {}
-    original = engine._optimizer_step
+    original = engine.step._optimizer_step
 
     def keep(**_):
         for name, parameter in engine.model.named_parameters():
             grad = parameter.grad
             held[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
-        engine.optimizer.zero_grad(set_to_none=True)
+        engine.step.optimizer.zero_grad(set_to_none=True)
         return 0.0, 0.0, True
 
-    engine._optimizer_step = keep
+    engine.step._optimizer_step = keep
     try:
         stats = engine.train_batch(batch, loss_fn)
     finally:
-        engine._optimizer_step = original
+        engine.step._optimizer_step = original
     return held, stats
 
 
