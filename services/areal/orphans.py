@@ -1,8 +1,8 @@
 """Processes that detached themselves: adopted by an ancestor that asked for them, and ended by it.
 
-A process can leave its group, its session, its parent and its environment (fork twice, setsid, an
-empty environment), and no list of ours names it then. But the kernel gives a process whose parent
-has ended to its nearest ancestor that adopts ("subreaper"), and to no one else.
+A process can leave its group, session, parent, and environment (fork twice, setsid, an empty
+environment); no list of ours names it then. But the kernel hands a process whose parent has ended
+to its nearest ancestor that adopts ("subreaper").
 
 Imports the standard library only: the keeper of each process of a stack runs without any package.
 """
@@ -85,7 +85,7 @@ def reap_strays(spare: Collection[int]) -> None:
     """Reaps adopted children that have ended by themselves; returns at once.
 
     Args:
-        spare: Pids that somebody else waits for.
+        spare: Pids that other code waits for.
     """
     while True:
         try:

@@ -151,7 +151,7 @@ def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) 
         return running[0]
     if folders and not live:
         return folders[0]
-    hint = f"; the last one was {folders[0].path}" if folders else ""
+    hint = f"; the last one is {folders[0].path}" if folders else ""
     raise NotFound(f"no running stack under {str(root)!r} (use --run DIR to name one){hint}")
 
 

@@ -101,7 +101,7 @@ def test_run_when_an_image_cannot_be_pulled_then_it_is_said_and_the_run_ends(
         for word in ("r-buffer", IMAGE, "ErrImagePull", "image.repository"):
             assert word in text
     assert "namespace lab" in said
-    assert "Remove it:" in said
+    assert "To remove it:" in said
     assert "uninstall" not in cluster.calls(), "it stays to be looked at"
 
 

@@ -18,18 +18,18 @@ STUCK_S = 120.0
 _FORGET_S = 30.0
 _STARTING = ("PodInitializing", "ContainerCreating")
 _PULL = (
-    "push it to where the nodes pull, or mend image.repository, image.tag, image.references or "
+    "push it to where the nodes pull, or fix image.repository, image.tag, image.references or "
     "image.pullSecrets"
 )
 # Reason to what a person does about it: no pod gets over these by waiting.
-_MENDS = {
+_FIXES = {
     "ErrImagePull": _PULL,
     "ImagePullBackOff": _PULL,
     "RegistryUnavailable": _PULL,
     "ImageInspectError": _PULL,
     "ErrImageNeverPull": "image.pullPolicy is Never: load the image onto the node",
-    "InvalidImageName": "mend image.repository, image.tag or image.references",
-    "CreateContainerConfigError": "make the Secret or ConfigMap; the pod then starts by itself",
+    "InvalidImageName": "fix image.repository, image.tag or image.references",
+    "CreateContainerConfigError": "create the Secret or ConfigMap; the pod then starts",
 }
 
 
@@ -46,9 +46,9 @@ class Problem:
     message: str
 
     @property
-    def mend(self) -> str:
+    def fix(self) -> str:
         """What to do about what cannot start; "" for what the cluster may get over by itself."""
-        return _MENDS.get(self.reason, "")
+        return _FIXES.get(self.reason, "")
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -59,15 +59,15 @@ class Problem:
     @property
     def topic(self) -> tuple[str, ...]:
         """What a person is told once: an image that cannot be pulled, whatever waits for it."""
-        return (self.image, self.mend) if self.mend == _PULL else self.key
+        return (self.image, self.fix) if self.fix == _PULL else self.key
 
     def __str__(self) -> str:
         more = f" and {len(self.pods) - 1} more" if len(self.pods) > 1 else ""
         where = f"pod {self.pods[0]}{more}"
-        if self.mend:
+        if self.fix:
             where += f", container {self.container}, image {self.image}"
         said = f"{where}: {self.reason}: {self.message}".rstrip(": ")
-        return f"{said} ({self.mend})" if self.mend else said
+        return f"{said} ({self.fix})" if self.fix else said
 
 
 def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
@@ -87,9 +87,9 @@ def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
 
 
 def stuck(pods: list[dict[str, Any]]) -> list[Problem]:
-    """Those that stop a whole component: a person must mend them, and none of its pods runs."""
+    """Those that stop a whole component: a person must fix them, and none of its pods runs."""
     runs = {component_of(pod) for pod in pods if _ran(pod)}
-    return [each for each in problems_of(pods) if each.mend and each.component not in runs]
+    return [each for each in problems_of(pods) if each.fix and each.component not in runs]
 
 
 class StuckWatch:
@@ -179,7 +179,7 @@ def _statuses(pod: dict[str, Any]) -> list[dict[str, Any]]:
 def _ran(pod: dict[str, Any]) -> bool:
     """Whether it has got past its images and Secrets: it runs, or has run."""
     if pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed"):
-        return not any(problem.mend for problem in _problems(pod))
+        return not any(problem.fix for problem in _problems(pod))
     return False
 
 

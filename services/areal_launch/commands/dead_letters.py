@@ -13,9 +13,8 @@ from areal.clients.buffer.admin import BufferAdmin
 from areal.clients.buffer.connection import BufferConnection
 from areal.config.experiment import load_service_config
 from areal.errors import InvalidInput
-from areal.protocol.leases import DeadLetter, TaskRecord
+from areal.protocol.leases import DeadLetter
 from areal.security import Security
-from areal.types import Purpose, Task, TaskState, WorkflowSpec
 from areal_launch.run_folder import RunFolder, find_run
 from areal_launch.view.output import print_event, say
 
@@ -27,14 +26,13 @@ _TRACEBACK_LINES = 12
 _KEPT = 200
 
 
-def describe(letter: DeadLetter, now: float) -> str:
-    """A dead letter for people: heading, cause, traceback."""
-    record = letter.record
-    attempts = record.attempts + record.infrastructure_attempts
-    ago = f", {_age(now - record.end_time)} ago" if record.end_time is not None else ""
-    lines = [f"{record.task.task_id}   {letter.cause}, {attempts} attempts{ago}"]
-    lines += [f"    {line}" for line in record.reason.splitlines()]
-    trace = letter.traceback.rstrip().splitlines()
+def describe(row: Mapping[str, Any], now: float) -> str:
+    """A dead letter (see `as_row`) for people: heading, cause, traceback."""
+    attempts = row["attempts"] + row["infrastructure_attempts"]
+    ago = f", {_age(now - row['end_time'])} ago" if row["end_time"] is not None else ""
+    lines = [f"{row['task_id']}   {row['cause']}, {attempts} attempts{ago}"]
+    lines += [f"    {line}" for line in row["reason"].splitlines()]
+    trace = row["traceback"].rstrip().splitlines()
     if len(trace) > _TRACEBACK_LINES:
         lines.append(f"      … {len(trace) - _TRACEBACK_LINES} lines before; --json has them")
     lines += [f"      {line}" for line in trace[-_TRACEBACK_LINES:]]
@@ -55,17 +53,17 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
     folder = find_run(run, live=False)
     if not folder.held() and folder.dead_letters_file.is_file():
         lines = folder.dead_letters_file.read_text().splitlines()
-        letters = [_letter(json.loads(line)) for line in lines[:limit]]
+        rows = [json.loads(line) for line in lines[:limit]]
         if not as_json:
             say(f"{folder.path} has ended; it left:\n")
     else:
-        letters = _ask(run, lambda admin: admin.list_dead_letters(limit))
+        rows = [as_row(each) for each in _ask(run, lambda client: client.list_dead_letters(limit))]
     if as_json:
-        for letter in letters:
-            say(json.dumps(_row(letter), separators=(",", ":")))
+        for row in rows:
+            say(json.dumps(row, separators=(",", ":")))
         return 0
     now = time.time()
-    say("\n\n".join(describe(letter, now) for letter in letters) or "no dead letters")
+    say("\n\n".join(describe(row, now) for row in rows) or "no dead letters")
     return 0
 
 
@@ -80,11 +78,12 @@ async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) 
         letters = await BufferAdmin(connection).list_dead_letters(_KEPT)
     finally:
         await connection.close()
-    rows = "".join(f"{json.dumps(_row(letter))}\n" for letter in letters)
+    rows = "".join(f"{json.dumps(as_row(letter))}\n" for letter in letters)
     folder.dead_letters_file.write_text(rows)
 
 
-def _row(letter: DeadLetter) -> dict[str, object]:
+def as_row(letter: DeadLetter) -> dict[str, Any]:
+    """What --json prints, and what an ended run leaves."""
     record = letter.record
     return {
         "task_id": record.task.task_id,
@@ -97,21 +96,6 @@ def _row(letter: DeadLetter) -> dict[str, object]:
         "data": record.task.data,
         "traceback": letter.traceback,
     }
-
-
-def _letter(row: Mapping[str, Any]) -> DeadLetter:
-    record = TaskRecord(
-        task=Task(row["task_id"], Purpose(row["purpose"]), WorkflowSpec(""), row["data"]),
-        state=TaskState.DEAD_LETTERED,
-        reason=row["reason"],
-        attempts=row["attempts"],
-        infrastructure_attempts=row["infrastructure_attempts"],
-        submit_time=0.0,
-        end_time=row["end_time"],
-        group=None,
-        step=0,
-    )
-    return DeadLetter(record, row["cause"], row["traceback"])
 
 
 def retry_dead_letters(run: Path | None, task_ids: list[str], *, as_json: bool) -> int:

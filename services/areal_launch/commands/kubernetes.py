@@ -136,7 +136,7 @@ class ReleaseFollower(Follower):
             problem, since = lasting
             raise Stuck(
                 f"a pod of {problem.component} that can start",
-                on=f"release {self._release.name}, which stays",
+                on=f"release {self._release.name}, which is kept",
                 since=since,
                 hint=str(problem),
             )
@@ -193,7 +193,7 @@ class ReleaseFollower(Follower):
         said = "; ".join(self._told.values())
         raise WaitTimeout(
             f"pods of {' and '.join(NEEDED)}",
-            on=f"release {self._release.name}, which stays",
+            on=f"release {self._release.name}, which is kept",
             since=since,
             hint=said or f"not ready: {', '.join(waiting) or 'no pods yet'}",
         )
@@ -238,6 +238,6 @@ class ReleaseFollower(Follower):
         release = self._release
         helm, kubectl = " ".join(release.helm_command), " ".join(release.kubectl_command)
         selector = f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=trainer"
-        self.say(f"release {release.name} stays. Follow it: the same command again, or")
+        self.say(f"release {release.name} is kept. To follow it, run the same command again, or")
         self.say(f"  {kubectl} logs -f -l {selector}")
-        self.say(f"Remove it: {helm} uninstall {release.name}")
+        self.say(f"To remove it: {helm} uninstall {release.name}")

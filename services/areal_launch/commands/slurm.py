@@ -98,7 +98,7 @@ class JobFollower(Follower):
                 await asyncio.wait_for(self.signalled.wait(), LOOK_INTERVAL_S)
 
     def _end(self, state: JobState, *, gently: bool) -> None:
-        self.say("ending the job; once more: at once" if gently else "ending the job at once")
+        self.say("stopping the job; Ctrl-C again kills it" if gently else "killing the job")
         end_job(self._job, gently=gently and state.state == "RUNNING")
 
     def _look(self) -> None:

@@ -52,7 +52,8 @@ from areal_launch.stack.plan import missing_model
 from areal_launch.stack.trial_config import check_unchanged
 from areal_launch.view.display import Display, choose_display
 from areal_launch.view.poller import Snapshot, StackPoller
-from areal_launch.view.summary import build_summary, continue_summary, read_results, read_rows
+from areal_launch.view.rows import read_rows
+from areal_launch.view.summary import build_summary, continue_summary, read_results
 
 _PLOT_TIMEOUT_S = 60.0
 

@@ -35,7 +35,7 @@ _RDMA = re.compile(r"rdma|infiniband|/hca|efa|/ib", re.IGNORECASE)
 
 
 class ClusterDoctor:
-    """One release that is not there yet, and one cluster."""
+    """Compares one release, not installed yet, with one cluster."""
 
     def __init__(self, release: Release) -> None:
         self._release = release
@@ -46,7 +46,7 @@ class ClusterDoctor:
         return self._release.api
 
     def examine(self) -> list[Finding]:
-        """All lines; without a cluster or a chart that renders there is nothing more to ask."""
+        """All findings; ends early without a cluster or a chart that renders."""
         first: list[Finding] = []
         for name, check in {"cluster": self._cluster, "chart": self._chart}.items():
             first += examine({name: check})
@@ -126,14 +126,14 @@ class ClusterDoctor:
         if refused:
             fix = "a role that may create them in the namespace"
             return missing("permissions", f"may not create {', '.join(refused)}", fix)
-        return ok("permissions", "may create what the chart holds")
+        return ok("permissions", "may create all objects of the chart")
 
     def _storage(self) -> Finding:
         claims = [each["spec"] for each in self._objects if each["kind"] == "PersistentVolumeClaim"]
         for each in self._objects:
             claims += [c["spec"] for c in each.get("spec", {}).get("volumeClaimTemplates") or []]
         if not claims:
-            return ok("storage class", "no claims: folders of the node, or existing claims")
+            return ok("storage class", "no claims: host paths or existing claims")
         classes = self._api.get(self._api.storage.list_storage_class)["items"]
         names = {each["metadata"]["name"] for each in classes}
         default = [
@@ -156,7 +156,7 @@ class ClusterDoctor:
         if "ReadWriteMany" in modes:
             return note(
                 "storage class",
-                f"{used}; the class does not say whether it can do ReadWriteMany",
+                f"{used}; whether it supports ReadWriteMany is unknown",
                 "a class on NFS, CephFS, EFS or Filestore; or storage.existingClaim",
             )
         return ok("storage class", used)
@@ -181,7 +181,7 @@ class ClusterDoctor:
         }
         if "Never" in policies:
             return missing("images", f"on no node: {', '.join(absent)}", fix)
-        return note("images", f"to be pulled at the start: {', '.join(absent)}", fix)
+        return note("images", f"pulled at the start: {', '.join(absent)}", fix)
 
     def _gpus(self) -> Finding:
         wanted: dict[str, int] = {}
@@ -192,7 +192,7 @@ class ClusterDoctor:
                     if "/" in name:
                         wanted[name] = wanted.get(name, 0) + replicas * int(amount)
         if not wanted:
-            return ok("GPUs", "none asked for")
+            return ok("GPUs", "none requested")
         found = {
             name: sum(int(node["status"]["allocatable"].get(name, 0)) for node in self._nodes)
             for name in wanted
@@ -207,7 +207,7 @@ class ClusterDoctor:
         trainer = self._release.config.stack.gpus_per_node
         ranks = self._release.config.allocation_mode
         if not trainer:
-            return ok("network", "ranks on CPUs talk by TCP")
+            return ok("network", "ranks on CPUs use TCP")
         fast = sorted(
             {
                 name
@@ -217,7 +217,7 @@ class ClusterDoctor:
             }
         )
         if fast:
-            return ok("network", f"for NCCL: {', '.join(fast)} (ask for it in trainer.resources)")
+            return ok("network", f"for NCCL: {', '.join(fast)} (request it in trainer.resources)")
         return note(
             "network",
             f"no RDMA resource on any node; NCCL of {ranks} uses TCP between nodes",
@@ -230,7 +230,7 @@ class ClusterDoctor:
         for name, key in _references([spec for _, spec in self._pods()]):
             if name not in own:
                 wanted.setdefault(name, set()).update({key} - {""})
-        said, absent = [], []
+        found, absent = [], []
         for name, keys in sorted(wanted.items()):
             try:
                 read = self._api.core.read_namespaced_secret
@@ -240,11 +240,11 @@ class ClusterDoctor:
                 continue
             lost = sorted(keys - set(content.get("data") or {}))
             absent += [f"{name}.{key}" for key in lost]
-            said.append(name)
+            found.append(name)
         if absent:
             fix = "kubectl create secret generic NAME --from-file=KEY=FILE"
-            return missing("secrets", f"not there: {', '.join(absent)}", fix)
-        return ok("secrets", ", ".join(said) or "the chart makes its own")
+            return missing("secrets", f"missing: {', '.join(absent)}", fix)
+        return ok("secrets", ", ".join(found) or "the chart creates its own")
 
     def _quota(self) -> Finding:
         listing = self._api.core.list_namespaced_resource_quota

@@ -1,10 +1,8 @@
-"""`areal doctor`: would a run work here? Looks, changes nothing, starts nothing.
-
-Each finding is ok, missing (a run would fail) or a note (it would work, with the loss named).
-"""
+"""`areal doctor`: would a run work on this machine? It changes and starts nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shutil
 import sys
@@ -52,16 +50,16 @@ class Finding:
     verdict: CheckResult
     found: str
     fix: str = ""
-    """How to get it; empty when ok."""
+    """How to fix it; empty when ok."""
 
 
 def ok(name: str, found: str) -> Finding:
-    """Nothing to do."""
+    """A check that passed."""
     return Finding(name, CheckResult.OK, found)
 
 
 def note(name: str, found: str, fix: str) -> Finding:
-    """Works, with a loss."""
+    """A run works, with a loss."""
     return Finding(name, CheckResult.NOTE, found, fix)
 
 
@@ -91,63 +89,65 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
         config: Valid.
         can_prepare: The recipe makes its model.
     """
-    model, shape = _model_bytes(config), _shape(config)
+    shape, training = _shape(config), config if isinstance(config, GRPOConfig) else None
+    will_prepare = can_prepare and bool(missing_model(config))
+    made = "the recipe makes it"
+    tokenizer = made if will_prepare else str(config.tokenizer_dir)
+    rows = (training and training.train_dataset.path) or "the recipe's own"
+    longest = training.gconfig.max_new_tokens if training else 0
+    answers = f"at most {longest} tokens, of {config.model.context_length} with the prompt"
+
+    def known(name: str, problem: Callable[[], str], found: str) -> Finding:
+        """A check whose message says what to do."""
+        why = problem()
+        return missing(name, why, "see the message") if why else ok(name, found)
+
     devices: dict[str, Check] = {}
     if shape is not None and config.stack.gpus_per_node:
-        if isinstance(config, GRPOConfig):
-            devices["trainer memory"] = partial(_trainer_memory, config, shape)
+        if training is not None:
+            devices["trainer memory"] = partial(_trainer_memory, training, shape)
         if not config.endpoints.inference:
             devices["server memory"] = partial(_server_memory, config, shape)
-    return examine(
-        {
-            "python": _python,
-            "torch": _torch,
-            "gpus": lambda: _gpus(config),
-            "redis": lambda: _program("redis", config.endpoints.redis, find_redis_server),
-            "nats": lambda: _program("nats", config.endpoints.nats, find_nats_server),
-            "ports": _ports,
-            "disk": lambda: _disk(config, model),
-            "memory": lambda: _memory(config, shape),
-            **devices,
-            "model": lambda: _model(config, can_prepare=can_prepare),
-            "tokenizer": lambda: _tokenizer(config, can_prepare=can_prepare),
-            "dataset": lambda: _known("dataset", dataset_problem(config), _dataset_found(config)),
-            "answers": lambda: _known("answers", answers_problem(config), _answers_found(config)),
-            "run folder": lambda: _known(
-                "run folder",
-                run_root_problem(config) or weights_problem(config),
-                str(config.run_dir),
-            ),
-            "dashboard": lambda: _known("dashboard", gateway_problem(config), _dashboard(config)),
-            "secrets": lambda: _secrets(config),
-            "config": lambda: _config(config),
-        }
-    )
-
-
-def _python() -> Finding:
-    # An older one would not have come this far: pyproject.toml refuses it.
-    return ok("python", f"{platform.python_version()} in {sys.prefix}")
+    checks: dict[str, Check] = {
+        # An older Python would not have come this far: pyproject.toml refuses it.
+        "python": lambda: ok("python", f"{platform.python_version()} in {sys.prefix}"),
+        "torch": _torch,
+        "gpus": lambda: _gpus(config),
+        "redis": lambda: _program("redis", config.endpoints.redis, find_redis_server),
+        "nats": lambda: _program("nats", config.endpoints.nats, find_nats_server),
+        "ports": _ports,
+        "disk": lambda: _disk(config),
+        "memory": lambda: _memory(config, shape),
+        **devices,
+        "model": lambda: _model(config, can_prepare=can_prepare),
+    }
+    problems: dict[str, tuple[Callable[[], str], str]] = {
+        "tokenizer": (lambda: tokenizer_problem(config, will_prepare=will_prepare), tokenizer),
+        "dataset": (lambda: dataset_problem(config), rows),
+        "answers": (lambda: answers_problem(config), answers),
+        "run folder": (
+            lambda: run_root_problem(config) or weights_problem(config),
+            str(config.run_dir),
+        ),
+        "dashboard": (lambda: gateway_problem(config), _dashboard(config)),
+    }
+    checks |= {name: partial(known, name, *each) for name, each in problems.items()}
+    last = {"secrets": partial(_secrets, config), "config": partial(_config, config)}
+    return examine(checks | last)
 
 
 def _torch() -> Finding:
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        fix = "pip install 'areal-services[cpu]', or your build of torch and [trainer] for [cpu]"
+    installed = {}
+    for name in ("torch", "transformers", "safetensors"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    trainer = "'areal-services[trainer]'"
+    if "torch" not in installed:
+        fix = f"pip install 'areal-services[cpu]', or your CUDA build of torch and {trainer}"
         return missing("torch", "not installed", fix)
-    absent = [name for name in ("transformers", "safetensors") if not _installed(name)]
-    if absent:
-        return missing("torch", f"no {', '.join(absent)}", "pip install 'areal-services[trainer]'")
-    return ok("torch", version)
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    if absent := {"transformers", "safetensors"} - installed.keys():
+        return missing("torch", f"no {', '.join(sorted(absent))}", f"pip install {trainer}")
+    return ok("torch", installed["torch"])
 
 
 def _gpus(config: BaseExperimentConfig) -> Finding:
@@ -163,7 +163,7 @@ def _gpus(config: BaseExperimentConfig) -> Finding:
         return ok("gpus", f"{devices} here, {wanted} used at most")
     if devices:
         return note("gpus", f"{devices} here, unused", f"stack.gpus_per_node={devices}")
-    return ok("gpus", "none, none asked for")
+    return ok("gpus", "none, and none requested")
 
 
 def _program(name: str, endpoint: str, find: Callable[[], str]) -> Finding:
@@ -179,15 +179,14 @@ def _ports() -> Finding:
     try:
         port = PortPicker().pick("doctor")
     except OSError as error:
-        return missing("ports", str(error), "end what listens there")
+        return missing("ports", str(error), "stop what listens there")
     return ok("ports", f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
 
 
-def _model_bytes(config: BaseExperimentConfig) -> int:
-    return sum(file.stat().st_size for file in Path(config.model.path or ".").glob("*.safetensors"))
-
-
-def _disk(config: BaseExperimentConfig, model: int) -> Finding:
+def _disk(config: BaseExperimentConfig) -> Finding:
+    model = sum(
+        each.stat().st_size for each in Path(config.model.path or ".").glob("*.safetensors")
+    )
     # Published versions, and checkpoints with two moments of the optimizer in float32.
     versions = config.weight_sync.keep_versions + 1
     needed = _BASE_DISK + model * versions + 6 * model * (config.checkpoint.keep + 1)
@@ -203,7 +202,7 @@ def _disk(config: BaseExperimentConfig, model: int) -> Finding:
 
 
 def _shape(config: BaseExperimentConfig) -> ModelShape | None:
-    """None: the model is not there, or of no kind whose memory can be told."""
+    """None: the model is not there, or its memory cannot be estimated."""
     try:
         return ModelShape.read(Path(config.model.path)) if config.model.path else None
     except InvalidInput:
@@ -211,13 +210,13 @@ def _shape(config: BaseExperimentConfig) -> ModelShape | None:
 
 
 def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
-    """This machine's own memory: on CPUs all of a run, with GPUs what starts and publishes."""
+    """Host memory: on CPUs the whole run; with GPUs, loading and publishing."""
     allocation = parse_allocation(config.allocation_mode)
     needed = _BASE_MEMORY + config.buffer.max_memory_mb * 1024**2 // 8
     said = [f"services {needed / _GIB:.1f}"]
     servers = 0 if config.endpoints.inference else allocation.inference_replicas
     if shape is None:
-        said.append("and a model whose sizes are not known yet")
+        said.append("and a model of unknown size")
     elif config.stack.gpus_per_node:
         ranks = min(allocation.trainer_ranks, config.stack.gpus_per_node)
         node = memory.host(config, shape, ranks=ranks)
@@ -247,7 +246,7 @@ def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
     need, there = memory.trainer_rank(config, shape, gpu=True), memory.gpu_bytes()
     found = f"each rank about {need}"
     if not there:
-        return ok("trainer memory", f"{found}; no GPU here to compare with")
+        return ok("trainer memory", f"{found}; there is no GPU here to compare with")
     found += f" of {there / _GIB:.1f} on its GPU"
     if need.total <= there:
         return ok("trainer memory", found)
@@ -264,7 +263,7 @@ def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
     need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
     found = f"each server about {need} on each of its GPUs"
     if not there:
-        return ok("server memory", f"{found}; no GPU here to compare with")
+        return ok("server memory", f"{found}; there is no GPU here to compare with")
     running, cache = config.stack.inference_max_running, need.parts["cache"]
     room = int(_SERVERS_SHARE * there) - (need.total - cache)
     fits = max(0, room) * running // max(cache, 1)
@@ -273,41 +272,19 @@ def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
         fix = "more GPUs per server (sglang:dNtM), or a smaller model.context_length"
         return missing("server memory", f"{found}: no request of full length fits", fix)
     if fits < running:
-        found += f": {fits} of {running} requests of full length fit, the others wait"
+        found += f": {fits} of {running} requests of full length fit, the rest wait"
     return ok("server memory", found)
 
 
 def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
     if config.endpoints.inference and not config.model.path:
-        return ok("model", "servers have their own")
+        return ok("model", "the servers bring their own")
     why = missing_model(config)
     if not why:
         return ok("model", config.model.path)
     if can_prepare and config.model.path:
         return ok("model", f"the recipe makes it in {config.model.path}")
     return missing("model", why, "model.path=DIRECTORY with config.json and *.safetensors")
-
-
-def _known(name: str, problem: str, found: str) -> Finding:
-    """A check that says itself what to do instead."""
-    return missing(name, problem, "see the message") if problem else ok(name, found)
-
-
-def _tokenizer(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
-    will_prepare = can_prepare and bool(missing_model(config))
-    problem = tokenizer_problem(config, will_prepare=will_prepare)
-    found = "the recipe makes it" if will_prepare else str(config.tokenizer_dir)
-    return _known("tokenizer", problem, found)
-
-
-def _dataset_found(config: BaseExperimentConfig) -> str:
-    path = config.train_dataset.path if isinstance(config, GRPOConfig) else ""
-    return path or "the recipe's own"
-
-
-def _answers_found(config: BaseExperimentConfig) -> str:
-    longest = config.gconfig.max_new_tokens if isinstance(config, GRPOConfig) else 0
-    return f"{longest} tokens at most, of {config.model.context_length} with the prompt"
 
 
 def _dashboard(config: BaseExperimentConfig) -> str:
@@ -329,5 +306,5 @@ def _secrets(config: BaseExperimentConfig) -> Finding:
 
 def _config(config: BaseExperimentConfig) -> Finding:
     if found := cautions(config):
-        return note("config", "; ".join(found), "as it says, if it is not meant")
+        return note("config", "; ".join(found), "change it if this is not intended")
     return ok("config", "valid")

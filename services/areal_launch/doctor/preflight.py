@@ -95,7 +95,7 @@ def answers_problem(config: BaseExperimentConfig) -> str:
     if not isinstance(config, GRPOConfig):
         return ""
     longest, room = config.gconfig.max_new_tokens, config.model.context_length
-    # The default means: as many as fit. A number that somebody wrote means itself.
+    # The default means: as many as fit. An explicit number is checked.
     if longest < room or longest == GenerationHyperparameters().max_new_tokens:
         return ""
     return (

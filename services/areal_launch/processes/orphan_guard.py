@@ -68,19 +68,19 @@ class Guard:
         self.pid = self._process.pid
 
     def _unguarded(self, error: BaseException) -> None:
-        text = f"there is no guard any more: {type(error).__name__}: {error}"
+        text = f"the orphan guard is no longer supervised: {type(error).__name__}: {error}"
         self._report("error", "guard", text)
 
     async def _keep(self) -> None:
         while True:
             assert self._process is not None  # `start` has made it
             code = await self._process.wait()
-            self._report("warning", "guard", f"guard ended with exit code {code}; started again")
+            self._report("warning", "guard", f"guard exited with code {code}; restarting it")
             try:
                 await self._spawn()
                 self._report("state", "guard", "up")
             except OSError as error:  # no memory, or no process number, for now
-                self._report("warning", "guard", f"cannot be started: {error}; tried again")
+                self._report("warning", "guard", f"cannot be started: {error}; retrying")
             # A guard that cannot live must not make a busy loop.
             await asyncio.sleep(1.0)
 

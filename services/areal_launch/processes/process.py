@@ -134,7 +134,7 @@ class Child:
         try:
             said = await asyncio.wait_for(reader.readline(), _KEEPER_S)
         except TimeoutError:
-            why = f"its keeper had not started it after {_KEEPER_S:.0f} s"
+            why = f"its keeper did not start it within {_KEEPER_S:.0f} s"
             raise OSError(errno.ETIMEDOUT, why) from None
         finally:
             transport.close()

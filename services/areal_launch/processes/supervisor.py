@@ -88,7 +88,7 @@ class RestartPolicy:
     """A job without a sign of life for so long is killed. Ranks that watch each other need 30 s
     and some to leave, and name the culprit: they go first."""
     steady_s: float = 20.0
-    """A process that was up for so long is not failing to live: the next delay is the first."""
+    """A process that was up for so long is not crash-looping: the next delay is the first."""
 
 
 # (level: info | warning | error, process name, text)
@@ -145,7 +145,7 @@ class Supervised:
     def _supervision_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in here must not look like a process that is still cared for."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._give_up(f"its supervision ended with {type(error).__name__}: {error}")
+            self._give_up(f"its supervisor failed with {type(error).__name__}: {error}")
 
     async def wait_up(self, timeout: float) -> None:
         """Returns once it is up.
@@ -164,7 +164,7 @@ class Supervised:
         if self.ended.done():
             self.ended.result()
         elif not self._up.is_set():
-            raise WaitTimeout("readiness", on=self.spec.name, since=since, hint=self.last_words())
+            raise WaitTimeout("readiness", on=self.spec.name, since=since, hint=self.log_end())
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Ends it for good, within its grace period; idempotent."""
@@ -175,7 +175,7 @@ class Supervised:
         await asyncio.wait({self._task})  # what it raised has been reported
         self._set(ProcessState.STOPPED)
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         """The end of its log, with the log's name."""
         said = " | ".join(gist(line) for line in last_lines(self.spec.log)) or "(empty)"
         return f"log {self.spec.log}: {said}"
@@ -224,7 +224,7 @@ class Supervised:
             if self._stopping.is_set():
                 return False
         waited = time.monotonic() - since
-        self._report("info", self.spec.name, f"there is space again after {waited:.0f} s")
+        self._report("info", self.spec.name, f"disk space is available again after {waited:.0f} s")
         return True
 
     async def _live_once(self) -> str | None:
@@ -345,7 +345,7 @@ class Supervised:
         self._set(ProcessState.FAILED)
         self._report("error", self.spec.name, cause.removeprefix(f"{self.spec.name}: "))
         if not self.ended.done():
-            hint = f" ({self.last_words()})" if words else ""
+            hint = f" ({self.log_end()})" if words else ""
             self.ended.set_exception(StackFailure(f"{cause}{hint}"))
             self.ended.exception()  # read by the waiter; never "was never retrieved"
 
@@ -362,7 +362,7 @@ class Supervised:
 
 
 class Supervisor:
-    """All processes of a stack, by name, in the order in which they were added."""
+    """All processes of a stack by their names, in the order in which they were added."""
 
     def __init__(
         self, stack_id: str, policy: RestartPolicy, report: Report, spawn: Spawn = Child.start

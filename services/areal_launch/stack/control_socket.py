@@ -1,7 +1,7 @@
-"""The launcher's ear: a socket in the run folder, through which commands reach a running stack.
+"""A socket in the run folder, through which commands reach the launcher of a running stack.
 
     areal scale ──{"scale": {"inference": 4}}──> launcher
-                <── {"said": …} as it happens, then {"done": …}, {"refused": …} or {"failed": …}
+                <── {"progress": …} as it happens, then {"done": …}, {"refused": …} or {"failed": …}
 
 | who    | consumes     | waits for             | unblocked by                           |
 |--------|--------------|-----------------------|----------------------------------------|
@@ -78,7 +78,7 @@ class ControlSocket:
             if not isinstance(request, dict):
                 raise InvalidInput("expected a JSON object")
             async with self._one:
-                tell("done", await self._handler(request, lambda text: tell("said", text)))
+                tell("done", await self._handler(request, lambda text: tell("progress", text)))
         except (InvalidInput, ValueError) as error:
             tell("refused", str(error))
         except (ArealError, TimeoutError) as error:
@@ -123,12 +123,12 @@ async def ask(file: Path, request: dict[str, Any], say: Say, timeout: float) -> 
                     raise InvalidInput(str(answer["refused"]))
                 if "failed" in answer:
                     raise ArealError(str(answer["failed"]))
-                say(str(answer.get("said", "")))
+                say(str(answer.get("progress", "")))
     except TimeoutError:
         raise WaitTimeout("the launcher's answer", on=str(file), since=since) from None
     finally:
         writer.close()
-    raise Unavailable("the stack ended meanwhile")
+    raise Unavailable("the stack stopped before it answered")
 
 
 @contextmanager

@@ -135,8 +135,8 @@ class LocalStack:
             self.events.report(
                 "info",
                 "gateway",
-                f"endpoints.gateway is set, so none is started here: the dashboard is {elsewhere} "
-                "(to choose the port of one of ours: stack.gateway_port=PORT)",
+                f"endpoints.gateway is set: the dashboard is {elsewhere}, and none is started here "
+                "(stack.gateway_port=PORT is for the one that a stack starts)",
             )
 
     async def start(self, *, prepare: bool = False) -> None:
@@ -293,7 +293,7 @@ class LocalStack:
             log=self.folder.log_of("prepare"),
             job=True,
         )
-        self.events.report("info", "prepare", "making the model of version 0")
+        self.events.report("info", "prepare", "preparing the model of version 0")
         tail = LogTail(spec.log, from_end=True)
         self.supervisor.start(spec)
         process = self.supervisor.processes["prepare"]
@@ -308,7 +308,7 @@ class LocalStack:
                 "the recipe's prepare_model",
                 on="prepare",
                 since=since,
-                hint=process.last_words(),
+                hint=process.log_end(),
             )
         process.ended.result()
         del self.supervisor.processes["prepare"]

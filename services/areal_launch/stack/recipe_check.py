@@ -100,9 +100,9 @@ def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
         places = [f"{path}:{line}" for path, line in _FRAME.findall(text) if path == recipe]
         where = f" ({places[0]})" if places else ""
         return [*findings, _finding({**late, "said": late["said"] + where, "traceback": text})]
-    said = " | ".join(last_lines(folder / "output.txt")) or "it said nothing"
+    said = " | ".join(last_lines(folder / "output.txt")) or "no output"
     stage = late["stage"] if late is not None else "recipe"
-    ended = f"the process that checks it ended with code {code}: {said}"
+    ended = f"its process ended with code {code}: {said}"
     return [*findings, Finding(stage, "", CheckResult.FAILED, ended)]
 
 
@@ -120,4 +120,4 @@ async def refuse_failing(config: BaseExperimentConfig, *, model_later: bool) -> 
     """Raises RecipeFailure, in one line, when the recipe's first row would fail."""
     for finding in await check_recipe(config, model_later=model_later):
         if finding.verdict is CheckResult.FAILED:
-            raise RecipeFailure(f"{finding}; nothing was started (areal check shows all of it)")
+            raise RecipeFailure(f"{finding}; nothing was started (details: areal check)")

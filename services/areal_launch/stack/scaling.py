@@ -98,7 +98,7 @@ class Scaler:
         except NotFound:
             pass  # weight-sync has never heard of it
         await self._remove(spec)
-        say(f"{spec.name} has gone")
+        say(f"{spec.name} stopped")
 
     async def _remove(self, spec: ProcessSpec) -> None:
         if (process := self._supervisor.processes.get(spec.name)) is not None:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from areal.errors import ArealError
 from areal_launch.view.live_view import LiveView, dashboard_listens, login_hint, plain_line
-from areal_launch.view.summary import read_rows, summary_lines
+from areal_launch.view.rows import read_rows
+from areal_launch.view.summary import summary_lines
 
 if TYPE_CHECKING:
     from areal_launch.processes.usage import UsageSampler

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -17,6 +17,7 @@ from rich.text import Text
 from areal.types import TaskState
 from areal.weights.servers import ServerState
 from areal_launch.view.poller import Snapshot
+from areal_launch.view.rows import WINDOW, column, mean, recent_mean
 from areal_launch.view.words import pause_words, state_word
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _SERVER_STYLE = {
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last values as blocks, averaged down to at most `width` of them."""
+    """Values as at most `width` block characters; neighbors are averaged."""
     if not values:
         return ""
     if len(values) > width:
@@ -70,27 +71,16 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def recent(rows: list[dict[str, Any]], key: str, window: int = 20) -> list[float]:
-    """The last values of a row key; rows without it are skipped."""
-    return [float(row[key]) for row in rows[-window:] if key in row]
-
-
-def average(values: Iterable[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
-    items = list(values)
-    return sum(items) / len(items) if items else 0.0
-
-
 def eta_s(snapshot: Snapshot) -> float | None:
     """Seconds to the last step at the pace of the last 20; None before there is a pace."""
-    times = recent(snapshot.rows, "step_seconds")
-    if snapshot.trainer is None or not times:
+    pace = recent_mean(snapshot.rows, "step_seconds")
+    if snapshot.trainer is None or not pace:
         return None
-    return (snapshot.trainer.total_steps - snapshot.trainer.step) * average(times)
+    return (snapshot.trainer.total_steps - snapshot.trainer.step) * pace
 
 
 class LiveView:
-    """Renders a stack; holds no state but what it was given."""
+    """Renders a stack from the latest snapshot."""
 
     def __init__(self, stack: Stack, usage: UsageSampler | None) -> None:
         """`usage`: None where the processes run elsewhere."""
@@ -155,13 +145,13 @@ class LiveView:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style=_MUTED, no_wrap=True)
         grid.add_column(no_wrap=True)
-        rewards = [float(r["reward_mean"]) for r in snapshot.rows if "reward_mean" in r]
+        rewards = column(snapshot.rows, "reward_mean")
         if rewards:
             grid.add_row(
                 "reward",
                 Text.assemble(
                     (f"{rewards[-1]:.3f}", "bold cyan"),
-                    (f"   mean of 20: {average(rewards[-20:]):.3f}   ", ""),
+                    (f"   mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f}   ", ""),
                     (sparkline(rewards, 48), "cyan"),
                 ),
             )
@@ -169,7 +159,7 @@ class LiveView:
             f"{count(snapshot.samples_per_s)} samples/s   {count(snapshot.tokens_per_s)} tokens/s"
         )
         times = {
-            key: average(recent(snapshot.rows, f"{key}_seconds"))
+            key: recent_mean(snapshot.rows, f"{key}_seconds")
             for key in ("step", "wait", "train", "publish")
         }
         if times["step"]:
@@ -180,7 +170,7 @@ class LiveView:
         grid.add_row("generated", speed)
         if ledger is not None:
             if snapshot.rows:
-                now = average(recent(snapshot.rows, "staleness_mean"))
+                now = recent_mean(snapshot.rows, "staleness_mean")
                 grid.add_row(
                     "staleness",
                     f"mean {now:.2f}   max {ledger.staleness_max} (bound {ledger.staleness_bound})",
@@ -257,7 +247,7 @@ class LiveView:
             for failure in self.snapshot.failures[:2]
         ]
         if self.snapshot.failures:
-            lines.append(Text("areal dead-letters list shows what was given up", _MUTED))
+            lines.append(Text("areal dead-letters list shows failed tasks", _MUTED))
         lines += [
             Text(
                 f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}",
@@ -295,22 +285,21 @@ def login_hint(stack: Stack) -> str:
 
 
 def plain_line(stack: Stack, snapshot: Snapshot) -> str:
-    """The same in one line, for logs and pipes."""
+    """The stack in one line, for logs and pipes."""
     parts = [f"[{duration(time.time() - stack.started)}]"]
     trainer, ledger = snapshot.trainer, snapshot.ledger
     if trainer is not None:
         parts.append(f"step {trainer.step}/{trainer.total_steps} {trainer.state}")
     else:
         parts.append(str(stack.state))
-    rewards = recent(snapshot.rows, "reward_mean")
-    if rewards:
-        parts.append(f"reward {rewards[-1]:.3f} (20: {average(rewards):.3f})")
+    if rewards := column(snapshot.rows[-WINDOW:], "reward_mean"):
+        parts.append(f"reward {rewards[-1]:.3f} ({WINDOW}: {mean(rewards):.3f})")
     parts.append(
         f"{count(snapshot.samples_per_s)} samples/s {count(snapshot.tokens_per_s)} tokens/s"
     )
     if ledger is not None:
         if snapshot.rows:
-            stale = average(recent(snapshot.rows, "staleness_mean"))
+            stale = recent_mean(snapshot.rows, "staleness_mean")
             parts.append(
                 f"staleness {stale:.2f} max {ledger.staleness_max}/{ledger.staleness_bound}"
             )

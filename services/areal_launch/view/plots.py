@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_launch.view.summary import REWARD_WINDOW, read_results, read_rows
+from areal_launch.view.rows import WINDOW, column, moving_mean, read_rows
+from areal_launch.view.summary import read_results
 
 _INK = "#1f2430"
 _MUTED = "#8a93a6"
@@ -38,7 +39,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     import matplotlib.pyplot as plt
 
     steps = [row["step"] for row in rows]
-    rewards = [float(row["reward_mean"]) for row in rows]
+    rewards = column(rows, "reward_mean")
     results = read_results(run_dir / "trainer.json")
 
     figure, (top, bottom) = plt.subplots(
@@ -47,8 +48,8 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     for axes in (top, bottom):
         _style(axes)
     top.plot(steps, rewards, color=_POLICY, alpha=0.28, linewidth=1.2, label="each step")
-    smooth = moving_mean(rewards, REWARD_WINDOW)
-    top.plot(steps, smooth, color=_POLICY, linewidth=2.4, label=f"mean of {REWARD_WINDOW} steps")
+    smooth = moving_mean(rewards)
+    top.plot(steps, smooth, color=_POLICY, linewidth=2.4, label=f"mean of {WINDOW} steps")
     _label(top, (steps[-1], smooth[-1]), f"{smooth[-1]:.2f}", _POLICY)
     _heldout(top, results, steps)
     top.set_ylabel("reward", color=_INK)
@@ -78,17 +79,6 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     return True
 
 
-def moving_mean(values: list[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each point (of fewer at the start)."""
-    result, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value
-        if index >= window:
-            total -= values[index - window]
-        result.append(total / min(index + 1, window))
-    return result
-
-
 def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
     """The recipe's evaluations, at the ends of the run."""
     points = [
@@ -100,7 +90,7 @@ def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
         return
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=_HELDOUT, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.7)
-    axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label="held out", edgecolor="white")
+    axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label="held-out", edgecolor="white")
     for position, value in points:
         axes.annotate(
             f"{value:.2f}",

@@ -227,7 +227,7 @@ class StackPoller:
 
     def _ended(self, name: str, error: BaseException) -> None:
         """A bug in here must not look like figures that stand still."""
-        self.snapshot.problems[name] = f"is no longer asked: {type(error).__name__}: {error}"
+        self.snapshot.problems[name] = f"is no longer polled: {type(error).__name__}: {error}"
 
     async def _once(self, name: str, poll: Callable[[], Awaitable[None]], timeout: float) -> None:
         try:

@@ -9,10 +9,8 @@ from typing import Any
 
 from areal.types import TaskState
 from areal_launch.view.poller import Snapshot
+from areal_launch.view.rows import WINDOW, column, mean
 from areal_launch.view.words import pause_words, state_word
-
-# Steps over which the first and the last reward are averaged.
-REWARD_WINDOW = 20
 
 _ACCOUNTS = (
     TaskState.TRAINED,
@@ -28,22 +26,6 @@ _ACCOUNTS = (
 )
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl by step; of a step that was repeated the last one counts.
-
-    A line cut off by a crash is left out.
-    """
-    rows: dict[int, dict[str, Any]] = {}
-    if file.is_file():
-        for line in file.read_text().splitlines():
-            try:
-                row = json.loads(line)
-                rows[int(row["step"])] = row
-            except (ValueError, KeyError, TypeError):
-                continue
-    return [rows[step] for step in sorted(rows)]
-
-
 def read_results(file: Path) -> dict[str, Any]:
     """What the recipe recorded in trainer.json; empty when there is none."""
     try:
@@ -51,11 +33,6 @@ def read_results(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def mean(values: list[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return sum(values) / len(values) if values else None
 
 
 def build_summary(
@@ -83,7 +60,7 @@ def build_summary(
         restarts: By process; those above 0 are listed.
         cause: Why it failed, if it did.
     """
-    rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
+    rewards = column(rows, "reward_mean")
     ledger, sync = snapshot.ledger, snapshot.sync
     accounting: dict[str, int | None] = {"submitted": ledger.submitted if ledger else None}
     for state in _ACCOUNTS:
@@ -94,8 +71,8 @@ def build_summary(
         "steps": rows[-1]["step"] if rows else 0,
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
-        "reward_first": mean(rewards[:REWARD_WINDOW]),
-        "reward_last": mean(rewards[-REWARD_WINDOW:]),
+        "reward_first": mean(rewards[:WINDOW]),
+        "reward_last": mean(rewards[-WINDOW:]),
         "heldout_before": None,
         "heldout_after": None,
         **results,
@@ -175,7 +152,7 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
     last = invocations[-1]
     steps = f"steps {last['from_step'] + 1} to {last['to_step']}"
     if last["to_step"] == last["from_step"]:
-        steps = "no step" + (": none was left" if last["status"] == "finished" else "")
+        steps = "no step" + (": none remained" if last["status"] == "finished" else "")
     return f", over {len(invocations)} invocations; this one {last['wall_s']:.0f} s, {steps}"
 
 
@@ -195,13 +172,13 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "reward",
             f"{number(summary['reward_first'])} → {number(summary['reward_last'])} "
-            f"(mean of the first and last {REWARD_WINDOW} steps)",
+            f"(mean of the first and last {WINDOW} steps)",
         ),
     ]
     if summary["heldout_before"] is not None or summary["heldout_after"] is not None:
         lines.append(
             (
-                "held out",
+                "held-out",
                 f"{number(summary['heldout_before'])} → {number(summary['heldout_after'])}",
             )
         )
@@ -230,12 +207,12 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if accounting[TaskState.DEAD_LETTERED.value]:
-        again = "; mended, the same command tries them again" if summary.get("cause") else ""
-        lines.append(("given up", f"areal dead-letters list says why, with tracebacks{again}"))
+        again = "; fix it and run the same command to retry them" if summary.get("cause") else ""
+        lines.append(("failed", f"areal dead-letters list has causes and tracebacks{again}"))
     if summary["restarts"]:
         lines.append(
             ("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items()))
         )
     if total := summary["memory_mb"].get("total"):
-        lines.append(("memory", f"{total / 1024:.2f} GiB resident at the peak"))
+        lines.append(("memory", f"{total / 1024:.2f} GiB peak resident memory"))
     return lines

@@ -11,7 +11,12 @@ from tests.ledger_support import make_task
 from areal.errors import InvalidInput
 from areal.protocol.leases import DeadLetter, TaskRecord
 from areal.types import TaskState
-from areal_launch.commands.dead_letters import describe, drop_dead_letters, list_dead_letters
+from areal_launch.commands.dead_letters import (
+    as_row,
+    describe,
+    drop_dead_letters,
+    list_dead_letters,
+)
 
 
 def letter(traceback: str) -> DeadLetter:
@@ -30,7 +35,9 @@ def letter(traceback: str) -> DeadLetter:
 
 
 def test_letter_when_short_then_cause_reason_and_the_whole_traceback() -> None:
-    text = describe(letter("Traceback\n  File recipe.py, line 3\nZeroDivisionError\n"), 2090.0)
+    text = describe(
+        as_row(letter("Traceback\n  File recipe.py, line 3\nZeroDivisionError\n")), 2090.0
+    )
     assert text.splitlines() == [
         "e0-17   workflow_error, 4 attempts, 2 min ago",
         "    workflow_error after 3: ZeroDivisionError: division by zero",
@@ -41,7 +48,7 @@ def test_letter_when_short_then_cause_reason_and_the_whole_traceback() -> None:
 
 
 def test_letter_when_its_traceback_is_long_then_its_end_and_how_much_is_missing() -> None:
-    text = describe(letter("\n".join(f"line {i}" for i in range(40))), 2000.0)
+    text = describe(as_row(letter("\n".join(f"line {i}" for i in range(40)))), 2000.0)
     assert "      … 28 lines before; --json has them\n      line 28\n" in text
     assert text.endswith("line 39")
 

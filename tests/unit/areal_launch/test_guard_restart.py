@@ -61,6 +61,6 @@ async def test_guard_when_its_keeper_fails_then_that_is_told(
     try:
         os.kill(guard.pid, signal.SIGKILL)
         text = await asyncio.wait_for(told, 60)
-        assert text == "there is no guard any more: ValueError: a bug"
+        assert text == "the orphan guard is no longer supervised: ValueError: a bug"
     finally:
         await guard.stop()

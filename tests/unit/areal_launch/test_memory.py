@@ -153,7 +153,7 @@ def test_doctor_when_a_server_has_room_for_some_or_none_then_says_how_many(tmp_p
     gpus(24 * 1024)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["server memory"].verdict is CheckResult.OK
-    assert " of 64 requests of full length fit, the others wait" in found["server memory"].found
+    assert " of 64 requests of full length fit, the rest wait" in found["server memory"].found
     gpus(16 * 1024)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["server memory"].verdict is CheckResult.MISSING

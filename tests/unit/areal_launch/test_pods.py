@@ -84,7 +84,7 @@ def test_pods_when_shown_then_each_has_the_state_of_a_process() -> None:
         ("ImagePullBackOff", "image.pullSecrets"),
         ("ErrImageNeverPull", "image.pullPolicy"),
         ("InvalidImageName", "image.repository"),
-        ("CreateContainerConfigError", "make the Secret"),
+        ("CreateContainerConfigError", "create the Secret"),
     ],
 )
 @pytest.mark.parametrize("init", [False, True])

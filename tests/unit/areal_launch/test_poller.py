@@ -190,4 +190,4 @@ async def test_poll_when_it_fails_of_a_bug_then_the_snapshot_says_that_it_has_en
     finally:
         await poller.close()
     said = poller.snapshot.problems["trainer"]
-    assert said == "is no longer asked: KeyError: 'reward_mean'"
+    assert said == "is no longer polled: KeyError: 'reward_mean'"

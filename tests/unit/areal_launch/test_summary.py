@@ -9,13 +9,13 @@ import pytest
 
 from areal.types import TaskState
 from areal.weights.servers import SyncStatus
-from areal_launch.view.plots import moving_mean, plot_rewards
+from areal_launch.view.plots import plot_rewards
 from areal_launch.view.poller import LedgerView, Snapshot
+from areal_launch.view.rows import moving_mean, read_rows
 from areal_launch.view.summary import (
     build_summary,
     continue_summary,
     read_results,
-    read_rows,
     summary_lines,
 )
 
@@ -126,7 +126,7 @@ def test_continue_when_the_run_had_finished_then_its_figures_stay() -> None:
     assert [each["wall_s"] for each in again["invocations"]] == [729.0, 13.0]
     time = dict(summary_lines(again))["time"]
     assert "729 s" in time
-    assert "over 2 invocations; this one 13 s, no step: none was left" in time
+    assert "over 2 invocations; this one 13 s, no step: none remained" in time
 
 
 def test_continue_when_interrupted_before_then_times_add_up() -> None:

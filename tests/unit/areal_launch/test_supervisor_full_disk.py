@@ -50,7 +50,7 @@ async def test_service_when_it_ends_on_a_full_disk_then_started_once_there_is_sp
     disk.free = GIB
     await until(lambda: process.state is ProcessState.UP, "the next life", 60.0)
     assert process.restarts == 0
-    assert recorder.texts("info")[0].startswith("there is space again after")
+    assert recorder.texts("info")[0].startswith("disk space is available again after")
     await process.stop(0.0)
 
 
@@ -97,7 +97,7 @@ async def test_supervision_when_it_fails_itself_then_the_process_is_given_up(
         python("buffer", "pass", tmp_path), stack_id, FAST, Recorder(), spawn, Disk()
     )
     process.start()
-    with pytest.raises(StackFailure, match="its supervision ended with RuntimeError: a bug"):
+    with pytest.raises(StackFailure, match="its supervisor failed with RuntimeError: a bug"):
         await process.wait_up(60.0)
     await process.stop()
     assert process.state is ProcessState.FAILED

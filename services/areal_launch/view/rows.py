@@ -1,0 +1,49 @@
+"""Rows of metrics.jsonl, one per train step: read, averaged, smoothed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Steps over which rewards are averaged, everywhere they are shown.
+WINDOW = 20
+
+Row = dict[str, Any]
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows by step; of a step that was repeated the last one counts.
+
+    A line cut off by a crash is left out.
+    """
+    rows: dict[int, Row] = {}
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            try:
+                row = json.loads(line)
+                rows[int(row["step"])] = row
+            except (ValueError, KeyError, TypeError):
+                continue
+    return [rows[step] for step in sorted(rows)]
+
+
+def column(rows: Sequence[Row], key: str) -> list[float]:
+    """The values of one key; rows without it are skipped."""
+    return [float(row[key]) for row in rows if key in row]
+
+
+def recent_mean(rows: Sequence[Row], key: str) -> float:
+    """Mean over the last `WINDOW` rows; 0 of nothing."""
+    return mean(column(rows[-WINDOW:], key)) or 0.0
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Mean of the last `window` values at each point (of fewer at the start)."""
+    return [mean(values[max(0, end - window) : end]) or 0.0 for end in range(1, len(values) + 1)]
