@@ -201,7 +201,7 @@ def test_context_when_the_client_is_not_installed_then_one_line_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(CannotStart, match=r"pip install 'areal-services\[kubernetes\]'"):
+    with pytest.raises(CannotStart, match=r"pip install 'areal-services\[launch\]'"):
         _ = Release(make(tmp_path), tmp_path / "files").api
 
 
