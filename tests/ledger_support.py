@@ -15,7 +15,7 @@ from areal.clients.stores import connect_redis
 from areal.errors import ArealError
 from areal.protocol.trajectories import pack_group, task_to_pb
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 from areal_buffer.memory import RECORD_BYTES
 from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
 from areal_buffer.redis_store import RedisStore
@@ -110,7 +110,7 @@ async def give_back(store: RedisStore, lease: ReturnedLease, *, limit: int = EMP
     return result
 
 
-def ledger_config(url: str, **changes: object) -> LedgerConfig:
+def ledger_config(url: str, **changes: object) -> BufferConfig:
     values: dict[str, object] = {
         "namespace": f"test/{uuid.uuid4().hex[:12]}",
         "redis_url": url,
@@ -127,7 +127,7 @@ def ledger_config(url: str, **changes: object) -> LedgerConfig:
         "max_group_bytes": 1_000_000,
         "max_memory_bytes": 2**40,
     }
-    return LedgerConfig(**{**values, **changes})  # type: ignore[arg-type]
+    return BufferConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 class Book:

@@ -6,33 +6,20 @@ import asyncio
 import sys
 
 from areal.chassis.logging import configure_logging
-from areal.chassis.service import Registration, Service, ServiceContext, start_servers
+from areal.chassis.service import ServiceContext, listen_in
 from areal.training.status import TrainerStatus
-from areal.v1 import trainer_service_pb2_grpc as pb_grpc
-from areal_trainer.servicer import TrainerServicer
-
-
-class _Trainer(Service):
-    def __init__(self) -> None:
-        self.status = TrainerStatus(total_steps=10, world_size=1)
-
-    def registrations(self) -> list[Registration]:
-        servicer = TrainerServicer(self.status)
-        return [
-            (
-                "areal.v1.TrainerService",
-                lambda server: pb_grpc.add_TrainerServiceServicer_to_server(servicer, server),
-            )
-        ]
+from areal_trainer.server import TrainerServer
+from areal_trainer.servicer import TrainerService
 
 
 async def main(listen: str) -> None:
     configure_logging("trainer", "test/fuzz")
-    trainer = _Trainer()
-    trainer.status.finished_step(1, {"step": 1, "reward": 0.5})
-    servers = await start_servers(ServiceContext("trainer", listen, None), trainer, "")
-    assert servers.rpc is not None
-    await servers.rpc.wait_for_termination()
+    status = TrainerStatus(total_steps=10, world_size=1)
+    status.finished_step(1, {"step": 1, "reward": 0.5})
+    server = TrainerServer(TrainerService(status))
+    listeners = await listen_in(ServiceContext("trainer", listen, None), server, "")
+    assert listeners.rpc is not None
+    await listeners.rpc.wait_for_termination()
 
 
 if __name__ == "__main__":

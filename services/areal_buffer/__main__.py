@@ -1,13 +1,6 @@
-"""`python -m areal_buffer`, console script `areal-buffer`."""
+"""`areal-buffer`, and `python -m areal_buffer`."""
 
-from areal.chassis.service import run_service
-from areal_buffer.server import build
-
-
-def main() -> None:
-    """Serves until told to stop."""
-    run_service("buffer", build)
-
+from areal_buffer.server import main
 
 if __name__ == "__main__":
     main()

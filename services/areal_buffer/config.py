@@ -9,7 +9,7 @@ from areal_buffer.memory import RECORD_BYTES
 
 
 @dataclass(frozen=True)
-class LedgerConfig:
+class BufferConfig:
     """Limits of the ledger. Times in milliseconds, sizes in bytes."""
 
     namespace: str
@@ -32,7 +32,7 @@ class LedgerConfig:
     """Times a group is generated again for being too stale before it is dead-lettered."""
 
     @classmethod
-    def from_experiment(cls, config: GRPOConfig) -> LedgerConfig:
+    def from_experiment(cls, config: GRPOConfig) -> BufferConfig:
         """Reads the sections `rollout`, `buffer` and `train_dataset`."""
         rollout, buffer = config.rollout, config.buffer
         lease_ttl_ms = max(100, int(rollout.lease_ttl_s * 1000))

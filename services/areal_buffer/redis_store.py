@@ -12,7 +12,7 @@ from areal import errors
 from areal.chassis.waits import Waits
 from areal.clients.stores import redis_prefix
 from areal.types import Purpose, TaskState
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 from areal_buffer.records import (
     RECORD_FIELDS,
     FinishedGroup,
@@ -65,7 +65,7 @@ class RedisStore:
     Raises, all methods: Unavailable while Redis is away, CapacityExceeded when it is out of memory.
     """
 
-    def __init__(self, client: redis.Redis, config: LedgerConfig, waits: Waits) -> None:
+    def __init__(self, client: redis.Redis, config: BufferConfig, waits: Waits) -> None:
         self._redis = client
         self._prefix = redis_prefix(config.namespace)
         self._scripts = Scripts(client, config, self._prefix, waits)

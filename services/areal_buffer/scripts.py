@@ -25,7 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from areal import errors
 from areal.chassis.waits import Waits
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 from areal_buffer.states import transitions_as_lua
 
 # What Redis answers while it cannot write, or not yet: no live replica, a disk that takes no
@@ -71,7 +71,7 @@ class Script:
     sha: str
 
 
-def load_scripts(config: LedgerConfig) -> dict[str, Script]:
+def load_scripts(config: BufferConfig) -> dict[str, Script]:
     """All scripts by name, with this run's limits written into them."""
     folder = files("areal_buffer") / "lua"
     head = (
@@ -95,7 +95,7 @@ class Scripts:
     """Runs them in Redis; raises what a script refused with, or Unavailable while Redis is away."""
 
     def __init__(
-        self, client: redis.Redis, config: LedgerConfig, prefix: str, waits: Waits
+        self, client: redis.Redis, config: BufferConfig, prefix: str, waits: Waits
     ) -> None:
         self._redis = client
         self._prefix = prefix

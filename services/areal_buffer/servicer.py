@@ -18,7 +18,7 @@ from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
 from areal_buffer import validation as check
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.messages import record_message, stats_message, take_message
@@ -32,7 +32,7 @@ _MAX_RESPONSE_BYTES = 96 * 1024 * 1024
 _MAX_DEAD_LETTERS = 1000
 
 
-class BufferServicer(BufferServiceServicer):
+class BufferService(BufferServiceServicer):
     """One method per RPC."""
 
     def __init__(
@@ -41,7 +41,7 @@ class BufferServicer(BufferServiceServicer):
         store: RedisStore,
         memory: MemoryGauge,
         metrics: BufferMetrics,
-        config: LedgerConfig,
+        config: BufferConfig,
     ) -> None:
         self._ledger = ledger
         self._store = store

@@ -30,11 +30,11 @@ from areal.errors import (
     WaitTimeout,
 )
 from areal_gateway.config import GatewayConfig
-from areal_gateway.hub import StatusHub
 from areal_gateway.login import DashboardAuth, Sessions, log_in
 from areal_gateway.metrics import GatewayMetrics
 from areal_gateway.middleware import RequestCount
 from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json, task_from_model
+from areal_gateway.status import RunStatus
 
 STATIC = Path(__file__).parent / "static"
 _STATUS_OF: dict[type[ArealError], int] = {
@@ -58,7 +58,7 @@ class Json(Response):
 
 
 def build_app(
-    hub: StatusHub,
+    run: RunStatus,
     rollout: RolloutClient | None,
     dead_letters: BufferAdmin | None,
     metrics: GatewayMetrics,
@@ -69,7 +69,7 @@ def build_app(
     """Makes the application.
 
     Args:
-        hub: What status, steps and events are read from.
+        run: What status, steps and events are read from.
         rollout: The task API behind /v1/tasks; None: those routes answer 503.
         dead_letters: The ledger's, behind /v1/dead-letters; None: it answers 503.
         metrics: Counters; also what /metrics shows.
@@ -93,7 +93,7 @@ def build_app(
         app.add_middleware(TracedRequests)
     _add_errors(app)
     _add_pages(app, metrics)
-    _add_state(app, hub, metrics, config)
+    _add_state(app, run, metrics, config)
     _add_tasks(app, rollout)
     _add_dead_letters(app, dead_letters)
     return app
@@ -151,19 +151,19 @@ def _add_pages(app: FastAPI, metrics: GatewayMetrics) -> None:
 
 
 def _add_state(
-    app: FastAPI, hub: StatusHub, metrics: GatewayMetrics, config: GatewayConfig
+    app: FastAPI, run: RunStatus, metrics: GatewayMetrics, config: GatewayConfig
 ) -> None:
     open_streams = 0
 
     @app.get("/v1/status", tags=["state"])
     async def status() -> Json:
         """Ledger, servers, versions, trainer and the last step, as of the last second."""
-        return Json(hub.status_json())
+        return Json(run.status_json())
 
     @app.get("/v1/steps", tags=["state"])
     async def steps(after: int = Query(0, ge=0)) -> Json:
         """Rows of finished train steps above `after`, oldest first."""
-        return Json({"steps": hub.rows_after(after)})
+        return Json({"steps": run.rows_after(after)})
 
     @app.get("/v1/events", tags=["state"], response_class=StreamingResponse)
     async def events(after: int = Query(0, ge=0)) -> StreamingResponse:
@@ -176,7 +176,7 @@ def _add_state(
             open_streams += 1
             metrics.streams.set(open_streams)
             try:
-                async for name, body in hub.subscribe(after):
+                async for name, body in run.subscribe(after):
                     yield b"event: %s\ndata: %s\n\n" % (name.encode(), body)
             finally:
                 open_streams -= 1

@@ -1,14 +1,22 @@
-"""What the gateway allows and how often it looks."""
+"""What the gateway shows of a run, whom it asks, what it allows and how often it looks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from areal.config.experiment import GRPOConfig
+from areal.config.services import EndpointsConfig
 
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Limits and intervals; none of them is in the experiment file."""
+    """Facts and endpoints of the experiment file; limits and intervals are not in it."""
 
+    namespace: str = ""
+    endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """What does not change in a run, as the page shows it."""
     interval_s: float = 1.0
     """Between two looks at the ledger and the servers, and between two status events."""
     trainer_wait_s: float = 10.0
@@ -23,3 +31,21 @@ class GatewayConfig:
     """Event streams open at once."""
     drain_s: float = 5.0
     """For running requests when the service stops."""
+
+    @classmethod
+    def from_experiment(cls, experiment: GRPOConfig) -> GatewayConfig:
+        """Reads what the page shows, and where the other services are."""
+        return cls(
+            namespace=experiment.namespace,
+            endpoints=experiment.endpoints,
+            facts={
+                "experiment": experiment.experiment_name,
+                "trial": experiment.trial_name,
+                "model": experiment.model.path,
+                "total_train_steps": experiment.total_train_steps,
+                "batch_size": experiment.train_dataset.batch_size,
+                "n_samples": experiment.gconfig.n_samples,
+                "max_head_offpolicyness": experiment.rollout.max_head_offpolicyness,
+                "max_concurrent_rollouts": experiment.rollout.max_concurrent_rollouts,
+            },
+        )

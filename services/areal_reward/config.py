@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.config.services import RewardConfig
+from areal.config.experiment import GRPOConfig
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class RewardConfig:
     """Limits of the worker pool; the first three come from the `reward:` section."""
 
     workers: int = 1
@@ -21,10 +21,16 @@ class PoolConfig:
     """Items waiting for a worker; beyond it calls are refused as Unavailable (back-pressure)."""
     load_timeout_s: float = 60.0
     """A worker's start, or the import of a recipe."""
+    buffer: str = ""
+    """host:port of the service that keeps recipes; empty: only built-in functions."""
 
     @classmethod
-    def of(cls, section: RewardConfig) -> PoolConfig:
-        """Takes what the experiment file says."""
+    def from_experiment(cls, experiment: GRPOConfig) -> RewardConfig:
+        """Reads the sections `reward` and `endpoints`."""
+        section = experiment.reward
         return cls(
-            workers=section.workers, timeout_s=section.timeout_s, memory_mb=section.memory_mb
+            workers=section.workers,
+            timeout_s=section.timeout_s,
+            memory_mb=section.memory_mb,
+            buffer=experiment.endpoints.buffer,
         )

@@ -31,7 +31,7 @@ from areal.chassis.logging import get_logger
 from areal.errors import Unavailable
 from areal.rewards.functions import failure, too_slow
 from areal.v1 import reward_service_pb2 as pb
-from areal_reward.config import PoolConfig
+from areal_reward.config import RewardConfig
 from areal_reward.frames import Kind, unpack_results
 from areal_reward.metrics import RewardMetrics
 from areal_reward.progress import LOADING, Progress
@@ -76,7 +76,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        config: PoolConfig,
+        config: RewardConfig,
         start_worker: Callable[[], Awaitable[Worker]],
         metrics: RewardMetrics,
     ) -> None:

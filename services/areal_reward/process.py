@@ -16,7 +16,7 @@ from areal.errors import Unavailable, WaitTimeout
 from areal.security import without_secrets
 from areal_reward import frames
 from areal_reward.children import Children
-from areal_reward.config import PoolConfig
+from areal_reward.config import RewardConfig
 from areal_reward.frames import Kind
 from areal_reward.progress import Progress
 
@@ -45,7 +45,7 @@ class WorkerProcess:
         self.progress = progress
 
     @classmethod
-    async def start(cls, config: PoolConfig, children: Children) -> WorkerProcess:
+    async def start(cls, config: RewardConfig, children: Children) -> WorkerProcess:
         """Starts a worker and waits until its imports are done.
 
         Args:

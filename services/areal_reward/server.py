@@ -1,47 +1,46 @@
-"""Wires the reward service together."""
+"""Wires the reward service: worker processes and the recipes they load."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
+from functools import partial
 
-from areal.chassis.service import Registration, Service, ServiceContext
+from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.recipes import BufferRecipes
-from areal.config.experiment import GRPOConfig
 from areal.errors import Unavailable
-from areal.v1 import reward_service_pb2_grpc as pb_grpc
+from areal.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from areal_reward.children import Children
-from areal_reward.config import PoolConfig
+from areal_reward.config import RewardConfig
 from areal_reward.metrics import RewardMetrics
 from areal_reward.pool import WorkerPool
 from areal_reward.process import WorkerProcess
 from areal_reward.recipes import RecipeCache
-from areal_reward.servicer import RewardServicer
+from areal_reward.servicer import RewardService
 
 
-class RewardService(Service):
-    """The pool behind its servicer."""
+class RewardServer(Server):
+    """The pool's process."""
 
-    def __init__(self, config: GRPOConfig, context: ServiceContext) -> None:
-        self._config = PoolConfig.of(config.reward)
+    def __init__(self, config: RewardConfig, context: ServiceContext) -> None:
+        self._config = config
         self._context = context
         self._buffer = (
-            BufferConnection(config.endpoints.buffer, context.security)
-            if config.endpoints.buffer
+            context.own(BufferConnection(config.buffer, context.security))
+            if config.buffer
             else None
         )
-        self._children = Children()
-        self._pool = WorkerPool(self._config, self._start_worker, RewardMetrics(context.registry))
-        self._servicer = RewardServicer(self._pool, RecipeCache(self._get_recipe), context.waits)
+        # Workers end with their slots; this ends what they started with them.
+        children = context.own(Children())
+        start = partial(WorkerProcess.start, config, children)
+        self._pool = WorkerPool(config, start, RewardMetrics(context.registry))
+        self._service = RewardService(self._pool, RecipeCache(self._get_recipe), context.waits)
 
     def registrations(self) -> Sequence[Registration]:
-        return [
-            (
-                "areal.v1.RewardService",
-                lambda server: pb_grpc.add_RewardServiceServicer_to_server(self._servicer, server),
-            )
-        ]
+        add = partial(add_RewardServiceServicer_to_server, self._service)
+        return [("areal.v1.RewardService", add)]
 
     async def start(self) -> None:
         """Starts the workers; returns when all are ready."""
@@ -57,21 +56,14 @@ class RewardService(Service):
     async def drain(self) -> None:
         await self._pool.drain()
 
-    async def close(self) -> None:
-        """Closes the connection; workers end with their slots, and what they started with them."""
-        await self._children.close()
-        if self._buffer is not None:
-            await self._buffer.close()
-
-    async def _start_worker(self) -> WorkerProcess:
-        return await WorkerProcess.start(self._config, self._children)
-
     async def _get_recipe(self, digest: str) -> tuple[str, bytes]:
         if self._buffer is None:
             raise Unavailable("endpoints.buffer '': recipes cannot be fetched without it")
         return await BufferRecipes(self._buffer).get_recipe(digest)
 
 
-def build(config: GRPOConfig, context: ServiceContext) -> Service:
-    """Makes the service; does no I/O."""
-    return RewardService(config, context)
+def main() -> None:
+    """Serves until told to stop."""
+    # Workers are started by fork and exec: gRPC need not prepare for a fork, nor warn of one.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    run_service("reward", RewardConfig.from_experiment, RewardServer)

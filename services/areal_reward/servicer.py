@@ -16,7 +16,7 @@ from areal_reward.pool import WorkerPool
 from areal_reward.recipes import RecipeCache
 
 
-class RewardServicer(pb_grpc.RewardServiceServicer):
+class RewardService(pb_grpc.RewardServiceServicer):
     """Scores batches."""
 
     def __init__(self, pool: WorkerPool, recipes: RecipeCache, waits: Waits) -> None:

@@ -27,6 +27,17 @@ from dataclasses import dataclass
 TARGET = 0.85
 """Generation's share of the training time: the rest absorbs stragglers and longer answers."""
 
+# These fit steps of a second to a minute.
+_WINDOW_S = 240.0
+_LEAST_S = 60.0
+"""Nothing is concluded from less than this."""
+_DOWN_AFTER_S = 300.0
+"""Going down takes this long of every window saying so."""
+_BAND = 0.2
+"""Relative change below which nothing changes."""
+_MAX_FACTOR = 2.0
+"""Most that one recommendation changes the number of servers by."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -67,26 +78,7 @@ class Load:
 class Recommender:
     """State only: feed it samples."""
 
-    def __init__(
-        self,
-        *,
-        window_s: float = 240.0,
-        least_s: float = 60.0,
-        down_after_s: float = 300.0,
-        band: float = 0.2,
-        max_factor: float = 2.0,
-    ) -> None:
-        """Defaults fit steps of a second to a minute.
-
-        Args:
-            window_s: Averages reach back so far.
-            least_s: Nothing is concluded from less than this.
-            down_after_s: Going down takes this long of every window saying so.
-            band: Relative change below which nothing changes.
-            max_factor: Most that one recommendation changes the number of servers by.
-        """
-        self._window_s, self._least_s = window_s, least_s
-        self._down_after_s, self._band, self._max_factor = down_after_s, band, max_factor
+    def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
         self._wanted: deque[tuple[float, int]] = deque()
         self.recommended = 0
@@ -102,10 +94,10 @@ class Recommender:
         ):
             samples.clear()
         samples.append(sample)
-        while sample.at - samples[0].at > self._window_s:
+        while sample.at - samples[0].at > _WINDOW_S:
             samples.popleft()
         first, elapsed = samples[0], sample.at - samples[0].at
-        if elapsed < self._least_s or not sample.servers:
+        if elapsed < _LEAST_S or not sample.servers:
             return self.recommended
         steps_s = sample.trained_s - first.trained_s
         self.load = Load(
@@ -118,19 +110,19 @@ class Recommender:
 
     def _settle(self, now: float) -> None:
         servers, wanted = self.load.servers, self.load.wanted
-        low, high = servers / self._max_factor, servers * self._max_factor
+        low, high = servers / _MAX_FACTOR, servers * _MAX_FACTOR
         bounded = max(1, math.ceil(min(max(wanted, low), high) - 0.05))
         self._wanted.append((now, bounded))
-        while now - self._wanted[0][0] > self._down_after_s:
+        while now - self._wanted[0][0] > _DOWN_AFTER_S:
             self._wanted.popleft()
         held = self.recommended or servers
-        if bounded > held and wanted > held * (1 + self._band):
+        if bounded > held and wanted > held * (1 + _BAND):
             self.recommended = bounded
             return
         self.recommended = held
         most = max(number for _, number in self._wanted)
-        watched = now - self._wanted[0][0] >= 0.9 * self._down_after_s
-        if watched and most < held and wanted < held * (1 - self._band):
+        watched = now - self._wanted[0][0] >= 0.9 * _DOWN_AFTER_S
+        if watched and most < held and wanted < held * (1 - _BAND):
             self.recommended = most
 
 

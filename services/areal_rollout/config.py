@@ -2,86 +2,110 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal.chassis.open_files import open_files
+from areal.chassis.process_name import PROCESS_VARIABLE
 from areal.config.experiment import GRPOConfig
+from areal.errors import ConfigError
+from areal_rollout.generation.connections import RESERVED_FILES
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutorConfig:
+class RolloutConfig:
     """Times in seconds.
 
     Example:
-        >>> ExecutorConfig(worker_id="rollout-7f3a", capacity=256)
+        >>> RolloutConfig(worker_id="rollout-7f3a", capacity=256)
     """
 
     worker_id: str
     """Unique among all workers."""
     boot: int = 0
     """Of a worker whose id outlives its process: larger with each start, so that the ledger takes
-    back at once what an earlier life held."""
+    back at once what its previous incarnation held."""
     capacity: int
     """Episodes at once in this process; the ledger bounds all processes together."""
+    connections: int = 1024
+    """To inference servers, at once."""
     max_leases: int = 64
     """Tasks taken in one call, so that several workers share a burst."""
     lease_wait_s: float = 1.0
     """How long one call waits for a task; also how long a drain waits for the call."""
     lease_ttl_s: float = 30.0
     """Leases are renewed three times in it."""
+    request_timeout_s: float = 600.0
+    """One generation request, from sending to its last token."""
+    setup_timeout_s: float = 120.0
+    """How long a request waits for a server at its version."""
     episode_timeout_s: float = 2400.0
     """An episode that runs longer is ended: the fault of its workflow, since every wait inside
     agenerate and score has a shorter deadline of its own."""
     hand_in_timeout_s: float = 900.0
     """How long a finished group is offered to a ledger that is away or full."""
+    drain_s: float = 15.0
+    """For running episodes when the service stops."""
     journal_max_bytes: int = 16 * 1024 * 1024
     """A longer journal is dropped: the next attempt starts afresh."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
-    """The service's view of the experiment file."""
-
-    namespace: str
-    nats: str
-    buffer: str
-    reward: str
-    weight_sync: str
-    trainer: str
-    tokenizer_dir: Path
-    model_dir: Path
-    context_length: int
-    request_timeout_s: float
-    setup_timeout_s: float
-    capacity: int
-    lease_ttl_s: float
+    namespace: str = ""
+    nats: str = ""
+    """Empty: no announcements, the servers are asked for every two seconds."""
+    buffer: str = ""
+    reward: str = ""
+    weight_sync: str = ""
+    trainer: str = ""
+    """Empty: a recommendation of servers rests on generation alone."""
+    tokenizer_dir: Path = Path()
+    model_dir: Path = Path()
+    context_length: int = 0
 
     @classmethod
-    def from_experiment(cls, config: GRPOConfig) -> RolloutSettings:
-        """Reads the sections that matter here."""
-        rollout, ends = config.rollout, config.endpoints
+    def from_experiment(cls, experiment: GRPOConfig) -> RolloutConfig:
+        """Reads `rollout`, `model` and `endpoints`, and the name that the launcher gave.
+
+        Raises:
+            ConfigError: A service that every worker needs has no address.
+        """
+        rollout, ends = experiment.rollout, experiment.endpoints
+        for key in ("buffer", "reward", "weight_sync"):
+            if not getattr(ends, key):
+                raise ConfigError(f"endpoints.{key} '': expected host:port")
+        worker_id, boot = worker_identity()
+        connections = max(1, open_files() - RESERVED_FILES)
         return cls(
-            namespace=config.namespace,
+            worker_id=worker_id,
+            boot=boot,
+            # No more episodes than the process may have connections.
+            capacity=min(rollout.max_concurrent_rollouts, connections),
+            connections=connections,
+            lease_ttl_s=rollout.lease_ttl_s,
+            request_timeout_s=rollout.request_timeout_s,
+            setup_timeout_s=rollout.setup_timeout_s,
+            episode_timeout_s=4 * rollout.request_timeout_s,
+            namespace=experiment.namespace,
             nats=ends.nats,
             buffer=ends.buffer,
             reward=ends.reward,
             weight_sync=ends.weight_sync,
             trainer=ends.trainer,
-            tokenizer_dir=config.tokenizer_dir,
-            model_dir=Path(config.model.path),
-            context_length=config.model.context_length,
-            request_timeout_s=rollout.request_timeout_s,
-            setup_timeout_s=rollout.setup_timeout_s,
-            capacity=rollout.max_concurrent_rollouts,
-            lease_ttl_s=rollout.lease_ttl_s,
+            tokenizer_dir=experiment.tokenizer_dir,
+            model_dir=Path(experiment.model.path),
+            context_length=experiment.model.context_length,
         )
 
-    def executor(self, worker_id: str, boot: int, connections: int) -> ExecutorConfig:
-        """The part for the executor; no more episodes than the process may have connections."""
-        return ExecutorConfig(
-            worker_id=worker_id,
-            boot=boot,
-            capacity=min(self.capacity, connections),
-            lease_ttl_s=self.lease_ttl_s,
-            episode_timeout_s=4 * self.request_timeout_s,
-        )
+
+def worker_identity() -> tuple[str, int]:
+    """This worker's id, and the number of its life if it has a name that outlives its process.
+
+    The launcher names its processes; so does a pod's `AREAL_PROCESS`. The number is the time in
+    microseconds: two lives of one name begin on one machine, one after the other.
+    """
+    host = socket.gethostname()
+    if name := os.environ.get(PROCESS_VARIABLE, ""):
+        return f"{host}-{name}", time.time_ns() // 1000
+    return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}", 0

@@ -15,7 +15,7 @@ from areal.tokenizer import Tokenizer
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.workflows.base import RewardFn
 from areal_rollout import journal
-from areal_rollout.ports import Generation, Scorer
+from areal_rollout.interfaces import Generation, Scorer
 
 
 class EpisodeEngine:

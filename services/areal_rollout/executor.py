@@ -36,13 +36,13 @@ from areal.errors import ArealError
 from areal.protocol.leases import Lease, ReturnCause
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
-from areal_rollout.config import ExecutorConfig
+from areal_rollout.config import RolloutConfig
 from areal_rollout.episode import EpisodeEngine
 from areal_rollout.failures import describe_failure, where_defined, where_it_waits
 from areal_rollout.handin import RETRYABLE, Ending, HandIn, Returned, group_of
+from areal_rollout.interfaces import Generation, Ledger, Observer, Scorer, Workflows
 from areal_rollout.journal import CallKey, decode
 from areal_rollout.lease_trace import traced
-from areal_rollout.ports import Generation, Ledger, Observer, Scorer, Workflows
 
 _RENEW_CHUNK = 2000
 # Whom the lease loop waits for, by the reason.
@@ -81,7 +81,7 @@ class Executor:
 
     def __init__(
         self,
-        config: ExecutorConfig,
+        config: RolloutConfig,
         *,
         ledger: Ledger,
         generation: Generation,
@@ -105,7 +105,7 @@ class Executor:
         self._run_ended = asyncio.Event()
         self._run_ended.set()
         self._settled = asyncio.Event()
-        self._busy_since = 0.0
+        self._busy_since = self._busy_s = 0.0
         self._starved: tuple[str, float] | None = None
 
     @property
@@ -200,7 +200,7 @@ class Executor:
         """Renews all leases, stops lost and overdue episodes; forever."""
         while True:
             await asyncio.sleep(self._config.lease_ttl_s / 3)
-            self.account_busy()
+            self.busy_s()
             self._stop_overdue()
             held = list(self._episodes.items())
             # All at once: one after the other, a slow ledger would let the last ones expire.
@@ -276,7 +276,7 @@ class Executor:
             if self._episodes.get(episode.lease.task.task_id) is episode:
                 del self._episodes[episode.lease.task.task_id]
             if not self._episodes:
-                self._observer.busy(time.monotonic() - self._busy_since)
+                self._account_busy()
             self._room.set()
             self._observer.episode_ended(outcome)
             tracing.note({"areal.outcome": outcome})
@@ -383,12 +383,17 @@ class Executor:
             if late:
                 self._log.warning("drain_left_leases", leases=len(late))
 
-    def account_busy(self) -> None:
-        """Counts the time up to now in which an episode was running."""
+    def busy_s(self) -> float:
+        """Seconds so far in which an episode was running; counts those since the last call."""
         if self._episodes:
-            now = time.monotonic()
-            self._observer.busy(now - self._busy_since)
-            self._busy_since = now
+            self._account_busy()
+        return self._busy_s
+
+    def _account_busy(self) -> None:
+        now = time.monotonic()
+        self._observer.busy(now - self._busy_since)
+        self._busy_s += now - self._busy_since
+        self._busy_since = now
 
 
 def _tokens(episode: Episode) -> int:

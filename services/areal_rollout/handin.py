@@ -21,7 +21,7 @@ from areal.errors import (
 )
 from areal.protocol.leases import Lease, ReturnCause
 from areal.types import Trajectory, TrajectoryGroup
-from areal_rollout.ports import Ledger
+from areal_rollout.interfaces import Ledger
 
 # Errors of the ledger that pass: it is away, or near its memory limit.
 RETRYABLE = (Unavailable, CapacityExceeded, WaitTimeout)

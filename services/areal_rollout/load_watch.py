@@ -13,20 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
-from areal.clients.trainer import TrainerStatus
+from areal.chassis.logging import get_logger
+from areal.clients.trainer import TrainerClient
 from areal.errors import ArealError
 from areal_rollout.autoscaling import Load, Recommender, Sample
 
 _EVERY_S = 5.0
-
-
-class Trainer(Protocol):
-    """See `areal.clients.trainer.TrainerClient`."""
-
-    async def get_status(self, after_step: int = 0, max_wait_s: float = 0.0) -> TrainerStatus:
-        """Its state, and the rows after a step."""
 
 
 class LoadWatch:
@@ -34,12 +27,10 @@ class LoadWatch:
 
     def __init__(
         self,
-        trainer: Trainer | None,
-        *,
+        trainer: TrainerClient | None,
         servers: Callable[[], int],
         generating_s: Callable[[], float],
         report: Callable[[int, Load, bool], None],
-        log: Any,
     ) -> None:
         """Wires it.
 
@@ -48,11 +39,11 @@ class LoadWatch:
             servers: That take traffic now.
             generating_s: Seconds so far in which an episode was running.
             report: Told the recommendation, what it rests on, and whether the trainer answers.
-            log: A structlog logger.
         """
         self._trainer = trainer
         self._servers, self._generating_s, self._report = servers, generating_s, report
-        self._log, self._known, self._said = log, False, False
+        self._log = get_logger("areal.rollout.load_watch")
+        self._known, self._said = False, False
         self._recommender = Recommender()
         self._step = -1
         self._training_s = self._trained_s = 0.0

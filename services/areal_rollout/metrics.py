@@ -66,8 +66,6 @@ class RolloutMetrics:
             "Time in which at least one episode was running.",
             registry=registry,
         )
-        self.busy_s = 0.0
-        """The same, for the recommendation."""
         self._generation_busy = Gauge(
             "areal_rollout_generation_busy_fraction",
             "Share of the last minutes in which at least one episode was running.",
@@ -124,7 +122,6 @@ class RolloutMetrics:
     def busy(self, seconds: float) -> None:
         """At least one episode was running for so long."""
         self._busy.inc(seconds)
-        self.busy_s += seconds
 
     def recommended(self, servers: int, load: Load, training_known: bool) -> None:
         """What an autoscaler should do, and why."""

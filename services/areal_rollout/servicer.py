@@ -21,7 +21,7 @@ _WAIT_S = 20.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RolloutServicer(pb_grpc.RolloutServiceServicer):
+class RolloutService(pb_grpc.RolloutServiceServicer):
     """One method per RPC."""
 
     def __init__(

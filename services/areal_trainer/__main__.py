@@ -1,4 +1,4 @@
-"""`areal-trainer --config FILE`, alone or once per rank under torchrun."""
+"""`areal-trainer`, and `python -m areal_trainer`."""
 
 from areal_trainer.server import main
 

@@ -17,7 +17,7 @@ MAX_WAIT_S = 30.0
 MAX_ROWS = 2000
 
 
-class TrainerServicer(pb_grpc.TrainerServiceServicer):
+class TrainerService(pb_grpc.TrainerServiceServicer):
     """Answers from memory; never blocks training."""
 
     def __init__(self, status: TrainerStatus) -> None:

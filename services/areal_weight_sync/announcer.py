@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from nats.aio.client import Client as NatsClient
@@ -41,6 +42,13 @@ class Announcer:
         self._nats: NatsClient | None = None
         self._stream_known = False
         self._log = get_logger("areal.weight_sync.announcer")
+
+    def start(self, coordinator: Coordinator, keep: Callable[..., asyncio.Task[None]]) -> None:
+        """Announces in the background, if there is a NATS."""
+        if self._url:
+            keep(self.run(coordinator), "announcer")
+        else:
+            self._log.info("announcements_off", reason="endpoints.nats is empty")
 
     async def run(self, coordinator: Coordinator) -> None:
         """Says every change, the newest state once per server."""

@@ -1,21 +1,21 @@
-"""What the coordinator needs of the experiment file, and its own constants."""
+"""What weight-sync needs of the experiment file, and its own constants."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal.config.experiment import BaseExperimentConfig
+from areal.config.experiment import GRPOConfig
 from areal.config.services import in_object_store, transport_order
 from areal_weight_sync.engine.routes import Routes
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig:
+class WeightSyncConfig:
     """Times in seconds.
 
     Example:
-        >>> CoordinatorConfig(interrupt="in_place", probe_interval_s=1.0, update_timeout_s=120.0)
+        >>> WeightSyncConfig(interrupt="in_place", probe_interval_s=1.0, update_timeout_s=120.0)
     """
 
     interrupt: str = "in_place"
@@ -42,50 +42,42 @@ class CoordinatorConfig:
     logprob_tolerance: float = 0.1
     """Mean |difference| in nats of the probe's logprobs, for engines without checksums. Servers
     that batch differently in bfloat16 stay below 0.02; wrong weights are above 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSyncSettings:
-    """The service's view of the experiment file."""
-
-    coordinator: CoordinatorConfig
-    namespace: str
-    redis: str
-    nats: str
-    model_path: Path
-    weights_root: Path
-    objects: str
-    """{s3,gs,az}://bucket/prefix of published versions; empty: they are in a folder."""
-    keep_versions: int
-    servers: tuple[str, ...]
-    routes: Routes
-    store: str
-    """http://host:port of the weight store; empty: none."""
     lease_ttl_s: float = 3.0
     """A coordinator silent for this long is replaced by a standby."""
+    namespace: str = ""
+    redis: str = ""
+    nats: str = ""
+    """Empty: no announcements."""
+    model_path: Path = Path()
+    """Version 0."""
+    weights_root: Path | None = None
+    """Folder of published versions, cleaned as versions age; None: never."""
+    objects: str = ""
+    """{s3,gs,az}://bucket/prefix of published versions; empty: they are in the folder."""
+    keep_versions: int = 3
+    """Published versions kept there."""
+    endpoints: tuple[str, ...] = ()
+    """Where inference servers are listed, as in `endpoints.inference`."""
+    routes: Routes = field(default_factory=Routes)
 
-
-def settings(config: BaseExperimentConfig) -> WeightSyncSettings:
-    """Reads the sections that matter here."""
-    own = config.weight_sync
-    folder = own.path and not in_object_store(own.path)
-    return WeightSyncSettings(
-        coordinator=CoordinatorConfig(
+    @classmethod
+    def from_experiment(cls, experiment: GRPOConfig) -> WeightSyncConfig:
+        """Reads `weight_sync`, `model` and `endpoints`."""
+        own, ends = experiment.weight_sync, experiment.endpoints
+        objects = own.path if in_object_store(own.path) else ""
+        folder = own.path if not objects else ""
+        return cls(
             interrupt=own.interrupt,
             max_unavailable=own.max_unavailable,
             probe_interval_s=own.probe_interval_s,
             update_timeout_s=own.update_timeout_s,
-        ),
-        namespace=config.namespace,
-        redis=config.endpoints.redis,
-        nats=config.endpoints.nats,
-        model_path=Path(config.model.path),
-        weights_root=Path(own.path) if folder else config.run_dir / "weights",
-        objects=own.path if in_object_store(own.path) else "",
-        keep_versions=own.keep_versions,
-        servers=tuple(config.endpoints.inference),
-        routes=Routes(
-            transport_order(own.transport), config.endpoints.weight_store, own.sidecar_port
-        ),
-        store=config.endpoints.weight_store,
-    )
+            namespace=experiment.namespace,
+            redis=ends.redis,
+            nats=ends.nats,
+            model_path=Path(experiment.model.path).resolve(),
+            weights_root=Path(folder) if folder else experiment.run_dir / "weights",
+            objects=objects,
+            keep_versions=own.keep_versions,
+            endpoints=tuple(ends.inference),
+            routes=Routes(transport_order(own.transport), ends.weight_store, own.sidecar_port),
+        )

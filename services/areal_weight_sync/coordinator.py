@@ -29,7 +29,7 @@ from pathlib import Path
 
 from areal.chassis.logging import get_logger
 from areal.config.services import in_object_store
-from areal.errors import InvalidInput, NotFound
+from areal.errors import ConfigError, InvalidInput, NotFound
 from areal.weights.broadcast import Offer, Seats, buckets
 from areal.weights.manifest import (
     PolicyVersion,
@@ -41,7 +41,7 @@ from areal.weights.objects import ObjectStore
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_weight_sync.broadcasts import Broadcasts
 from areal_weight_sync.changes import Changes
-from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine.base import Engine, Fault
 from areal_weight_sync.feed import Feed
@@ -61,29 +61,22 @@ class Coordinator:
 
     def __init__(
         self,
-        config: CoordinatorConfig,
+        config: WeightSyncConfig,
         store: Store,
         make_engine: Callable[[str], Engine],
         spawn: Callable[..., asyncio.Task[None]],
         keep: Callable[..., asyncio.Task[None]],
-        *,
         observer: Observer | None = None,
-        weights_root: Path | None = None,
-        objects: str = "",
-        keep_versions: int = 3,
     ) -> None:
         """Wires it; nothing runs before `start`.
 
         Args:
-            config: Times and the interruption mode.
+            config: Times, the interruption mode, the folder of published versions.
             store: Where versions are made current.
             make_engine: From a url.
             spawn: `spawn(coroutine, name)` runs a background task.
             keep: The same for a loop, whose return is a failure, too.
             observer: Metrics.
-            weights_root: Folder of published versions, cleaned as versions age; None: never.
-            objects: The same in an object store; empty: there is none.
-            keep_versions: Published versions kept there.
         """
         self.config = config
         self.confirmation = Confirmation(config.logprob_tolerance)
@@ -96,8 +89,6 @@ class Coordinator:
         self._spawn = spawn
         self._begin = keep
         self._observer = observer
-        self._root, self._objects = weights_root, objects
-        self._keep = keep_versions
         self._current: PolicyVersion | None = None
         self._base: PolicyVersion | None = None
         self._members: dict[str, Member] = {}
@@ -164,6 +155,17 @@ class Coordinator:
                 self._stored(now, version)
             return self.status().current_version
 
+    async def publish_model(self, path: Path) -> None:
+        """Makes the configured model version 0.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if not await asyncio.to_thread(path.is_dir):
+            raise ConfigError(f"model.path {str(path)!r}: expected a model directory")
+        await self.publish(PolicyVersion(version=0, incarnation=0, path=str(path)))
+        self._log.info("initial_version", path=str(path))
+
     async def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Makes current what a trainer is about to broadcast; raises as `publish`."""
         if version.files or not _is_place(version.path):
@@ -212,11 +214,17 @@ class Coordinator:
             member.poke()
         self._announce("")
 
+    def elsewhere(self) -> list[PolicyVersion]:
+        """Stored versions on a disk, but maybe not in the folder of published ones."""
+        known = (self._current, self._base)
+        return [v for v in known if v is not None and v.stored and not in_object_store(v.path)]
+
     async def kept(self) -> list[PolicyVersion]:
         """Version 0, then what lies in the folder of published versions; oldest first."""
-        stored = await asyncio.to_thread(stored_versions, self._root) if self._root else []
-        if self._objects:
-            stored += await asyncio.to_thread(ObjectStore(self._objects).versions)
+        root = self.config.weights_root
+        stored = await asyncio.to_thread(stored_versions, root) if root else []
+        if objects := self.config.objects:
+            stored += await asyncio.to_thread(ObjectStore(objects).versions)
         return [v for v in (self._base,) if v is not None] + stored
 
     # ── servers ─────────────────────────────────────────────────────────────────────────────
@@ -392,16 +400,16 @@ class Coordinator:
     def _maybe_collect(self, record: ServerRecord) -> None:
         """Once every server that serves is at the current version, old folders can go."""
         current = self._current
-        if self._root is None or current is None or record.version != current.version:
+        root = self.config.weights_root
+        if root is None or current is None or record.version != current.version:
             return
         if self._census.versions(SERVING) != {current.version}:
             return
         if current.version != self._collected:
             self._collected = current.version
             in_use = [current.path, *(member.loading for member in self._members.values())]
-            work = collect(
-                self._root, self._objects, current.version, self._keep, in_use, self.digests
-            )
+            objects, keep = self.config.objects, self.config.keep_versions
+            work = collect(root, objects, current.version, keep, in_use, self.digests)
             self._spawn(work, "weights-garbage")
 
 

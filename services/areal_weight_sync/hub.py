@@ -6,7 +6,7 @@ from typing import Protocol
 
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.broadcasts import Broadcasts
-from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine.base import Fault
 from areal_weight_sync.limits import UpdateSlots
@@ -22,7 +22,7 @@ class NotStoredError(Exception):
 class Hub(Protocol):
     """The coordinator, as one server's task sees it."""
 
-    config: CoordinatorConfig
+    config: WeightSyncConfig
     confirmation: Confirmation
     digests: DigestCache
     slots: UpdateSlots

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from areal_weight_sync.coordinator import Coordinator
 
 
-class Metrics(Collector):
+class WeightSyncMetrics(Collector):
     """Counts updates and failures; reads the rest from the coordinator when scraped."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -26,7 +26,7 @@ _MAX_DRAIN_S = 24 * 3600.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
+class WeightSyncService(pb_grpc.WeightSyncServiceServicer):
     """Answers Unavailable until this process is the active coordinator."""
 
     def __init__(self) -> None:

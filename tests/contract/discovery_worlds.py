@@ -19,7 +19,7 @@ from tests.waiting import until
 from areal.config.server_sources import parse_source
 from areal.weights.manifest import PolicyVersion
 from areal.weights.servers import ServerState
-from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.discovery.base import Discovery, Source, make_sources
 from areal_weight_sync.discovery.dns import DnsSource
@@ -144,7 +144,7 @@ class Stack:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, *records: ServerRecord) -> None:
-        config = CoordinatorConfig(
+        config = WeightSyncConfig(
             probe_interval_s=0.02, backoff_s=0.02, backoff_max_s=0.05, update_timeout_s=0.5
         )
         coordinator = Coordinator(config, FakeStore(), self._engine, self._spawn, self._spawn)
@@ -153,10 +153,7 @@ class Stack:
         await coordinator.publish(PolicyVersion(0, 0, str(self.model)))
         self.sources = self.world.sources()
         self.discovery = Discovery(coordinator, self.sources)
-        for source in self.sources:
-            self._spawn(self.discovery.follow(source), "follow")
-            if (company := source.accompany(coordinator)) is not None:
-                self._spawn(company, "accompany")
+        self.discovery.start(self._spawn, self._spawn)
 
     async def stop(self) -> None:
         for task in self._tasks:

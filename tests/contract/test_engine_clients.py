@@ -32,7 +32,7 @@ from areal.weights.servers import InferenceServer, ServerState
 from areal_rollout.generation.client import Interrupted, SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
 from areal_rollout.generation.server_table import ServerTable
-from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.engine.base import EngineError
 from areal_weight_sync.engine.http import HttpEngine, open_session
@@ -326,7 +326,7 @@ async def coordinator_of(http: Http, table: ServerTable, interrupt: str):
 
     async with open_session({}) as session:
         coordinator = Coordinator(
-            CoordinatorConfig(interrupt=interrupt, probe_interval_s=0.2, serving_grace_s=5.0),
+            WeightSyncConfig(interrupt=interrupt, probe_interval_s=0.2, serving_grace_s=5.0),
             FakeStore(),
             lambda url: HttpEngine(url, session),
             spawn,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import grpc
@@ -16,33 +15,21 @@ from tests.integration.test_auth_stack import TOKEN, WRONG, code_of, methods_of
 from tests.redis_server import start_redis
 from tests.service_process import ServiceProcess, free_port, service_process
 
-from areal.chassis.service import Service, ServiceContext, check_address, start_servers
+from areal.chassis.service import Server, ServiceContext, check_address, listen_in
 from areal.clients.trainer import TrainerClient
 from areal.errors import ConfigError, Unauthenticated, Unavailable
 from areal.security import Security, SecurityConfig
 from areal.training.status import TrainerStatus
 from areal.v1 import trainer_service_pb2
-from areal_trainer.servicer import TrainerServicer
+from areal_trainer.server import TrainerServer
+from areal_trainer.servicer import TrainerService
 
 
 async def test_trainer_when_called_without_the_token_then_unauthenticated() -> None:
-    from areal.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-
-    status = TrainerStatus(10, 1)
-
-    class Trainer(Service):
-        def registrations(self) -> Any:
-            servicer = TrainerServicer(status)
-            return [
-                (
-                    "areal.v1.TrainerService",
-                    lambda server: add_TrainerServiceServicer_to_server(servicer, server),
-                )
-            ]
-
+    server = TrainerServer(TrainerService(TrainerStatus(10, 1)))
     address, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
     context = ServiceContext("trainer", address, None, Security(token=TOKEN))
-    servers = await start_servers(context, Trainer(), metrics)
+    listeners = await listen_in(context, server, metrics)
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             for path, stream in methods_of(trainer_service_pb2):
@@ -66,7 +53,7 @@ async def test_trainer_when_called_without_the_token_then_unauthenticated() -> N
         assert refused("areal_trainer_unauthenticated_total", {"protocol": "grpc"}) == 3
         assert refused("areal_trainer_unauthenticated_total", {"protocol": "http"}) == 1
     finally:
-        await servers.stop(0)
+        await listeners.stop(0)
     for each in (address, metrics):  # another process may have them
         check_address(each, "--listen", Security())
 
@@ -172,7 +159,7 @@ def test_service_when_it_would_listen_openly_then_refuses_in_one_line(
 async def test_metrics_when_they_would_be_open_to_others_then_refused() -> None:
     context = ServiceContext("trainer", f"127.0.0.1:{free_port()}", None)
     with pytest.raises(ConfigError, match=r"--metrics '0\.0\.0\.0': other machines"):
-        await start_servers(context, Service(), f"0.0.0.0:{free_port()}")
+        await listen_in(context, Server(), f"0.0.0.0:{free_port()}")
 
 
 async def test_service_when_told_to_listen_openly_then_does(tmp_path: Path) -> None:

@@ -173,12 +173,12 @@ def reflected(channel: grpc.Channel, header: str | None) -> Any:
 def gateway_routes() -> list[tuple[str, str]]:
     from areal_gateway.app import build_app
     from areal_gateway.config import GatewayConfig
-    from areal_gateway.hub import StatusHub
     from areal_gateway.login import Sessions
     from areal_gateway.metrics import GatewayMetrics
+    from areal_gateway.status import RunStatus
 
     app = build_app(
-        StatusHub({}, history=1, max_rows=1),
+        RunStatus({}, history=1, max_rows=1),
         None,
         None,
         GatewayMetrics(CollectorRegistry()),

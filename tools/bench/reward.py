@@ -132,17 +132,17 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
     from areal.protocol.scores import ScoreItem
     from areal.v1 import reward_service_pb2_grpc as pb_grpc
     from areal_reward.children import Children
-    from areal_reward.config import PoolConfig
+    from areal_reward.config import RewardConfig
     from areal_reward.metrics import RewardMetrics
     from areal_reward.pool import WorkerPool
     from areal_reward.process import WorkerProcess
     from areal_reward.recipes import RecipeCache
-    from areal_reward.servicer import RewardServicer
+    from areal_reward.servicer import RewardService
 
     async def get_recipe(_: str) -> tuple[str, bytes]:
         return "recipe.py", TRIVIAL
 
-    config = PoolConfig()
+    config = RewardConfig()
     registry = CollectorRegistry()
     children = Children()
     pool = WorkerPool(
@@ -152,7 +152,7 @@ async def run_ours(case: str, seconds: float) -> dict[str, float]:
     await pool.wait_ready()
     server = grpc.aio.server()
     pb_grpc.add_RewardServiceServicer_to_server(
-        RewardServicer(pool, RecipeCache(get_recipe), Waits()), server
+        RewardService(pool, RecipeCache(get_recipe), Waits()), server
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -50,7 +50,7 @@ from areal.types import (
 from areal.weights.servers import InferenceServer, ServerState
 from areal.workflows.base import RolloutWorkflow, make_trajectory
 from areal.workflows.rlvr import RLVRWorkflow
-from areal_rollout.config import ExecutorConfig
+from areal_rollout.config import RolloutConfig
 from areal_rollout.executor import Executor
 from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
@@ -140,7 +140,7 @@ async def run_executor(
     """(CPU seconds, wall seconds) until every task is completed."""
     metrics = RolloutMetrics(CollectorRegistry())
     executor = Executor(
-        ExecutorConfig(worker_id="w", capacity=capacity, max_leases=256),
+        RolloutConfig(worker_id="w", capacity=capacity, max_leases=256),
         ledger=ledger,
         generation=generation,
         scorer=_Scorer(),

@@ -42,7 +42,7 @@ from areal.weights.manifest import PolicyVersion, build_manifest
 from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
 from areal_rollout.generation.server_table import ServerTable
-from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.engine.http import HttpEngine, open_session
 
@@ -124,7 +124,7 @@ async def measure(
             return engines[-1]
 
         coordinator = Coordinator(
-            CoordinatorConfig(interrupt="in_place" if mode == "none" else mode),
+            WeightSyncConfig(interrupt="in_place" if mode == "none" else mode),
             FakeStore(),
             connect,
             spawn,

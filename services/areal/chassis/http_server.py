@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,6 +14,21 @@ from uvicorn.server import ServerState
 
 from areal.chassis.http_auth import App
 from areal.chassis.http_connections import Waiting
+from areal.errors import ConfigError
+
+
+def bind(host: str, port: int, key: str) -> socket.socket:
+    """Listens, before the server takes requests; an error names `key`."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        cause = error.strerror or error
+        raise ConfigError(f"{key} {host}:{port}: cannot listen there: {cause}") from None
+    return listener
 
 
 class HttpServer(uvicorn.Server):

@@ -23,9 +23,10 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import uvloop
@@ -54,6 +55,16 @@ MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 
 # (full service name, function that adds the servicer to a server)
 Registration = tuple[str, Callable[[grpc.aio.Server], None]]
+Config = TypeVar("Config")
+
+
+class Closable(Protocol):
+    """A connection, or what holds some."""
+
+    async def close(self) -> None: ...
+
+
+Owned = TypeVar("Owned", bound=Closable)
 
 
 class ServiceContext:
@@ -72,10 +83,16 @@ class ServiceContext:
         self.security = security or Security()
         """What its servers ask for, and what its clients present."""
         self._background = background
+        self.closing = AsyncExitStack()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.waits = Waits()
         WaitsCollector(name, self.waits, self.registry)
+
+    def own(self, opened: Owned) -> Owned:
+        """Closes it after the service has ended, the last opened first."""
+        self.closing.push_async_callback(opened.close)
+        return opened
 
     @property
     def background(self) -> Background:
@@ -84,8 +101,8 @@ class ServiceContext:
         return self._background
 
 
-class Service:
-    """Base of every service: override what is needed."""
+class Server:
+    """The process of one service: override what is needed."""
 
     def registrations(self) -> Sequence[Registration]:
         """The gRPC services; none: no gRPC server is started."""
@@ -159,13 +176,11 @@ async def _start_http(
 
 
 async def _start_grpc(
-    context: ServiceContext, service: Service, doorkeeper: Doorkeeper
-) -> tuple[grpc.aio.Server | None, BoundedHealthServicer, list[str]]:
-    registrations = service.registrations()
-    names = [name for name, _ in registrations]
-    health_servicer = BoundedHealthServicer(names)
-    if not registrations:
-        return None, health_servicer, names
+    context: ServiceContext,
+    registrations: Sequence[Registration],
+    health_servicer: BoundedHealthServicer,
+    doorkeeper: Doorkeeper,
+) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=[
             TokenInterceptor(doorkeeper),
@@ -191,7 +206,7 @@ async def _start_grpc(
         add(server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection(
-        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (*(name for name, _ in registrations), health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     if (tls := context.security.tls) is None:
         server.add_insecure_port(context.listen)
@@ -200,66 +215,76 @@ async def _start_grpc(
         credentials = grpc.ssl_server_credentials([pair], tls.authorities, require_client_auth=True)
         server.add_secure_port(context.listen, credentials)
     await server.start()
-    return server, health_servicer, names
+    return server
 
 
-@dataclass(frozen=True)
-class Servers:
-    """What `start_servers` started; it serves as long as this is referenced."""
+class Listeners:
+    """The servers of one process, gRPC and HTTP; they serve as long as this is referenced."""
 
-    rpc: grpc.aio.Server | None
-    http: web.AppRunner | None
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._serving = asyncio.Event()
+        self.rpc: grpc.aio.Server | None = None
+        self._http: web.AppRunner | None = None
+        self._names = [""]
+
+    async def start(self, server: Server, metrics: str) -> None:
+        """Listens, and says of the service that it does not serve yet."""
+        context = self._context
+        doorkeeper = Doorkeeper(context.name, context.security, context.registry)
+        if metrics:
+            self._http = await _start_http(context, metrics, self._serving, doorkeeper)
+        registrations = server.registrations()
+        self._names += [name for name, _ in registrations]
+        self._health = BoundedHealthServicer(self._names)
+        await self.serve(False)
+        if registrations:
+            self.rpc = await _start_grpc(context, registrations, self._health, doorkeeper)
+
+    async def serve(self, serving: bool) -> None:
+        """Says on both whether the service serves."""
+        (self._serving.set if serving else self._serving.clear)()
+        states = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Ends calls in progress after `grace_s` seconds, and frees both ports."""
         if self.rpc is not None:
             await self.rpc.stop(grace_s)
-        if self.http is not None:
-            await self.http.cleanup()
+        if self._http is not None:
+            await self._http.cleanup()
 
 
-async def start_servers(context: ServiceContext, service: Service, metrics: str) -> Servers:
+async def listen_in(context: ServiceContext, server: Server, metrics: str) -> Listeners:
     """Serves gRPC and HTTP in a process with a main loop of its own (the trainer)."""
-    serving = asyncio.Event()
-    doorkeeper = Doorkeeper(context.name, context.security, context.registry)
-    http = await _start_http(context, metrics, serving, doorkeeper) if metrics else None
-    server, health_servicer, names = await _start_grpc(context, service, doorkeeper)
-    for each in ("", *names):
-        await health_servicer.set(each, health_pb2.HealthCheckResponse.SERVING)
-    serving.set()
-    return Servers(server, http)
+    listeners = Listeners(context)
+    await listeners.start(server, metrics)
+    await listeners.serve(True)
+    return listeners
 
 
 async def _serve(
     name: str,
-    build: Callable[[GRPOConfig, ServiceContext], Service],
-    config: GRPOConfig,
-    listen: str,
+    build: Callable[[ServiceContext], Server],
+    security: Security,
+    address: str,
     metrics: str,
     grace_s: float,
 ) -> int:
     """Runs one service until told to stop; returns the exit code."""
     log = get_logger("areal.chassis")
-    security = Security.load(config.security)
-    check_address(listen, "--listen", security)
+    check_address(address, "--listen", security)
     background = Background()
-    context = ServiceContext(name, listen, background, security)
-    service = build(config, context)
-    serving, stop = asyncio.Event(), asyncio.Event()
+    context = ServiceContext(name, address, background, security)
+    server = build(context)
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-
-    doorkeeper = Doorkeeper(name, security, context.registry)
-    http = await _start_http(context, metrics, serving, doorkeeper) if metrics else None
-    server, health_servicer, names = await _start_grpc(context, service, doorkeeper)
-
-    async def set_health(status: Any) -> None:
-        for each in ("", *names):
-            await health_servicer.set(each, status)
-
-    await set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-    starting = asyncio.ensure_future(service.start())
+    listeners = Listeners(context)
+    await listeners.start(server, metrics)
+    starting = asyncio.ensure_future(server.start())
     stopping = asyncio.ensure_future(stop.wait())
     try:
         ends: set[asyncio.Future[Any]] = {stopping, background.failed}
@@ -268,40 +293,38 @@ async def _serve(
             starting.result()
             # Start-up garbage never dies: keep the collector from walking it again and again.
             gc.freeze()
-            await set_health(health_pb2.HealthCheckResponse.SERVING)
-            serving.set()
-            log.info("serving", listen=listen, metrics=metrics)
+            await listeners.serve(True)
+            log.info("serving", listen=address, metrics=metrics)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         code = 1 if background.failed.done() else 0
-        serving.clear()
-        await set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await listeners.serve(False)
         log.info("draining", grace_s=grace_s)
         try:
-            await asyncio.wait_for(service.drain(), grace_s)
+            await asyncio.wait_for(server.drain(), grace_s)
         except TimeoutError:
             log.warning("drain_incomplete", waited_s=grace_s)
         return code
     finally:
         for waiting in (starting, stopping):
             waiting.cancel()
-        if server is not None:
-            await server.stop(1.0)
+        await listeners.stop(1.0)
         await background.cancel()
-        await service.close()
-        if http is not None:
-            await http.cleanup()
+        await server.close()
+        await context.closing.aclose()
         log.info("stopped")
 
 
 def run_service(
-    name: str, build: Callable[[GRPOConfig, ServiceContext], Service], argv: list[str] | None = None
+    name: str,
+    read: Callable[[GRPOConfig], Config],
+    build: Callable[[Config, ServiceContext], Server],
 ) -> None:
     """The body of every service's `main`: parses argv, serves until told to stop, exits.
 
     Args:
         name: e.g. "buffer"; also in logs and metric names.
-        build: Makes the service; does no I/O.
-        argv: Defaults to the process's.
+        read: Takes what the service needs from the experiment file.
+        build: Makes the service's process; does no I/O.
     """
     parser = argparse.ArgumentParser(prog=f"areal-{name}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="The experiment file.")
@@ -310,14 +333,17 @@ def run_service(
     parser.add_argument("--grace", type=float, default=20.0, help="Seconds to drain in.")
     parser.add_argument("--log-text", action="store_true", help="Plain log lines, not JSON.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    asked = parser.parse_intermixed_args(argv)
+    asked = parser.parse_intermixed_args()
     hide_memory()
     open_files()
     try:
         loaded = load_service_config(asked.config, asked.overrides)
         configure_logging(name, loaded.namespace, text=asked.log_text)
+        made, security = partial(build, read(loaded)), Security.load(loaded.security)
         with tracing.exporting(f"areal-{name}", loaded.namespace):
-            code = uvloop.run(_serve(name, build, loaded, asked.listen, asked.metrics, asked.grace))
+            code = uvloop.run(
+                _serve(name, made, security, asked.listen, asked.metrics, asked.grace)
+            )
     except ArealError as error:
         print(f"areal-{name}: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
         code = 2

@@ -19,8 +19,9 @@ registering a discovered one changes nothing about who removes it.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,7 @@ class Discovery:
 
     def __init__(self, coordinator: Coordinator, sources: Sequence[Source]) -> None:
         self._coordinator = coordinator
+        self._sources = sources
         self._listed: dict[str, Listing] = {}
         self._log = get_logger("areal.weight_sync.discovery")
         names = {source.name for source in sources}
@@ -102,6 +104,18 @@ class Discovery:
                 self._leave(server_id, "its source is not configured any more")
             elif origin:
                 self._inherited.setdefault(origin, []).append(server_id)
+
+    def start(
+        self,
+        spawn: Callable[..., asyncio.Task[None]],
+        keep: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        """Follows every source in a task of its own."""
+        for source in self._sources:
+            begin = spawn if source.lists_once else keep
+            begin(self.follow(source), f"discovery-{source.name}")
+            if (company := source.accompany(self._coordinator)) is not None:
+                keep(company, f"accompany-{source.name}")
 
     async def follow(self, source: Source) -> None:
         """Follows one source for as long as it lists."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ def test_sweep_when_a_lease_lasts_so_long_then_four_times_in_it_and_every_five_s
 ) -> None:
     """Two intervals without one count as an outage, which must be shorter than a lease."""
     experiment = build_config(GRPOConfig, None, [f"rollout.lease_ttl_s={lease_ttl_s}"])
-    config = LedgerConfig.from_experiment(experiment)
+    config = BufferConfig.from_experiment(experiment)
     assert (config.lease_ttl_ms, config.sweep_interval_ms) == (lease_ttl_s * 1000, sweep_ms)

@@ -5,7 +5,7 @@ import re
 from areal import errors
 from areal.config.experiment import GRPOConfig
 from areal.types import LIVE_STATES, TaskState
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 from areal_buffer.scripts import NAMES, load_scripts
 from areal_buffer.states import TRANSITIONS, transitions_as_lua
 
@@ -38,7 +38,7 @@ def test_lua_table_when_generated_then_holds_exactly_the_transitions() -> None:
 
 
 def test_scripts_when_loaded_then_each_starts_with_the_tables_and_has_its_own_digest() -> None:
-    config = LedgerConfig.from_experiment(GRPOConfig())
+    config = BufferConfig.from_experiment(GRPOConfig())
     scripts = load_scripts(config)
     assert set(scripts) == set(NAMES)
     assert len({script.sha for script in scripts.values()}) == len(NAMES)
@@ -48,7 +48,7 @@ def test_scripts_when_loaded_then_each_starts_with_the_tables_and_has_its_own_di
 
 
 def test_scripts_when_the_only_mover_is_move_then_no_other_line_writes_a_state() -> None:
-    config = LedgerConfig.from_experiment(GRPOConfig())
+    config = BufferConfig.from_experiment(GRPOConfig())
     for name, script in load_scripts(config).items():
         assert script.text.count("= 'state', to") == 1, name
         assert script.text.count("add(COUNTS, ") == 5, name
@@ -56,7 +56,7 @@ def test_scripts_when_the_only_mover_is_move_then_no_other_line_writes_a_state()
 
 def test_scripts_when_they_refuse_then_with_a_class_of_ours() -> None:
     kinds: set[str] = set()
-    for script in load_scripts(LedgerConfig.from_experiment(GRPOConfig())).values():
+    for script in load_scripts(BufferConfig.from_experiment(GRPOConfig())).values():
         kinds |= set(re.findall(r"fail\('(\w+)'", script.text))
     assert {"NotFound", "LeaseLost", "WrongStep", "StaleIncarnation", "InvalidInput"} <= kinds
     for kind in kinds:

@@ -11,7 +11,7 @@ from areal.errors import InvalidInput
 from areal.protocol.trajectories import group_to_pb, pack_group, task_to_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
-from areal_buffer.config import LedgerConfig
+from areal_buffer.config import BufferConfig
 from areal_buffer.validation import (
     check_group,
     check_step,
@@ -118,7 +118,7 @@ def test_config_when_read_from_the_experiment_then_in_milliseconds_and_bytes() -
     experiment = build_config(
         GRPOConfig, None, ["rollout.lease_ttl_s=8", "buffer.max_memory_mb=3", "trial_name=t7"]
     )
-    config = LedgerConfig.from_experiment(experiment)
+    config = BufferConfig.from_experiment(experiment)
     assert (config.lease_ttl_ms, config.sweep_interval_ms) == (8000, 2000)
     assert config.max_memory_bytes == 3 * 1024 * 1024
     assert config.namespace == "experiment/t7"

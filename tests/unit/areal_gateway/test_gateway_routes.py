@@ -15,9 +15,9 @@ from areal.errors import ArealError, CapacityExceeded, NotFound, Unavailable, Wa
 from areal.security import Security
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
-from areal_gateway.hub import StatusHub
 from areal_gateway.login import DashboardAuth, Sessions
 from areal_gateway.metrics import GatewayMetrics
+from areal_gateway.status import RunStatus
 
 
 class Refusing:
@@ -34,10 +34,10 @@ class Gateway:
     """The application, and what it counts."""
 
     def __init__(self, error: ArealError | None = None, **config: Any) -> None:
-        self.hub = StatusHub({}, history=10, max_rows=10, configured=["ledger"])
+        self.run = RunStatus({}, history=10, max_rows=10, configured=["ledger"])
         self.metrics = GatewayMetrics(CollectorRegistry())
         self.app = build_app(
-            self.hub,
+            self.run,
             Refusing(error) if error else None,  # type: ignore[arg-type]
             None,
             self.metrics,
@@ -93,7 +93,7 @@ class Gateway:
             yield await asyncio.wait_for(begun, 60)
         finally:
             leaves.set()
-            self.hub.tick()
+            self.run.tick()
             await asyncio.wait_for(page, 60)
 
 
@@ -140,11 +140,11 @@ async def test_streams_when_as_many_are_open_as_allowed_then_the_next_is_refused
 
 
 async def test_waits_when_sources_do_not_answer_then_those_that_have_an_address_are_named() -> None:
-    hub = StatusHub({}, history=1, max_rows=1, configured=["ledger", "trainer"])
-    hub.put("ledger", {})
-    hub.fail("trainer", "it is away")
-    hub.fail("servers", "has no address")
-    assert [(wait.on, wait.detail) for wait in hub.waits()] == [("trainer", "it is away")]
+    run = RunStatus({}, history=1, max_rows=1, configured=["ledger", "trainer"])
+    run.put("ledger", {})
+    run.fail("trainer", "it is away")
+    run.fail("servers", "has no address")
+    assert [(wait.on, wait.detail) for wait in run.waits()] == [("trainer", "it is away")]
 
 
 def test_cookie_when_it_is_good_then_it_reads_and_never_changes_anything() -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from areal.errors import NotFound, Unavailable
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward import pool as pool_module
-from areal_reward.config import PoolConfig
+from areal_reward.config import RewardConfig
 from areal_reward.frames import Kind, pack_results
 from areal_reward.metrics import RewardMetrics
 from areal_reward.pool import WorkerPool
@@ -118,7 +118,7 @@ async def running(gate: asyncio.Event | None = None, **config) -> AsyncIterator[
         workers.append(ScriptedWorker(gate))
         return workers[-1]
 
-    settings = PoolConfig(**{"timeout_s": 0.1, "load_timeout_s": 0.2, **config})
+    settings = RewardConfig(**{"timeout_s": 0.1, "load_timeout_s": 0.2, **config})
     pool = WorkerPool(settings, start, RewardMetrics(CollectorRegistry()))
     slots = [asyncio.create_task(pool.run_slot()) for _ in range(settings.workers)]
     await asyncio.wait_for(pool.wait_ready(), 60)

@@ -21,7 +21,7 @@ from areal.types import (
     WorkflowSpec,
 )
 from areal.workflows.base import RolloutWorkflow, make_trajectory
-from areal_rollout.config import ExecutorConfig
+from areal_rollout.config import RolloutConfig
 from areal_rollout.executor import Executor
 from areal_rollout.generation.client import Interrupted
 
@@ -212,7 +212,7 @@ class Rig:
         self.scorer, self.observer = FakeScorer(), FakeObserver()
         self.workflows = FakeWorkflows(rlvr=workflow(function))
         self.executor = Executor(
-            ExecutorConfig(**{"worker_id": "w", "capacity": 64, "lease_wait_s": 0.05, **config}),
+            RolloutConfig(**{"worker_id": "w", "capacity": 64, "lease_wait_s": 0.05, **config}),
             ledger=self.ledger,
             generation=self.generation,
             scorer=self.scorer,

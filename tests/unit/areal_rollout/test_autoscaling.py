@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from structlog import get_logger
 from tools.autoscaling_simulation import WORLDS, World, simulate
 
 from areal.clients.trainer import TrainerStatus
@@ -105,7 +104,6 @@ async def test_watch_when_the_trainer_tells_its_steps_then_waiting_is_left_out()
         servers=lambda: 2,
         generating_s=lambda: busy[0],
         report=lambda number, load, _: seen.append((number, load)),
-        log=get_logger(),
     )
     row = {"step_seconds": 10.0, "wait_seconds": 4.0}
     trainer.answers = [[row], [row, row], None, [row]]  # the first was before this worker

@@ -14,8 +14,8 @@ from areal.protocol.leases import ReturnCause
 from areal.types import Purpose
 from areal.workflows.base import make_trajectory
 from areal_launch.processes.descendants import PROCESS_VARIABLE
+from areal_rollout.config import worker_identity
 from areal_rollout.journal import decode
-from areal_rollout.server import _identity
 
 
 async def test_hand_in_when_overdue_and_the_ledger_is_away_then_it_is_still_offered():
@@ -134,7 +134,8 @@ async def test_busy_when_accounted_in_between_then_no_second_counts_twice(monkey
             await asyncio.sleep(0)
         for _ in range(3):
             now[0] += 2.0
-            rig.executor.account_busy()
+            rig.executor.busy_s()
+        assert rig.executor.busy_s() == 6.0
         assert rig.observer.busy_s == 6.0
         now[0] += 1.0
         rig.generation.hold = False
@@ -171,13 +172,13 @@ async def test_lease_loop_when_the_ledger_refuses_then_it_ends_and_says_so():
             rig.tasks.pop(0).result()
 
 
-def test_identity_when_named_then_the_same_with_a_larger_number_at_each_start(monkeypatch):
+def testworker_identity_when_named_then_the_same_with_a_larger_number_at_each_start(monkeypatch):
     monkeypatch.setenv(PROCESS_VARIABLE, "rollout-0")
-    (name, first), (again, second) = _identity(), _identity()
+    (name, first), (again, second) = worker_identity(), worker_identity()
     assert name == again
     assert name.endswith("-rollout-0")
     assert 0 < first <= second < 2**53
     monkeypatch.delenv(PROCESS_VARIABLE)
-    (one, boot), (other, _) = _identity(), _identity()
+    (one, boot), (other, _) = worker_identity(), worker_identity()
     assert one != other
     assert boot == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
-from structlog import get_logger
 from structlog.testing import capture_logs
 
 from areal.clients.trainer import TrainerStatus
@@ -42,7 +41,6 @@ async def watched(trainer: Trainer | None, polls: int) -> tuple[list[float | Non
             servers=lambda: 1,
             generating_s=lambda: 0.0,
             report=RolloutMetrics(registry).recommended,
-            log=get_logger(),
         )
         for poll in range(polls):
             await watch.read_rows()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from structlog import get_logger
 from tests.waiting import until
 
 from areal.clients.trainer import TrainerStatus
 from areal.weights.servers import ServerChanges
 from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.load_watch import LoadWatch
-from areal_rollout.membership import Membership
+from areal_rollout.server_refresh import ServerRefresh
 
 
 class Trainer:
@@ -34,7 +33,6 @@ async def test_load_when_the_trainer_has_trained_before_then_only_steps_since_co
         servers=lambda: 1,
         generating_s=lambda: 0.0,
         report=lambda *_: None,
-        log=get_logger(),
     )
     await watch.read_rows()
     assert (watch._trained_s, watch._training_s) == (0.0, 0.0)
@@ -42,20 +40,20 @@ async def test_load_when_the_trainer_has_trained_before_then_only_steps_since_co
     assert (watch._trained_s, watch._training_s) == (6.0, 4.0)
 
 
-async def test_membership_when_announced_without_end_then_it_rests_in_between() -> None:
+async def test_refresh_when_announced_without_end_then_it_rests_in_between() -> None:
     asked = 0
 
     async def list_changes(as_of: str) -> ServerChanges:
         nonlocal asked
         asked += 1
-        membership.announce()  # something changes again while it is told
+        refresh.announce()  # something changes again while it is told
         await asyncio.sleep(0.03)
-        membership.announce()
+        refresh.announce()
         return ServerChanges((), as_of="x")
 
-    membership = Membership(ServerTable(), list_changes)
+    refresh = ServerRefresh(ServerTable(), list_changes)
     began = time.monotonic()
-    following = asyncio.create_task(membership.follow())
+    following = asyncio.create_task(refresh.follow())
     try:
         await until(lambda: asked == 5)
         # Four whole listings, and four times as long after each of them.

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from areal.training.status import Evaluation, TrainerStatus
 from areal.v1 import trainer_service_pb2 as pb
 from areal_trainer.metrics import TrainerCollector
-from areal_trainer.servicer import MAX_ROWS, TrainerServicer
+from areal_trainer.servicer import MAX_ROWS, TrainerService
 
 NO_CONTEXT = cast("grpc.aio.ServicerContext[Any, Any]", None)
 
@@ -28,7 +28,7 @@ async def ask(status: TrainerStatus, after_step: int, wait_s: float = 0.0) -> pb
     wait = Duration()
     wait.FromMilliseconds(int(wait_s * 1000))
     request = pb.GetStatusRequest(after_step=after_step, max_wait=wait)
-    return await TrainerServicer(status).GetStatus(request, NO_CONTEXT)
+    return await TrainerService(status).GetStatus(request, NO_CONTEXT)
 
 
 async def test_status_when_asked_after_a_step_then_only_later_rows() -> None:

@@ -16,7 +16,7 @@ from tests.unit.areal_weight_sync.weight_sync_fakes import (
 from areal.chassis import endless
 from areal.weights.manifest import PolicyVersion
 from areal.weights.servers import ServerState
-from areal_weight_sync.config import CoordinatorConfig
+from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.engine.base import Fault
 
@@ -54,18 +54,18 @@ class Rig:
             "update_timeout_s": 0.5,
             "serving_grace_s": 0.1,
             "deep_probe_every": 2,
+            "weights_root": self.root,
+            "keep_versions": 2,
         }
         self.store = FakeStore()
         self.observer = Failures()
         self.coordinator = Coordinator(
-            CoordinatorConfig(**{**values, **config}),
+            WeightSyncConfig(**{**values, **config}),
             self.store,
             lambda url: self.engine(url.removeprefix("http://")),
             self._spawn,
             self._keep,
             observer=self.observer,
-            weights_root=self.root,
-            keep_versions=2,
         )
 
     def _spawn(self, coroutine, name: str) -> asyncio.Task:

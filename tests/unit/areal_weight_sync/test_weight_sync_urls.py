@@ -11,7 +11,7 @@ from areal.v1 import weight_sync_service_pb2 as pb
 from areal.weights.servers import ServerState
 from areal_weight_sync.engine.base import EngineError, Fault
 from areal_weight_sync.engine.http import HttpEngine, normalize_url, open_session
-from areal_weight_sync.servicer import WeightSyncServicer
+from areal_weight_sync.servicer import WeightSyncService
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ async def test_drain_when_a_server_is_named_by_its_id_or_its_url_then_it_leaves(
     tmp_path: Path, named: str
 ) -> None:
     async with rig_of(tmp_path) as rig:
-        servicer: Any = WeightSyncServicer()
+        servicer: Any = WeightSyncService()
         servicer.coordinator = rig.coordinator
         url = pb.RegisterServerRequest(url="http://10.0.0.7:30000")
         answer = await servicer.RegisterServer(url, None)

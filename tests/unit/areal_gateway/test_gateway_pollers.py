@@ -1,4 +1,4 @@
-"""The loops that ask other services and tell the hub."""
+"""The loops that ask other services and tell the run's status."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.waiting import until
 from areal.clients.trainer import TrainerStatus
 from areal.errors import Unavailable
 from areal.weights.servers import InferenceServer, ServerState
-from areal_gateway import sources
+from areal_gateway import pollers
 from areal_gateway.config import GatewayConfig
-from areal_gateway.hub import StatusHub
+from areal_gateway.status import RunStatus
 
 CONFIG = GatewayConfig(interval_s=0.01, trainer_wait_s=7.0)
 
 
-def make_hub() -> StatusHub:
-    return StatusHub({}, history=10, max_rows=100)
+def make_status() -> RunStatus:
+    return RunStatus({}, history=10, max_rows=100)
 
 
 @asynccontextmanager
@@ -44,15 +44,15 @@ class WeightSync:
 
 
 async def test_servers_when_weight_sync_is_away_then_the_last_list_stays_and_why() -> None:
-    hub, sync = make_hub(), WeightSync()
-    async with running(sources.watch_clock(hub, None, sync, CONFIG)):  # type: ignore[arg-type]
-        await until(lambda: hub.status()["sources"]["servers"]["ok"])
+    run, sync = make_status(), WeightSync()
+    async with running(pollers.watch_clock(run, None, sync, CONFIG)):  # type: ignore[arg-type]
+        await until(lambda: run.status()["sources"]["servers"]["ok"])
         sync.away = True
-        await until(lambda: not hub.status()["sources"]["servers"]["ok"])
-        assert hub.status()["sources"]["servers"]["error"] == "weight-sync is away"
-        assert [server["server_id"] for server in hub.status()["servers"]] == ["a", "b"]
+        await until(lambda: not run.status()["sources"]["servers"]["ok"])
+        assert run.status()["sources"]["servers"]["error"] == "weight-sync is away"
+        assert [server["server_id"] for server in run.status()["servers"]] == ["a", "b"]
         sync.away = False
-        await until(lambda: hub.status()["sources"]["servers"]["ok"])
+        await until(lambda: run.status()["sources"]["servers"]["ok"])
 
 
 class Trainer:
@@ -75,14 +75,14 @@ def status(state: str, step: int, rows: list[int], incarnation: int = 1) -> Trai
     return TrainerStatus(state, step, 9, incarnation, 1, "", [{"step": each} for each in rows])
 
 
-def steps(hub: StatusHub) -> list[int]:
-    return [row["step"] for row in hub.rows_after(0)]
+def steps(run: RunStatus) -> list[int]:
+    return [row["step"] for row in run.rows_after(0)]
 
 
 async def test_trainer_when_it_trains_then_asked_at_once_and_then_by_long_polls() -> None:
-    hub = make_hub()
+    run = make_status()
     trainer = Trainer(status("training", 2, [1, 2]), status("training", 3, [3]))
-    async with running(sources.watch_trainer(hub, trainer, CONFIG)):  # type: ignore[arg-type]
+    async with running(pollers.watch_trainer(run, trainer, CONFIG)):  # type: ignore[arg-type]
         await until(lambda: len(trainer.asked) >= 3)
     assert trainer.asked[:3] == [(0, 0.0), (2, 7.0), (3, 7.0)]
 
@@ -90,20 +90,20 @@ async def test_trainer_when_it_trains_then_asked_at_once_and_then_by_long_polls(
 async def test_trainer_when_it_is_over_then_its_last_rows_are_read_and_no_long_poll_spins(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(sources, "_OVER_S", 3600.0)
+    monkeypatch.setattr(pollers, "_OVER_S", 3600.0)
     for state in ("finished", "failed"):
-        hub = make_hub()
+        run = make_status()
         trainer = Trainer(status(state, 2, [1, 2]), status(state, 2, []))
-        async with running(sources.watch_trainer(hub, trainer, CONFIG)):  # type: ignore[arg-type]
+        async with running(pollers.watch_trainer(run, trainer, CONFIG)):  # type: ignore[arg-type]
             await until(lambda: len(trainer.asked) == 2)  # noqa: B023
             for _ in range(20):
                 await asyncio.sleep(0)
         assert trainer.asked == [(0, 0.0), (2, 0.0)], state
-        assert steps(hub) == [1, 2]
+        assert steps(run) == [1, 2]
 
 
 async def test_trainer_when_another_life_begins_then_rows_beyond_its_checkpoint_go() -> None:
-    hub = make_hub()
+    run = make_status()
     trainer = Trainer(
         status("training", 5, [1, 2, 3, 4, 5]),
         Unavailable("it restarts"),
@@ -111,7 +111,7 @@ async def test_trainer_when_another_life_begins_then_rows_beyond_its_checkpoint_
         status("starting", 3, [1, 2, 3], incarnation=2),  # asked again from the beginning
         status("training", 4, [4], incarnation=2),
     )
-    async with running(sources.watch_trainer(hub, trainer, CONFIG)):  # type: ignore[arg-type]
+    async with running(pollers.watch_trainer(run, trainer, CONFIG)):  # type: ignore[arg-type]
         await until(lambda: len(trainer.asked) >= 6)
     assert trainer.asked[:6] == [(0, 0.0), (5, 7.0), (5, 0.0), (0, 0.0), (3, 7.0), (4, 7.0)]
-    assert steps(hub) == [1, 2, 3, 4]
+    assert steps(run) == [1, 2, 3, 4]

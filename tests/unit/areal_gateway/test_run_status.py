@@ -1,4 +1,4 @@
-"""The hub: one state for many pages, rows across a trainer's restart, slow subscribers."""
+"""The run's status: one state for many pages, rows across a trainer's restart, slow subscribers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from areal.types import TaskState
-from areal_gateway.hub import StatusHub
+from areal_gateway.status import RunStatus
 
 
 class Clock:
@@ -21,9 +21,9 @@ class Clock:
         return self.now
 
 
-def make_hub(clock: Clock | None = None, **changes: Any) -> StatusHub:
+def make_status(clock: Clock | None = None, **changes: Any) -> RunStatus:
     settings = {"history": 50, "max_rows": 100, **changes}
-    return StatusHub({"experiment": "e"}, clock=clock or Clock(), **settings)
+    return RunStatus({"experiment": "e"}, clock=clock or Clock(), **settings)
 
 
 def ledger(trajectories: int = 0, tokens: int = 0) -> dict[str, Any]:
@@ -45,28 +45,28 @@ async def next_event(stream: Any) -> tuple[str, Any]:
 
 
 async def test_rows_when_trainer_repeats_a_step_then_later_ones_go():
-    hub = make_hub()
-    hub.add_rows([row(s, run=1) for s in range(1, 6)])
-    hub.add_rows([row(3, run=2)])
-    assert steps(hub.rows_after(0)) == [1, 2, 3]
-    assert hub.rows_after(2) == [row(3, run=2)]
-    assert hub.last_step == 3
-    hub.rewind(1)
-    assert steps(hub.rows_after(0)) == [1]
+    run = make_status()
+    run.add_rows([row(s, run=1) for s in range(1, 6)])
+    run.add_rows([row(3, run=2)])
+    assert steps(run.rows_after(0)) == [1, 2, 3]
+    assert run.rows_after(2) == [row(3, run=2)]
+    assert run.last_step == 3
+    run.rewind(1)
+    assert steps(run.rows_after(0)) == [1]
 
 
 async def test_rows_when_there_are_too_many_then_oldest_go():
-    hub = make_hub(max_rows=10)
-    hub.add_rows([row(s) for s in range(1, 26)])
-    assert steps(hub.rows_after(0)) == list(range(16, 26))
+    run = make_status(max_rows=10)
+    run.add_rows([row(s) for s in range(1, 26)])
+    assert steps(run.rows_after(0)) == list(range(16, 26))
 
 
 async def test_subscribe_when_page_opens_then_history_steps_and_status_come():
-    hub = make_hub()
-    hub.put("ledger", ledger())
-    hub.tick()
-    hub.add_rows([row(1), row(2)])
-    async with aclosing(hub.subscribe()) as stream:
+    run = make_status()
+    run.put("ledger", ledger())
+    run.tick()
+    run.add_rows([row(1), row(2)])
+    async with aclosing(run.subscribe()) as stream:
         name, samples = await next_event(stream)
         assert name == "history"
         assert len(samples) == 1
@@ -76,13 +76,13 @@ async def test_subscribe_when_page_opens_then_history_steps_and_status_come():
 
 
 async def test_subscribe_when_slow_then_it_skips_states_and_misses_no_row():
-    hub = make_hub()
-    async with aclosing(hub.subscribe()) as stream:
+    run = make_status()
+    async with aclosing(run.subscribe()) as stream:
         assert [(await next_event(stream))[0] for _ in range(3)] == ["history", "steps", "status"]
         for step in range(1, 40):  # forty seconds in which the page takes nothing
-            hub.put("trainer", {"state": "training", "step": step, "total_steps": 50})
-            hub.add_rows([row(step)])
-            hub.tick()
+            run.put("trainer", {"state": "training", "step": step, "total_steps": 50})
+            run.add_rows([row(step)])
+            run.tick()
         name, body = await next_event(stream)
         assert (name, steps(body["rows"])) == ("steps", list(range(1, 40)))
         name, status = await next_event(stream)
@@ -90,64 +90,64 @@ async def test_subscribe_when_slow_then_it_skips_states_and_misses_no_row():
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.02)
         assert not waiting.done()  # 38 older states are not queued anywhere
-        hub.close()
+        run.close()
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(waiting, 60)
 
 
 async def test_subscribe_when_trainer_resumes_then_page_is_told_to_start_over():
-    hub = make_hub()
-    hub.add_rows([row(1), row(2), row(3)])
-    async with aclosing(hub.subscribe()) as stream:
+    run = make_status()
+    run.add_rows([row(1), row(2), row(3)])
+    async with aclosing(run.subscribe()) as stream:
         for _ in range(3):
             await next_event(stream)
-        hub.rewind(1)
-        hub.add_rows([row(2, again=True)])
+        run.rewind(1)
+        run.add_rows([row(2, again=True)])
         name, body = await next_event(stream)
         assert (name, body) == ("steps", {"reset": True, "rows": [row(1), row(2, again=True)]})
 
 
 async def test_subscribe_when_after_is_given_then_only_later_rows_come():
-    hub = make_hub()
-    hub.add_rows([row(1), row(2), row(3)])
-    async with aclosing(hub.subscribe(after_step=2)) as stream:
+    run = make_status()
+    run.add_rows([row(1), row(2), row(3)])
+    async with aclosing(run.subscribe(after_step=2)) as stream:
         await next_event(stream)
         assert steps((await next_event(stream))[1]["rows"]) == [3]
 
 
 async def test_rates_when_counters_grow_then_are_means_of_the_last_seconds():
     clock = Clock()
-    hub = make_hub(clock)
+    run = make_status(clock)
     for second in range(40):
         # 10 a second, then 100 a second from second 20 on.
         done = 10 * second if second < 20 else 200 + 100 * (second - 20)
-        hub.put("ledger", ledger(trajectories=done, tokens=5 * done))
-        hub.tick()
+        run.put("ledger", ledger(trajectories=done, tokens=5 * done))
+        run.tick()
         clock.now += 1
-    rates = hub.status()["rates"]
+    rates = run.status()["rates"]
     assert rates["samples_per_s"] == pytest.approx(100, rel=0.01)
     assert rates["tokens_per_s"] == pytest.approx(500, rel=0.01)
 
 
 async def test_rates_when_counter_falls_then_there_is_none():
     clock = Clock()
-    hub = make_hub(clock)
+    run = make_status(clock)
     for done in (500, 3):  # a new trial at the same address
-        hub.put("ledger", ledger(trajectories=done))
-        hub.tick()
+        run.put("ledger", ledger(trajectories=done))
+        run.tick()
         clock.now += 1
-    assert hub.status()["rates"] == {"samples_per_s": None, "tokens_per_s": None}
+    assert run.status()["rates"] == {"samples_per_s": None, "tokens_per_s": None}
 
 
 async def test_health_when_source_fails_then_last_value_stays_and_since_is_the_change():
     clock = Clock()
-    hub = make_hub(clock, configured=["ledger"])
-    hub.put("ledger", ledger(7))
+    run = make_status(clock, configured=["ledger"])
+    run.put("ledger", ledger(7))
     clock.now = 1010
-    hub.fail("ledger", "away")
+    run.fail("ledger", "away")
     clock.now = 1020
-    hub.fail("ledger", "still away")
-    status = hub.status()
+    run.fail("ledger", "still away")
+    status = run.status()
     assert status["ledger"]["trajectories"] == 7
     assert status["sources"]["ledger"] == {
         "configured": True,
@@ -156,22 +156,22 @@ async def test_health_when_source_fails_then_last_value_stays_and_since_is_the_c
         "since": 1010,
     }
     assert status["sources"]["trainer"]["configured"] is False
-    hub.tick()  # no sample of a value that is old
-    assert hub.status()["sample"] is None
+    run.tick()  # no sample of a value that is old
+    assert run.status()["sample"] is None
 
 
 async def test_eta_when_steps_have_times_then_mean_times_what_is_left():
-    hub = make_hub()
-    hub.add_rows([row(s, step_seconds=100.0 if s <= 10 else 2.0) for s in range(1, 31)])
-    hub.put("trainer", {"state": "training", "step": 30, "total_steps": 130})
-    assert hub.status()["eta_s"] == pytest.approx(200)
-    hub.put("trainer", {"state": "finished", "step": 130, "total_steps": 130})
-    assert hub.status()["eta_s"] is None
+    run = make_status()
+    run.add_rows([row(s, step_seconds=100.0 if s <= 10 else 2.0) for s in range(1, 31)])
+    run.put("trainer", {"state": "training", "step": 30, "total_steps": 130})
+    assert run.status()["eta_s"] == pytest.approx(200)
+    run.put("trainer", {"state": "finished", "step": 130, "total_steps": 130})
+    assert run.status()["eta_s"] is None
 
 
 async def test_status_json_when_many_ask_then_encoded_once_per_change():
-    hub = make_hub()
-    first = hub.status_json()
-    assert hub.status_json() is first
-    hub.tick()
-    assert hub.status_json() is not first
+    run = make_status()
+    first = run.status_json()
+    assert run.status_json() is first
+    run.tick()
+    assert run.status_json() is not first

@@ -5,7 +5,7 @@ from tests.waiting import until
 from areal.errors import Unavailable
 from areal.weights.servers import InferenceServer, ServerChanges, ServerState
 from areal_rollout.generation.server_table import ServerTable
-from areal_rollout.membership import Membership
+from areal_rollout.server_refresh import ServerRefresh
 
 
 class WeightSync:
@@ -33,46 +33,46 @@ def version_of(table):
     return None if server is None else server.version
 
 
-async def test_membership_when_announced_then_the_table_follows_at_once(monkeypatch):
+async def test_refresh_when_announced_then_the_table_follows_at_once(monkeypatch):
     # By itself it would look once in an hour.
-    monkeypatch.setattr("areal_rollout.membership._REFRESH_S", 3600.0)
+    monkeypatch.setattr("areal_rollout.server_refresh._REFRESH_S", 3600.0)
     table, sync = ServerTable(), WeightSync()
-    membership = Membership(table, sync.list_changes)
-    task = asyncio.create_task(membership.follow())
+    refresh = ServerRefresh(table, sync.list_changes)
+    task = asyncio.create_task(refresh.follow())
     await until(lambda: version_of(table) == 0)
     for version in (1, 2, 3):
         sync.version = version
-        membership.announce()
+        refresh.announce()
         await until(lambda: version_of(table) == version)  # noqa: B023
     task.cancel()
 
 
-async def test_membership_when_announced_in_a_burst_then_asks_only_a_few_times():
+async def test_refresh_when_announced_in_a_burst_then_asks_only_a_few_times():
     sync = WeightSync()
-    membership = Membership(ServerTable(), sync.list_changes)
-    task = asyncio.create_task(membership.follow())
+    refresh = ServerRefresh(ServerTable(), sync.list_changes)
+    task = asyncio.create_task(refresh.follow())
     await asyncio.sleep(0.01)
     before = sync.calls
     for _ in range(1000):
-        membership.announce()
+        refresh.announce()
     await asyncio.sleep(0.05)
     assert sync.calls - before <= 2
     task.cancel()
 
 
-async def test_membership_when_weight_sync_is_away_then_the_last_answer_stands():
+async def test_refresh_when_weight_sync_is_away_then_the_last_answer_stands():
     table, sync = ServerTable(), WeightSync()
-    membership = Membership(table, sync.list_changes)
-    await membership.refresh()
+    refresh = ServerRefresh(table, sync.list_changes)
+    await refresh.once()
     sync.away = True
-    await membership.refresh()
+    await refresh.once()
     assert version_of(table) == 0
     sync.away, sync.version = False, 4
-    await membership.refresh()
+    await refresh.once()
     assert version_of(table) == 4
 
 
-async def test_membership_when_told_of_changes_then_asks_from_there_and_keeps_the_rest():
+async def test_refresh_when_told_of_changes_then_asks_from_there_and_keeps_the_rest():
     table, sync = ServerTable(), WeightSync()
     sync.answers = [
         ServerChanges((serving("a", 1), serving("b", 1), serving("c", 1)), as_of="x:3"),
@@ -80,10 +80,10 @@ async def test_membership_when_told_of_changes_then_asks_from_there_and_keeps_th
         ServerChanges((), whole=False, as_of="x:5"),
         ServerChanges((serving("b", 2),), as_of="y:1"),  # another coordinator: everything
     ]
-    membership = Membership(table, sync.list_changes)
+    refresh = ServerRefresh(table, sync.list_changes)
     known = []
     for _ in range(4):
-        await membership.refresh()
+        await refresh.once()
         known.append(set())
         for _ in range(20):  # the one chosen has more to do from then on
             server = table.choose(0, "", 1)

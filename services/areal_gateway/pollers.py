@@ -1,4 +1,4 @@
-"""Asks the other services and tells the hub; each loop survives their absence and restarts."""
+"""Asks the other services how the run is; each loop survives their absence and restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal.errors import ArealError
 from areal.protocol.trajectories import STATE_FROM_PB
 from areal.v1 import buffer_service_pb2 as buffer_pb
 from areal_gateway.config import GatewayConfig
-from areal_gateway.hub import StatusHub
+from areal_gateway.status import RunStatus
 
 # Between two looks at a trainer that is done.
 _OVER_S = 1.0
@@ -82,7 +82,7 @@ def ledger_json(stats: buffer_pb.GetStatsResponse) -> dict[str, Any]:
 
 
 async def watch_clock(
-    hub: StatusHub,
+    run: RunStatus,
     tasks: BufferTasks | None,
     weight_sync: WeightSyncClient | None,
     config: GatewayConfig,
@@ -92,20 +92,20 @@ async def watch_clock(
     async def ledger() -> None:
         assert tasks is not None
         try:
-            hub.put("ledger", ledger_json(await tasks.get_stats()))
+            run.put("ledger", ledger_json(await tasks.get_stats()))
         except ArealError as error:
-            hub.fail("ledger", str(error))
+            run.fail("ledger", str(error))
 
     async def servers() -> None:
         assert weight_sync is not None
         try:
             listed, _ = await weight_sync.list_servers()
-            hub.put(
+            run.put(
                 "servers",
                 [asdict(s) for s in sorted(listed, key=lambda server: server.server_id)],
             )
         except ArealError as error:
-            hub.fail("servers", str(error))
+            run.fail("servers", str(error))
 
     loop = asyncio.get_running_loop()
     due = loop.time()
@@ -113,21 +113,21 @@ async def watch_clock(
         looks = [ledger()] if tasks else []
         looks += [servers()] if weight_sync else []
         await asyncio.gather(*looks)
-        hub.tick()
+        run.tick()
         due = max(due + config.interval_s, loop.time())
         await asyncio.sleep(due - loop.time())
 
 
-async def watch_versions(hub: StatusHub, weight_sync: WeightSyncClient) -> None:
+async def watch_versions(run: RunStatus, weight_sync: WeightSyncClient) -> None:
     """Follows the policy versions; never returns."""
-    log = get_logger("areal_gateway.sources")
+    log = get_logger("areal_gateway.pollers")
     backoff = Backoff()
     while True:
         try:
             async with aclosing(weight_sync.watch()) as statuses:
                 async for status in statuses:
                     backoff.reset()
-                    hub.put(
+                    run.put(
                         "versions",
                         {name: getattr(status, name) for name in _VERSION_FIELDS},
                     )
@@ -136,29 +136,29 @@ async def watch_versions(hub: StatusHub, weight_sync: WeightSyncClient) -> None:
         await backoff.sleep()
 
 
-async def watch_trainer(hub: StatusHub, trainer: TrainerClient, config: GatewayConfig) -> None:
+async def watch_trainer(run: RunStatus, trainer: TrainerClient, config: GatewayConfig) -> None:
     """Follows the trainer's steps by long polls, across its restarts; never returns."""
     incarnation: int | None = None
     wait_s = 0.0
     backoff = Backoff()
     while True:
         try:
-            status = await trainer.get_status(hub.last_step, wait_s)
+            status = await trainer.get_status(run.last_step, wait_s)
             if incarnation not in {None, status.incarnation}:
                 # It resumed from a checkpoint: what was reported beyond that is trained again.
                 status = await trainer.get_status(0)
-                hub.rewind(status.step)
+                run.rewind(status.step)
         except ArealError as error:
-            hub.fail("trainer", str(error))
+            run.fail("trainer", str(error))
             wait_s = 0.0
             await backoff.sleep()
             continue
         backoff.reset()
         incarnation = status.incarnation
-        hub.add_rows(status.rows)
+        run.add_rows(status.rows)
         fields = asdict(status)
         del fields["rows"]
-        hub.put("trainer", fields)
+        run.put("trainer", fields)
         # A finished trainer answers at once: a long poll would spin.
         over = status.state in {"finished", "failed"}
         if over and not status.rows:

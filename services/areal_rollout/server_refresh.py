@@ -32,7 +32,7 @@ _REST, _MAX_REST_S = 4.0, 0.25
 ListChanges = Callable[[str], Awaitable[ServerChanges]]
 
 
-class Membership:
+class ServerRefresh:
     """Feeds one table; `follow` forever, `announce` whenever something may have changed."""
 
     def __init__(self, table: ServerTable, list_changes: ListChanges) -> None:
@@ -40,14 +40,14 @@ class Membership:
         self._list_changes = list_changes
         self._as_of = ""
         self._announced = asyncio.Event()
-        self._log = get_logger("areal.rollout.membership")
+        self._log = get_logger("areal.rollout.refresh")
         self._away = False
 
     def announce(self) -> None:
         """Something changed: ask again now. Many in a burst cost one or two calls."""
         self._announced.set()
 
-    async def refresh(self) -> None:
+    async def once(self) -> None:
         """Asks once; a failure is logged and leaves the table as it was."""
         try:
             changes = await self._list_changes(self._as_of)
@@ -70,7 +70,7 @@ class Membership:
         while True:
             self._announced.clear()
             began = time.monotonic()
-            await self.refresh()
+            await self.once()
             await asyncio.sleep(min(_REST * (time.monotonic() - began), _MAX_REST_S))
             try:
                 async with asyncio.timeout(_REFRESH_S):

@@ -2,7 +2,7 @@
 
     ledger ──┐                          ┌── GET /v1/status   (last state)
     servers ─┤ put / fail      status   ├── GET /v1/steps    (rows)
-    versions ┼────────────> StatusHub ──┤
+    versions ┼────────────> RunStatus ──┤
     trainer ─┤  add_rows       rows     └── subscribe()  ──> one event stream per page
     clock ───┘  tick
 
@@ -21,7 +21,7 @@ import asyncio
 import bisect
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -36,12 +36,12 @@ _RATE_WINDOW_S = 15.0
 _ETA_STEPS = 20
 
 
-class StatusHub:
+class RunStatus:
     """The state of a run as plain JSON types."""
 
     def __init__(
         self,
-        run: dict[str, Any],
+        run: Mapping[str, Any],
         *,
         history: int,
         max_rows: int,

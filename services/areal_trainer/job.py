@@ -1,0 +1,130 @@
+"""One rank's part in a training job: the other ranks, the recipe, signals, exit codes.
+
+        SIGTERM ──> stop_requested ──> recipe unwinds at its next step or wait
+                                            │
+    run ──> session.open ──> recipe.main ───┴─> checkpoint + commit ──> exit
+
+Exit codes: 0 the recipe finished; 2 bad input, a workflow or reward that fails, or training that
+diverged: mend it, do not retry; 143 stopped by SIGTERM after a checkpoint, start again to continue;
+anything else: a failure, start again to resume.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import typer
+
+from areal.chassis.logging import get_logger
+from areal.chassis.service import Listeners
+from areal.config.experiment import cautions
+from areal.errors import InvalidInput, TrainingDiverged, WorkflowError
+from areal.recipe import Recipe, load_recipe
+from areal.training.rank_watch import RankWatch
+from areal.training.session import TrainerSession, TrainerStopped
+from areal_trainer.config import TrainerConfig
+
+EXIT_BAD_INPUT = 2
+"""Starting again would say the same."""
+EXIT_STOPPED = 128 + signal.SIGTERM
+FINAL = (InvalidInput, TrainingDiverged, WorkflowError)
+"""Errors after which starting again would say the same."""
+
+
+def _init_process_group(config: TrainerConfig) -> None:
+    """Joins the ranks; nothing to do for one."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from areal.engines.random_state import seed_all
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    seed_all(config.experiment.seed, config.rank)
+    if config.world_size == 1:
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(config.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        timeout=datetime.timedelta(seconds=config.experiment.actor.distributed_timeout_seconds),
+    )
+
+
+def _load(recipe_file: Path) -> ModuleType:
+    module = load_recipe(Recipe.read(recipe_file).source, str(recipe_file))
+    if not callable(getattr(module, "main", None)):
+        raise InvalidInput(f"recipe {str(recipe_file)!r}: expected a function main(argv)")
+    return module
+
+
+def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | None) -> int:
+    """Runs the recipe; returns the exit code.
+
+    Args:
+        config: The experiment, and this rank's place in the world.
+        serve: Starts the status server of rank 0; None: no one asked for it.
+    """
+    log = get_logger("areal_trainer")
+    module = _load(Path(config.experiment.recipe))
+    _init_process_group(config)
+    watch = RankWatch(config.rank, config.world_size) if config.world_size > 1 else None
+    session = TrainerSession(
+        config.experiment,
+        rank=config.rank,
+        world_size=config.world_size,
+    )
+
+    def stop(*_: Any) -> None:
+        session.stop_requested = True
+
+    signal.signal(signal.SIGTERM, stop)
+    for caution in cautions(config.experiment) if config.rank == 0 else ():
+        log.warning("config", caution=caution)
+    listeners: Listeners | None = None
+    try:
+        if config.rank == 0 and serve is not None:
+            listeners = serve(session)
+        session.open()
+        with session.active():
+            module.main(["--config", str(config.config_file)])
+        session.status.ended()
+        return 0
+    except TrainerStopped:
+        return EXIT_STOPPED
+    except FINAL as error:
+        session.status.ended(str(error))
+        raise
+    except Exception as error:
+        session.status.ended(f"{type(error).__name__}: {error}")
+        log.error("trainer_failed", step=session.step, exc_info=error)
+        if watch is not None and (dead := watch.gone()):
+            log.error("rank_lost", cause=f"{dead} died")
+        return 1
+    finally:
+        if listeners is not None:
+            session.call(listeners.stop(0.5), "stopping the status server", timeout=5)
+        session.close()
+        if watch is not None:
+            watch.stop()
+
+
+def leave(code: int) -> None:
+    """Ends this rank; a failed one at once, for the others wait for it in collectives."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if code not in (0, EXIT_STOPPED):
+            os._exit(code)
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    raise typer.Exit(code)
