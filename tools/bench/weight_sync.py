@@ -6,7 +6,8 @@ Each server is a process with areal-inference's loader; a weight store serves in
 The contender is what people do by hand: safetensors save, then load and copy into parameters, in
 the same run, alternating. Medians; `blocked` is what the trainer waits for (`distributed` also
 stores). Then deltas: size and time by share of changed elements, or between two versions given by
---versions FOLDER FOLDER.
+--versions FOLDER FOLDER. `--objects s3://bucket/prefix` has an object store instead
+of groups and deltas, one that the environment reaches (moto_server and AWS_ENDPOINT_URL).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from areal.weights.broadcast import DTYPES, Offer, Seats
 from areal.weights.delta import DeltaChain
 from areal.weights.disk import DiskPublisher
 from areal.weights.manifest import PolicyVersion
+from areal.weights.objects import ObjectPublisher, ObjectStore
 from areal.weights.publisher import NewVersion, Publisher
 from areal.weights.safetensors import HostTensor, item_bytes
 from areal.weights.stream import StreamPublisher
@@ -203,6 +205,8 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
         "disk in memory": DiskPublisher(memory),
         "stream": StreamPublisher(url, {}, 60.0),
     }
+    if args.objects:
+        publishers["object store"] = ObjectPublisher(args.objects)
     folders = {
         "disk": root / "disk",
         "disk in memory": memory,
@@ -214,9 +218,10 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
         for count in args.servers:
             servers = Servers(count, model)
             times: dict[str, list[tuple[float, float]]] = {}
-            publishers["distributed"] = DistributedPublisher(
-                DiskPublisher(root / "stored"), servers.seat, root / "stored", "127.0.0.1:1"
-            )
+            if not args.objects:
+                publishers["distributed"] = DistributedPublisher(
+                    DiskPublisher(root / "stored"), servers.seat, root / "stored", "127.0.0.1:1"
+                )
             for number in range(1, args.rounds + 2):  # the first warms up
                 for name in ("safetensors", *publishers):
                     begin = time.perf_counter()
@@ -238,9 +243,12 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
                         )
                     if number > 1:
                         times.setdefault(name, []).append((ended - begin, blocked))
-                    if name != "safetensors":
+                    if name == "object store":
+                        ObjectStore(args.objects).delete(new.name)
+                    elif name != "safetensors":
                         retire(folders[name], Path(version.path))
-            bench_chains(args, servers, count, model, tensors, (root, url), times)
+            if not args.objects:
+                bench_chains(args, servers, count, model, tensors, (root, url), times)
             servers.stop()
             bound = statistics.median(t for t, _ in times["safetensors"])
             for name, found in times.items():
@@ -373,6 +381,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--objects", default="", help="{s3,gs,az}://bucket/prefix.")
     parser.add_argument("--versions", type=Path, nargs=2, help="Folders of two published versions.")
     args = parser.parse_args()
     if args.versions:
@@ -380,7 +389,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="areal-bench-") as folder:
         bench_transports(args, Path(folder))
-    bench_delta(args.megabytes // 5)
+    if not args.objects:
+        bench_delta(args.megabytes // 5)
 
 
 if __name__ == "__main__":

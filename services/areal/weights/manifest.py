@@ -20,10 +20,11 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from areal.errors import InvalidInput
 from areal.weights.safetensors import digest_of, file_digest, read_layout, tensor_digests
@@ -281,46 +282,24 @@ def _second_names(folder: Path, tensors: Sequence[WeightTensor]) -> set[str]:
     return {name for name, head in heads.items() if (head.shape, head.digest) in others}
 
 
+@cache
+def _adapter() -> TypeAdapter[PolicyVersion]:
+    return TypeAdapter(PolicyVersion)
+
+
 def to_json(version: PolicyVersion) -> str:
     """One line of JSON; `from_json` reads it back."""
-    return json.dumps(asdict(version), separators=(",", ":"))
+    return _adapter().dump_json(version).decode()
 
 
 def from_json(text: str | bytes) -> PolicyVersion:
     """Reads what `to_json` wrote; raises InvalidInput."""
     try:
-        raw: dict[str, Any] = json.loads(text)
-        files = tuple(
-            WeightFile(str(f["name"]), int(f["size_bytes"]), str(f["digest"])) for f in raw["files"]
-        )
-        tensors = tuple(
-            WeightTensor(
-                str(t["name"]),
-                tuple(int(n) for n in t["shape"]),
-                str(t["dtype"]),
-                str(t.get("digest", "")),
-            )
-            for t in raw["tensors"]
-        )
-        delta = raw.get("delta")
-        return PolicyVersion(
-            version=int(raw["version"]),
-            incarnation=int(raw["incarnation"]),
-            path=str(raw["path"]),
-            files=files,
-            tensors=tensors,
-            delta=DeltaFile(
-                str(delta["base"]),
-                str(delta["base_digest"]),
-                int(delta["size_bytes"]),
-                str(delta["digest"]),
-            )
-            if delta
-            else None,
-            publish_time=float(raw["publish_time"]),
-        )
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise InvalidInput(f"manifest: expected a policy version in JSON ({error!r})") from None
+        return _adapter().validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        what = ".".join(map(str, first["loc"])) + f": {first['msg']}"
+        raise InvalidInput(f"manifest: expected a policy version in JSON ({what})") from None
 
 
 def write_manifest(manifest: PolicyVersion, folder: Path) -> None:

@@ -31,7 +31,14 @@ from areal.weights.manifest import (
     parse_version_dir,
     to_json,
 )
-from areal.weights.publisher import NewVersion, TransportError, companions, describe, patience_s
+from areal.weights.publisher import (
+    NewVersion,
+    TransportError,
+    companions,
+    describe,
+    patience_s,
+    pieces,
+)
 from areal.weights.safetensors import Layout, file_digest
 from areal.weights.store_client import (
     CHUNK_BYTES,
@@ -190,18 +197,14 @@ class ObjectStore:
         """
         import obstore
 
-        tensors = {tensor.name: tensor.data for tensor in new.tensors}
         patience = patience_s(layout.size_bytes)
         deadline = time.monotonic() + patience
 
-        def parts() -> Iterator[bytes | memoryview]:
-            yield layout.header
-            for place in layout.places:
-                data = tensors[place.name]
-                for start in range(0, data.nbytes, CHUNK_BYTES):
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"not uploaded within {patience:.0f} s")
-                    yield data[start : start + CHUNK_BYTES]
+        def parts() -> Iterator[memoryview]:
+            for piece in pieces(new, layout, CHUNK_BYTES):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not uploaded within {patience:.0f} s")
+                yield piece
 
         path = f"{new.name}/{SINGLE_FILE}"
         with self._failing(path):

@@ -105,6 +105,16 @@ def manifest_of(new: NewVersion, layout: Layout, digests: Mapping[str, str]) -> 
     )
 
 
+def pieces(new: NewVersion, layout: Layout, most: int) -> Iterator[memoryview]:
+    """The bytes of the file from its first to its last, at most so many at once; not copied."""
+    yield memoryview(layout.header)
+    tensors = {tensor.name: tensor.data for tensor in new.tensors}
+    for place in layout.places:
+        data = tensors[place.name]
+        for start in range(0, data.nbytes, most):
+            yield data[start : start + most]
+
+
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """`[work(item) for item in items]`, a few at a time: hashing and copying free the interpreter.
 

@@ -10,10 +10,12 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+import xxhash
 
 from areal.errors import InvalidInput
 from areal.weights.manifest import (
@@ -24,7 +26,6 @@ from areal.weights.manifest import (
     parse_version_dir,
 )
 from areal.weights.publisher import TransportError, patience_s
-from areal.weights.safetensors import digest_of
 
 DIGEST_HEADER = "Areal-Digest"
 CHUNK_BYTES = 32 << 20
@@ -101,13 +102,19 @@ class StoreConnection:
         """Announces an upload."""
         self._body(self._send("POST", f"/versions/{name}", manifest.encode()), _MAX_ERROR_BYTES)
 
-    def put(self, name: str, file: str, data: memoryview, offset: int, total: int) -> None:
-        """Stores one chunk of a file."""
+    def put(
+        self, name: str, file: str, chunk: Sequence[memoryview], offset: int, total: int
+    ) -> None:
+        """Stores one chunk of a file, whose parts need not lie together here."""
+        digest, size = xxhash.xxh3_128(), sum(part.nbytes for part in chunk)
+        for part in chunk:
+            digest.update(part)
         headers = {
-            "Content-Range": f"bytes {offset}-{offset + data.nbytes - 1}/{total}",
-            DIGEST_HEADER: digest_of(data),
+            "Content-Length": str(size),
+            "Content-Range": f"bytes {offset}-{offset + size - 1}/{total}",
+            DIGEST_HEADER: digest.hexdigest(),
         }
-        response = self._send("PUT", f"/versions/{name}/{file}", data, headers)
+        response = self._send("PUT", f"/versions/{name}/{file}", chunk, headers)
         self._body(response, _MAX_ERROR_BYTES)
 
     def commit(self, name: str, size_bytes: int = 0) -> str:
@@ -156,7 +163,7 @@ class StoreConnection:
         self,
         method: str,
         path: str,
-        body: bytes | memoryview | None = None,
+        body: bytes | Sequence[memoryview] | None = None,
         headers: Mapping[str, str] | None = None,
         *,
         wait: float = 0.0,

@@ -6,7 +6,7 @@ digest and its place; one that fails is sent again, and the store shows nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +14,11 @@ from areal.chassis.logging import get_logger
 from areal.weights import delta
 from areal.weights.delta import DeltaChain
 from areal.weights.manifest import SINGLE_FILE, PolicyVersion, at_path, to_json
-from areal.weights.publisher import NewVersion, TransportError, describe, in_threads
-from areal.weights.safetensors import Layout
+from areal.weights.publisher import NewVersion, TransportError, describe, in_threads, pieces
 from areal.weights.store_client import CHUNK_BYTES, StoreConnection
 
 _ATTEMPTS = 3
 _LANES = 2
-_SMALL_BYTES = 256 << 10
-_JOINED_BYTES = 4 << 20
 
 
 class StreamPublisher:
@@ -57,87 +54,80 @@ class StreamPublisher:
             raise TransportError("endpoints.weight_store '': there is no weight store")
         with self._connect() as store:
             manifest, layout = describe(new)
-            blocks = _blocks(new, layout)
-            published = self._send_delta(store, new, manifest, blocks)
+            published = self._send_delta(store, new, manifest)
             if published is None:
-                store.begin(new.name, to_json(manifest))
-                self._upload(new.name, blocks, {f.name: f.size_bytes for f in manifest.files})
-                published = at_path(manifest, Path(store.commit(new.name, manifest.size_bytes)))
+                weights = {SINGLE_FILE: pieces(new, layout, CHUNK_BYTES)}
+                published = self._send(store, new, manifest, weights)
         announce(published)
         if self._chain is not None:
             self._chain.advance(published, new)
         return published
 
     def _send_delta(
-        self, store: StoreConnection, new: NewVersion, manifest: PolicyVersion, blocks: list[_Block]
+        self, store: StoreConnection, new: NewVersion, manifest: PolicyVersion
     ) -> PolicyVersion | None:
         """What the store made of it; None when the whole file must be sent."""
         encoded = self._chain.encode(new) if self._chain is not None else None
         if encoded is None:
             return None
         file, raw = encoded
-        manifest = replace(manifest, delta=file)
-        chunks = [
-            (delta.FILE, start, memoryview(raw)[start : start + CHUNK_BYTES])
-            for start in range(0, len(raw), CHUNK_BYTES)
-        ]
-        totals = {f.name: f.size_bytes for f in manifest.files} | {delta.FILE: len(raw)}
+        whole = memoryview(raw)
+        parts = (whole[n : n + CHUNK_BYTES] for n in range(0, len(raw), CHUNK_BYTES))
         try:
-            store.begin(new.name, to_json(manifest))
-            small = [block for block in blocks if block[0] != SINGLE_FILE]
-            self._upload(new.name, small + chunks, totals)
-            path = store.commit(new.name, manifest.size_bytes)
+            sent = self._send(store, new, replace(manifest, delta=file), {delta.FILE: parts})
         except TransportError as error:  # its base is gone: the chain starts again
             self._log.warning(
                 "delta_refused", version=new.version, base=file.base, cause=str(error)
             )
             return None
         self._log.info("delta_sent", version=new.version, base=file.base, size_bytes=len(raw))
-        return at_path(manifest, Path(path))
+        return sent
 
     def _connect(self) -> StoreConnection:
         return StoreConnection(self._url, self._headers, self._timeout)
 
-    def _upload(self, name: str, blocks: list[_Block], totals: Mapping[str, int]) -> None:
+    def _send(
+        self,
+        store: StoreConnection,
+        new: NewVersion,
+        manifest: PolicyVersion,
+        files: Mapping[str, Iterable[memoryview]],
+    ) -> PolicyVersion:
+        """Uploads config.json and these files, and has the store check them."""
+        config = memoryview((new.model / "config.json").read_bytes())
+        chunks = [
+            (file, offset, chunk)
+            for file, parts in {"config.json": [config], **files}.items()
+            for offset, chunk in _chunks(parts)
+        ]
+        totals = {f.name: f.size_bytes for f in manifest.files}
+        if manifest.delta is not None:
+            totals[delta.FILE] = manifest.delta.size_bytes
+        store.begin(new.name, to_json(manifest))
 
         def lane(number: int) -> None:
-            with self._connect() as store:
-                for file, offset, data in blocks[number::_LANES]:
+            with self._connect() as own:
+                for file, offset, chunk in chunks[number::_LANES]:
                     for attempt in range(1, _ATTEMPTS + 1):
                         try:
-                            store.put(name, file, data, offset, totals[file])
+                            own.put(new.name, file, chunk, offset, totals[file])
                             break
                         except TransportError:
                             if attempt == _ATTEMPTS:
                                 raise
 
         in_threads(lane, range(_LANES))
+        return at_path(manifest, Path(store.commit(new.name, manifest.size_bytes)))
 
 
-_Block = tuple[str, int, memoryview]
-
-
-def _blocks(new: NewVersion, layout: Layout) -> list[_Block]:
-    """What to send: (file, offset, bytes)."""
-    by_name = {tensor.name: tensor for tensor in new.tensors}
-    config = memoryview((new.model / "config.json").read_bytes())
-    blocks: list[_Block] = [("config.json", 0, config)]
-    blocks.append((SINGLE_FILE, 0, memoryview(layout.header)))
-    small: list[memoryview] = []  # biases and norms travel together
-    begin = size = 0
-    for place in layout.places:
-        data = by_name[place.name].data
-        if data.nbytes < _SMALL_BYTES:
-            begin = begin if small else place.begin
-            small.append(data)
-            size += data.nbytes
-        if small and (data.nbytes >= _SMALL_BYTES or size >= _JOINED_BYTES):
-            blocks.append((SINGLE_FILE, begin, memoryview(b"".join(small))))
-            small, size = [], 0
-        if data.nbytes >= _SMALL_BYTES:
-            for start in range(0, data.nbytes, CHUNK_BYTES):
-                part = data[start : start + CHUNK_BYTES]
-                blocks.append((SINGLE_FILE, place.begin + start, part))
-    if small:
-        blocks.append((SINGLE_FILE, begin, memoryview(b"".join(small))))
-    return blocks
+def _chunks(parts: Iterable[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Offsets in the file, and what is sent together."""
+    begin, size, together = 0, 0, list[memoryview]()
+    for part in parts:
+        if together and size + part.nbytes > CHUNK_BYTES:
+            yield begin, together
+            begin, size, together = begin + size, 0, []
+        together.append(part)
+        size += part.nbytes
+    if together:
+        yield begin, together

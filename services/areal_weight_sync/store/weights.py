@@ -2,7 +2,7 @@
 
     begin(manifest) ─> .staging-vN-incM/ with files of their final size
     write(file, offset, bytes), in any order, any number of times
-    commit() ─> every digest checked ─> vN-incM/, which `disk` could have written
+    commit() ─> every file's digest checked ─> vN-incM/, which `disk` could have written
 
 What a manifest does not declare is not stored, and nothing is visible before all of it is right.
 """
@@ -31,7 +31,7 @@ from areal.weights.manifest import (
     write_manifest,
 )
 from areal.weights.publisher import companions
-from areal.weights.safetensors import SUFFIX, file_digest, read_layout, tensor_digests
+from areal.weights.safetensors import file_digest
 
 _MAX_FILES = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
@@ -98,30 +98,17 @@ class WeightStore:
         return os.open(path, os.O_WRONLY)
 
     def commit(self, name: str, manifest: PolicyVersion) -> Path:
-        """Checks every file and tensor and makes the version visible.
+        """Checks every file and makes the version visible.
 
         Raises:
             NotFound: It was not begun.
-            InvalidInput: Names the first file or tensor that is not what the manifest says.
+            InvalidInput: Names the first file that is not what the manifest says.
         """
         staging = self._staging(name)
         if manifest.delta is not None:
             rebuild(staging, self._base_of(manifest.delta), manifest.delta)
-        wanted = {tensor.name: tensor for tensor in manifest.tensors}
         for file in manifest.files:
-            path = staging / file.name
-            if not path.name.endswith(SUFFIX):
-                digest = file_digest(path)
-            else:
-                layout = read_layout(path)
-                found = tensor_digests(path, layout)
-                for place in layout.places:
-                    tensor = wanted.get(place.name)
-                    if tensor is not None and tensor.digest != found[place.name]:
-                        raise InvalidInput(
-                            f"{name}/{file.name}: tensor {place.name} is not the one announced"
-                        )
-                digest = layout.file_digest(found)
+            digest = file_digest(staging / file.name)
             if digest != file.digest:
                 raise InvalidInput(
                     f"{name}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
