@@ -295,7 +295,7 @@ class TrainerSession(Ranks):
         max_wait_s: float = POLL_S,
         refill_below: int = 0,
     ) -> TakeResult:
-        """Asks for the batch of the next step; see `BufferClient.take_batch`."""
+        """Asks for the batch of the next step; see `BufferTrainer.take_batch`."""
         step = self.step + 1
         return self._ask_buffer(
             lambda: self.buffer.take_batch(

@@ -92,8 +92,8 @@ class Submission:
             return
         hint = ""
         if self.refused is not None:
-            what, hint = f"{self._room}: {self.refused}", "raise buffer.max_memory_mb, or "
-            hint += "checkpoint more often"
+            what = f"{self._room}: {self.refused}"
+            hint = "raise buffer.max_memory_mb, or checkpoint more often"
         on = f"buffer {self._session.buffer.connection.address}"
         raise errors.WaitTimeout(what, on=on, since=self.since, hint=hint) from None
 
