@@ -3,7 +3,7 @@
     s3://bucket/prefix/v00000012-inc3/{model.safetensors, config.json, …, manifest.json}
 
 The manifest is written last and deleted first, so a version that has one is whole. The object
-store's own checksums end at its door: whoever reads compares the digests of the manifest.
+store's own checksums end at its door: a reader compares the digests of the manifest.
 
 Credentials, region and endpoint come from the environment or the machine's identity, as obstore
 reads them (AWS_*, GOOGLE_*, AZURE_*). None is taken from a configuration, and none is in an error.
