@@ -5,6 +5,7 @@
     disk    folder on a volume  ───────────────────────── path ──────────> reads the folder
     stream  upload, once  ──HTTP──> weight store ──────HTTP, ranges──────> pulls into parameters
                                           └──────────> sidecar ──folder──> an unmodified SGLang
+    (s3://)  upload, once ──HTTP──> object store ──────HTTP, ranges──────> the same two
     distributed  broadcast ─────────── process group ────────────────────> its parameters
 
 The first two give the same thing: a published folder with a manifest. `disk` writes it where every
@@ -12,5 +13,6 @@ server mounts it; `stream` leaves it with weight-sync's store, which serves ever
 a server that cannot see the folder pulls it instead. `delta` is an encoding of both: the trainer
 writes or sends what changed, weight-sync makes the whole file of it, and who holds the version
 before reads the delta only. `distributed` reaches those who serve while one of the two stores the
-version: see `broadcast`, `distributed`.
+version: see `broadcast`, `distributed`. `disk` with `weight_sync.path=s3://…` uploads to an object
+store, without deltas: see `objects`.
 """
