@@ -37,7 +37,6 @@ class RunFolder:
         self.plot_file = path / "reward.png"
 
     def log_of(self, name: str) -> Path:
-        """The log of a process."""
         return self.logs / f"{name}.log"
 
     def lock(self, wait_s: float = 15.0) -> int:

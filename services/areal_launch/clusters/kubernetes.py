@@ -121,13 +121,11 @@ class Release:
 
     @property
     def kubectl_command(self) -> list[str]:
-        """`kubectl`, in the release's context and namespace."""
         context = ["--context", self.api.context] if self.api.context else []
         return ["kubectl", *context, *self._where]
 
     @property
     def helm_command(self) -> list[str]:
-        """`helm`, in the release's context and namespace."""
         context = ["--kube-context", self.api.context] if self.api.context else []
         return ["helm", *context, *self._where]
 
@@ -174,7 +172,6 @@ class Release:
 
     @cached_property
     def manifest(self) -> list[dict[str, Any]]:
-        """The objects of the release."""
         text = self.helm("get", "manifest", self.name)
         return [each for each in yaml.safe_load_all(text) if each]
 

@@ -109,7 +109,6 @@ class KubernetesApi:
         return str(content["gitVersion"])
 
     def served(self) -> dict[str, set[str]]:
-        """Group and version to its kinds."""
         listed = {"v1": self.get(self.core.get_api_resources)}
         for group in self.get(self._api.ApisApi(self._client).get_api_versions)["groups"]:
             for each in group["versions"]:

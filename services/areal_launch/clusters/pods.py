@@ -71,11 +71,7 @@ class Problem:
 
 
 def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
-    """What keeps pods from running, one entry per component, container, image and reason.
-
-    Args:
-        pods: JSON, as the API lists them.
-    """
+    """What keeps pods from running, one entry per component, container, image and reason."""
     found: dict[tuple[str, ...], Problem] = {}
     for pod in pods:
         if "deletionTimestamp" in pod["metadata"]:

@@ -166,7 +166,6 @@ class SlurmCluster(Cluster):
         return await SlurmChild.start(replace(spec, argv=step_argv(spec)), stack_id)
 
     def describe(self) -> dict[str, Any]:
-        """The job."""
         return {"slurm_job": self._job}
 
 

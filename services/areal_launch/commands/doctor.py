@@ -18,12 +18,7 @@ def examine(
 ) -> int:
     """Prints what a run needs and whether it is there; returns the exit code.
 
-    Args:
-        on: local or kubernetes.
-        recipe: the recipe, or the directory of a model alone; None: no recipe.
-        config: the experiment's YAML.
-        overrides: key=value.
-        as_json: a list instead of a table.
+    `recipe`: may be the directory of a model, which is then examined alone.
     """
     if recipe is not None and recipe.is_dir():
         return _report(examine_model(recipe), as_json=as_json)

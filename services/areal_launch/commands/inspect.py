@@ -20,10 +20,9 @@ from areal_launch.processes.descendants import end_tagged, leaders_of
 from areal_launch.processes.log_tail import LogTail, humanize
 from areal_launch.processes.process import last_lines
 from areal_launch.run_folder import RunFolder, find_run
-from areal_launch.view.output import print_json, print_table, say
+from areal_launch.view.output import print_json, print_table, say, state_word
 from areal_launch.view.poller import Snapshot, StackPoller
 from areal_launch.view.watchdog import ask_waits
-from areal_launch.view.words import state_word
 
 STOP_TIMEOUT_S = 90.0
 KILL_TIMEOUT_S = 30.0

@@ -87,7 +87,6 @@ class ReleaseFollower(Follower):
         )
 
     async def run(self) -> int:
-        """Until the end; the exit code."""
         self.handle_signals()
         end = "stays" if self._keep else "is removed, except its volumes (--keep: stays)"
         self.say(f"release {self._release.name} is installed; after training it {end}")
@@ -170,7 +169,6 @@ class ReleaseFollower(Follower):
         return Outcome()
 
     async def _show(self) -> None:
-        """Forwards ports, and starts to draw."""
         release, picker = self._release, PortPicker()
         services = await asyncio.to_thread(release.services)
         ports = {component: picker.pick(component) for component in services}

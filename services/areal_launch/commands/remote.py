@@ -43,7 +43,6 @@ class Follower:
         configure_logging("follower", stack.config.namespace, stream=log)
 
     def handle_signals(self) -> None:
-        """Counts this terminal's signals from now on."""
 
         def handle() -> None:
             self.signals += 1

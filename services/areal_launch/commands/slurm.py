@@ -64,7 +64,6 @@ class JobFollower(Follower):
         self._said = ""
 
     async def run(self) -> int:
-        """Until the end; the exit code."""
         self.handle_signals()
         self.say(f"job {self._job} submitted; script {self.stack.folder.path / 'job.sh'}")
         try:

@@ -175,7 +175,6 @@ class Session:
         self._ready_fd = ready_fd
 
     async def run(self) -> int:
-        """Start to end; returns the exit code."""
         began, stack, with_trainer = time.monotonic(), self._stack, self._stack.with_trainer
         interrupt = asyncio.Event()
         self._handle_signals(interrupt)

@@ -129,7 +129,6 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Of all parts."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:

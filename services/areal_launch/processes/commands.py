@@ -34,11 +34,7 @@ def run_command(
 ) -> str:
     """Runs a program to its end; returns what it printed.
 
-    Args:
-        argv: No secret in it.
-        hint: What to do where there is no such program.
-        environment: None: ours.
-        timeout: Seconds.
+    No secret may be in `argv`; `hint` says what to do where there is no such program.
 
     Raises:
         NotFound: There is no such program.

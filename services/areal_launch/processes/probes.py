@@ -61,13 +61,8 @@ def nats_probe(host: str, port: int) -> Probe:
 async def wait_ready(probe: Probe, what: str, timeout: float) -> None:
     """Asks until the probe says yes.
 
-    Args:
-        probe: The question.
-        what: Who is asked, for the error.
-        timeout: Seconds.
-
     Raises:
-        WaitTimeout: Names `what` and the probe's last answer.
+        WaitTimeout: After `timeout` seconds; names `what` and the probe's last answer.
     """
     since = time.monotonic()
     pause = 0.05

@@ -184,17 +184,11 @@ class Life(Protocol):
     pid: int
     """On this machine; 0: on another."""
 
-    async def wait(self) -> int:
-        """As `Child.wait`."""
-        ...
+    async def wait(self) -> int: ...
 
-    async def stop(self, grace_s: float | None = None) -> int:
-        """As `Child.stop`."""
-        ...
+    async def stop(self, grace_s: float | None = None) -> int: ...
 
-    async def sweep(self) -> None:
-        """As `Child.sweep`."""
-        ...
+    async def sweep(self) -> None: ...
 
 
 Spawn = Callable[[ProcessSpec, str], Awaitable[Life]]

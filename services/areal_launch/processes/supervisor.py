@@ -137,7 +137,6 @@ class Supervised:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        """Begins its first life."""
         self._set(ProcessState.STARTING)
         self._task = asyncio.create_task(self._run(), name=f"supervise-{self.spec.name}")
         self._task.add_done_callback(self._supervision_ended)
@@ -375,12 +374,7 @@ class Supervisor:
         self._spawn = spawn
 
     def start(self, *specs: ProcessSpec, vital: bool = True) -> None:
-        """Starts processes; does not wait for them.
-
-        Args:
-            specs: What to start.
-            vital: Whether the stack is given up with them.
-        """
+        """Starts processes without waiting; the stack fails with those that are `vital`."""
         for spec in specs:
             process = Supervised(spec, self._stack_id, self._policy, self._report, self._spawn)
             process.vital = vital

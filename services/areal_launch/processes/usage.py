@@ -34,7 +34,6 @@ class UsageSampler:
             await asyncio.sleep(self._interval_s)
 
     def sample(self, pids: Mapping[str, int]) -> None:
-        """Takes one sample."""
         parents: dict[int, int] = {}
         memory: dict[int, int] = {}
         for process in psutil.process_iter():

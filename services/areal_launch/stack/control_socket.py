@@ -52,7 +52,6 @@ class ControlSocket:
                 os.umask(before)
 
     async def close(self) -> None:
-        """Ends what runs."""
         if self._server is not None:
             self._server.close()
             self._server = None

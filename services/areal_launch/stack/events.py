@@ -29,9 +29,9 @@ class StackEvent:
 class EventLog:
     """Collects events; everything but bare state changes goes to the launcher's log as well."""
 
-    def __init__(self, keep: int = 50) -> None:
-        """Keeps the newest `keep` events for the view."""
-        self.recent: deque[StackEvent] = deque(maxlen=keep)
+    def __init__(self) -> None:
+        self.recent: deque[StackEvent] = deque(maxlen=50)
+        """The newest events, for the view."""
         self._listeners: list[Callable[[StackEvent], None]] = []
         self._log = get_logger("areal_launch")
 
@@ -40,7 +40,6 @@ class EventLog:
         self._listeners.append(listener)
 
     def report(self, level: str, process: str, text: str) -> None:
-        """Records one event."""
         event = StackEvent(time.time(), level, process, text)
         if level != "state":
             self.recent.append(event)

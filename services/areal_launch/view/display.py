@@ -32,13 +32,11 @@ class Display:
     """Shows nothing; the others override what they show."""
 
     def begin(self, stack: Stack, poller: StackPoller, usage: UsageSampler | None) -> None:
-        """The stack has been opened."""
         self._stack = stack
         self._poller = poller
         self._usage = usage
 
     async def run(self) -> None:
-        """Shows until cancelled."""
         await asyncio.Event().wait()
 
     def end(self, word: str) -> None:
@@ -135,7 +133,6 @@ class JsonDisplay(Display):
     """One JSON object per step, and the summary at the end; nothing else on stdout."""
 
     def begin(self, stack: Stack, poller: StackPoller, usage: UsageSampler | None) -> None:
-        """Rows of an earlier invocation are not repeated."""
         super().begin(stack, poller, usage)
         self._printed = {int(row["step"]) for row in read_rows(stack.folder.metrics_file)}
         poller.listen(self._row)

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from areal.types import TaskState
 from areal.weights.servers import ServerState
+from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import WINDOW, column, mean, recent_mean
-from areal_launch.view.words import pause_words, state_word
 
 if TYPE_CHECKING:
     from areal_launch.processes.usage import UsageSampler
@@ -110,7 +110,6 @@ class LiveView:
         )
 
     def _where(self) -> str:
-        """The dashboard's address, once it answers there."""
         if not dashboard_listens(self._stack):
             return "dashboard is starting   "
         address = self._stack.config.endpoints.gateway

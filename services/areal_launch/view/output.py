@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from areal.types import TaskState
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
@@ -29,7 +31,6 @@ class CheckResult(StrEnum):
         return self in (CheckResult.MISSING, CheckResult.FAILED)
 
     def styled(self) -> Text:
-        """The word in its color."""
         from rich.text import Text
 
         fine = "green" if self is CheckResult.OK else "yellow"
@@ -70,3 +71,15 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) ->
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     Console().print(table)
+
+
+def state_word(state: TaskState) -> str:
+    """A task's state, as people read it."""
+    # A step's tasks are the trainer's until a checkpoint holds what it learned from them.
+    words = {TaskState.BATCHED: "in training", TaskState.TRAINED: "trained and saved"}
+    return words.get(state, state.value.replace("_", "-"))
+
+
+def pause_words(seconds: float) -> str:
+    """How long a weight update pauses a server; 0: it generates all along."""
+    return f"{seconds * 1000:.0f} ms pause each" if seconds else "no pause"

@@ -69,20 +69,15 @@ class LedgerView:
     staleness_bound: int = 0
     trajectories: int = 0
     generated_tokens: int = 0
-    admission_headroom: int = 0
-    redis_memory_bytes: int = 0
     incarnation: int = 0
     """Of the trainer that registered last; what follows is since then."""
     failures: tuple[RecipeFailure, ...] = ()
     """The most frequent first."""
-    stopped: str = ""
-    """Why the ledger stopped the run; empty: it did not."""
     retried: int = 0
     """Tasks that the recipe had failed before, queued again."""
 
     @classmethod
     def from_pb(cls, stats: pb.GetStatsResponse) -> LedgerView:
-        """Decodes GetStats."""
         counts = dict.fromkeys(TaskState, 0)
         counts |= {
             STATE_FROM_PB[c.state]: c.tasks for c in stats.counts if c.state in STATE_FROM_PB
@@ -95,8 +90,6 @@ class LedgerView:
             staleness_bound=stats.max_head_offpolicyness,
             trajectories=stats.trajectories,
             generated_tokens=stats.generated_tokens,
-            admission_headroom=stats.admission_headroom,
-            redis_memory_bytes=stats.redis_memory_bytes,
             incarnation=stats.incarnation,
             failures=tuple(
                 RecipeFailure(
@@ -108,7 +101,6 @@ class LedgerView:
                 )
                 for failure in stats.failures
             ),
-            stopped=stats.stopped,
             retried=stats.retried,
         )
 
@@ -188,7 +180,6 @@ class StackPoller:
         self._notice_listeners.append(listener)
 
     def start(self) -> None:
-        """Begins to watch."""
         loops: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             ("buffer", self._poll_ledger),
             ("weight-sync", self._poll_weights),
@@ -209,7 +200,6 @@ class StackPoller:
         return self.snapshot
 
     async def close(self) -> None:
-        """Ends the watch and closes channels."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from areal.types import TaskState
+from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import WINDOW, column, mean
-from areal_launch.view.words import pause_words, state_word
 
 _ACCOUNTS = (
     TaskState.TRAINED,
