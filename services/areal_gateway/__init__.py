@@ -2,4 +2,6 @@
 
 Owns: nothing; it asks the other services and remembers the last minutes for the page.
 Never: queues, scores or trains, or keeps anything that a restart could lose.
+
+Core: `status.py`
 """

@@ -1,6 +1,6 @@
-"""Console entry point: ``areal-inference`` and ``python -m areal_inference``."""
+"""`areal-inference`, and `python -m areal_inference`."""
 
-from areal_inference.cli import main
+from areal_inference.server import main
 
 if __name__ == "__main__":
     main()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import uvloop
+
+from areal.chassis import tracing
+from areal.chassis.logging import configure_logging
+from areal.errors import ArealError
+from areal_inference.config import InferenceConfig
 
 
-def main() -> None:
-    """Entry point of the ``areal-inference`` script."""
+def command_line(serve: Callable[[InferenceConfig], Coroutine[Any, Any, int]]) -> None:
+    """Reads flags and YAML, runs `serve` in an event loop and exits with its code."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name="areal-inference")(run)
-    app(prog_name="areal-inference")
+    app(prog_name="areal-inference", obj=serve)
 
 
 def run(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with an 'inference:' mapping; flags win.")
     ] = None,
@@ -65,21 +73,15 @@ def run(
 ) -> None:
     """Serve a Qwen2 or Llama model on CPU with SGLang's HTTP protocol."""
     flags: dict[str, Any] = {
-        k: v for k, v in locals().items() if k not in ("config", "log_text") and v is not None
+        k: v
+        for k, v in locals().items()
+        if k not in ("context", "config", "log_text") and v is not None
     }
-    import uvloop
-
-    from areal.chassis import tracing
-    from areal.chassis.logging import configure_logging
-    from areal.errors import ArealError
-    from areal_inference.config import InferenceConfig
-    from areal_inference.server import serve
-
     try:
         settings = InferenceConfig.load(config, flags)
         configure_logging("inference", settings.served_model_name or "", text=log_text)
         with tracing.exporting("areal-inference", settings.served_model_name or ""):
-            code = uvloop.run(serve(settings))
+            code = uvloop.run(context.obj(settings))
     except ArealError as error:
         sys.stderr.write(f"areal-inference: {error}\n")
         code = 2

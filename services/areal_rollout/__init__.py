@@ -3,4 +3,6 @@
 Owns: the episodes running now; nothing durable.
 Never: decides what may run or how stale it may be (the ledger does), or which server serves which
 version (weight-sync does).
+
+Core: `executor.py`
 """

@@ -2,4 +2,6 @@
 
 Never generates, never writes weights: the trainer publishes a folder, this service brings every
 server to it, confirms it, and says so.
+
+Core: `coordinator.py`
 """

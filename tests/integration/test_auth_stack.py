@@ -193,8 +193,8 @@ def inference_routes() -> list[tuple[str, str]]:
     from types import SimpleNamespace
     from typing import cast
 
-    from areal_inference.server import build_app
-    from areal_inference.service import Service
+    from areal_inference.frontend import Frontend
+    from areal_inference.http_api.app import build_app
 
     # The routes are made before anything of the service is used.
     service = SimpleNamespace(
@@ -203,7 +203,7 @@ def inference_routes() -> list[tuple[str, str]]:
         encode=lambda: None,
         decode=lambda: None,
     )
-    return routes_of(build_app(cast("Service", service), Security()).routes)
+    return routes_of(build_app(cast("Frontend", service), Security()).routes)
 
 
 def routes_of(routes: Any) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ from areal.v1 import (
     rollout_service_pb2,
     weight_sync_service_pb2,
 )
-from areal_inference.server import build_app
+from areal_inference.http_api.app import build_app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

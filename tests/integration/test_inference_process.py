@@ -65,7 +65,7 @@ def test_start_when_port_is_in_use_then_one_line(folder: Path):
         taken.listen()
         port = taken.getsockname()[1]
         line = fails_to_start(folder, "--port", str(port))
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
+    assert f"127.0.0.1:{port}: cannot listen there: Address already in use" in line
 
 
 def test_start_when_config_key_is_mistyped_then_one_line(folder: Path, tmp_path: Path):

@@ -18,9 +18,9 @@ from areal.errors import InvalidInput
 from areal.weights.publisher import TransportError
 from areal_inference.api import RequestError, SchemaError
 from areal_inference.decode.scheduler import PAUSE_MODES, Scheduler
+from areal_inference.frontend import Frontend
 from areal_inference.http_api.requests import COMMON, guarded, json_response, read_object
 from areal_inference.http_api.weight_groups import RECEIVE, GroupRoutes, Groups, MemorySource, done
-from areal_inference.service import Service
 
 if TYPE_CHECKING:
     from areal_inference.model.sources import Source
@@ -62,10 +62,10 @@ _CHECKER = {
 }
 
 
-def control_routes(service: Service, headers: Mapping[str, str]) -> list[StarletteRoute]:
-    """All control endpoints of a service; `headers` are what a weight store asks for."""
-    control = _Control(service, headers)
-    groups = GroupRoutes(control.groups, service, control.adopt)
+def control_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[StarletteRoute]:
+    """All control endpoints of a frontend; `headers` are what a weight store asks for."""
+    control = _Control(frontend, headers)
+    groups = GroupRoutes(control.groups, frontend, control.adopt)
     return [
         StarletteRoute(path, guarded(handler), methods=methods)
         for path, handler, methods in (
@@ -106,13 +106,13 @@ def folder_stamp(location: str) -> tuple[Any, ...]:
 
 
 class _Control:
-    def __init__(self, service: Service, headers: Mapping[str, str]):
-        self._service = service
+    def __init__(self, frontend: Frontend, headers: Mapping[str, str]):
+        self._frontend = frontend
         self._headers = headers
-        self._timeout = service.config.command_timeout_s
+        self._timeout = frontend.config.command_timeout_s
         self._staged: Staged | None = None
         self._spare: Weights | None = None  # the set before the current one: the next load fills it
-        self.groups = Groups(service.model)
+        self.groups = Groups(frontend.model)
 
     async def pause(self, http: HttpRequest) -> Response:
         """Stop decoding: abort (default), retract or in_place."""
@@ -120,25 +120,25 @@ class _Control:
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise SchemaError(f"mode: {mode!r}, expected one of {list(PAUSE_MODES)}")
-        self._service.check_ready()
-        await self._service.engine.call(lambda s: s.pause(mode), self._timeout)
+        self._frontend.check_ready()
+        await self._frontend.engine.call(lambda s: s.pause(mode), self._timeout)
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, http: HttpRequest) -> Response:
         """Continue decoding."""
         await read_object(http, _CONTINUE)
-        self._service.check_ready()
-        await self._service.engine.call(lambda s: s.resume(), self._timeout)
+        self._frontend.check_ready()
+        await self._frontend.engine.call(lambda s: s.resume(), self._timeout)
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort(self, http: HttpRequest) -> Response:
         """Finish one request, or all, with their partial output; unknown ids are no error."""
         body = await read_object(http, _ABORT)
-        self._service.check_ready()
+        self._frontend.check_ready()
         if body.get("abort_all", False):
-            await self._service.abort(None)
+            await self._frontend.abort(None)
         elif "rid" in body:
-            await self._service.abort(body["rid"])
+            await self._frontend.abort(body["rid"])
         return Response(status_code=200)
 
     async def flush(self, http: HttpRequest) -> Response:
@@ -149,9 +149,9 @@ class _Control:
             timeout = -1.0
         if not 0.0 <= timeout <= _MAX_FLUSH_WAIT_S:  # NaN is not, either
             raise SchemaError(f"timeout: expected 0 to {_MAX_FLUSH_WAIT_S:.0f} seconds")
-        self._service.check_ready()
+        self._frontend.check_ready()
         try:
-            flushed = await self._service.engine.call(
+            flushed = await self._frontend.engine.call(
                 lambda s: s.flush(), timeout or self._timeout, exclusive=timeout > 0
             )
         except TimeoutError:
@@ -173,13 +173,13 @@ class _Control:
         body = await read_object(http, _STAGE)
         if "model_path" not in body and "names" not in body:
             raise SchemaError("model_path: missing, expected a folder with safetensors")
-        self._service.check_ready()
+        self._frontend.check_ready()
         try:
             location, source = body.get("model_path", ""), None
             if not location:
                 location, source = self.groups.location(), MemorySource()
                 await self.groups.receive(body, source)
-            async with self._service.weights_lock:
+            async with self._frontend.weights_lock:
                 self._staged = await self._read(location, source)
                 checksums = self._staged.weights.checksums()
         except (InvalidInput, TransportError) as error:
@@ -189,7 +189,7 @@ class _Control:
     async def adopt(self, source: MemorySource, body: dict[str, Any]) -> None:
         """Makes what was received the weights that serve."""
         body = {"model_path": self.groups.location(), **body}
-        async with self._service.weights_lock:
+        async with self._frontend.weights_lock:
             self._staged = await self._read(body["model_path"], source)
             await self._update(body)
 
@@ -199,8 +199,8 @@ class _Control:
 
         from areal_inference.model.weights import load_weights
 
-        service = self._service
-        dtype: torch.dtype = getattr(torch, service.config.dtype)
+        frontend = self._frontend
+        dtype: torch.dtype = getattr(torch, frontend.config.dtype)
         if self._staged is not None:  # and never asked for
             self._spare, self._staged = self._staged.weights, None
 
@@ -208,11 +208,11 @@ class _Control:
             stamp = folder_stamp(location)
             weights = load_weights(
                 location,
-                service.model,
+                frontend.model,
                 dtype,
                 headers=self._headers,
                 spare=self._spare,
-                held=service.runner.model.weights,
+                held=frontend.runner.model.weights,
                 source=source,
             )
             weights.checksums()  # now: later somebody waits for them
@@ -227,8 +227,8 @@ class _Control:
         body = await read_object(http, _UPDATE)
         if "model_path" not in body:
             raise SchemaError("model_path: missing, expected a folder with safetensors")
-        self._service.check_ready()
-        async with self._service.weights_lock:
+        self._frontend.check_ready()
+        async with self._frontend.weights_lock:
             try:
                 count = await self._update(body)
             except (InvalidInput, TransportError, TimeoutError) as error:
@@ -242,7 +242,7 @@ class _Control:
 
     async def _update(self, body: dict[str, Any]) -> int:
         """Returns how many requests keep running on the new weights."""
-        service = self._service
+        frontend = self._frontend
         if body.get("load_format", "auto") not in ("auto", "safetensors"):
             raise RequestError(
                 f"load_format: {body['load_format']!r}, expected auto or safetensors"
@@ -258,7 +258,7 @@ class _Control:
         assert fresh is not None
         flush = body.get("flush_cache", True)
 
-        before = service.runner.model.weights
+        before = frontend.runner.model.weights
 
         def swap(scheduler: Scheduler) -> int:
             if flush and scheduler.running:
@@ -274,9 +274,9 @@ class _Control:
             return len(scheduler.running)
 
         if body.get("abort_all_requests", False):
-            await service.abort(None)
-        count = await service.engine.call(swap, self._timeout, exclusive=flush or not ahead)
-        service.model_path = location
+            await frontend.abort(None)
+        count = await frontend.engine.call(swap, self._timeout, exclusive=flush or not ahead)
+        frontend.model_path = location
         self._spare, self._staged = before, None
         return count
 
@@ -285,15 +285,15 @@ class _Control:
         body = await read_object(http, _VERSION)
         if "new_version" not in body:
             raise SchemaError("new_version: missing, expected a string")
-        self._service.check_ready()
+        self._frontend.check_ready()
         version: str = body["new_version"]
         if body.get("abort_all_requests", True):
-            await self._service.abort(None)
+            await self._frontend.abort(None)
 
         def rename(scheduler: Scheduler) -> None:
             scheduler.weight_version = version
 
-        await self._service.engine.call(rename, self._timeout)
+        await self._frontend.engine.call(rename, self._timeout)
         return json_response(
             {
                 "success": True,
@@ -307,10 +307,10 @@ class _Control:
         body = await read_object(http, _CHECKER)
         if body.get("action") != "checksum":
             raise SchemaError(f"action: {body.get('action')!r}, expected 'checksum'")
-        self._service.check_ready()
-        runner = self._service.runner
-        async with self._service.weights_lock:  # or the set being read might become the spare one
-            weights, version = await self._service.engine.call(
+        self._frontend.check_ready()
+        runner = self._frontend.runner
+        async with self._frontend.weights_lock:  # or the set being read might become the spare one
+            weights, version = await self._frontend.engine.call(
                 lambda s: (runner.model.weights, s.weight_version), self._timeout
             )
             checksums = await asyncio.to_thread(weights.checksums)

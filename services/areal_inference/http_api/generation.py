@@ -13,28 +13,28 @@ from starlette.types import Receive
 from areal.chassis import tracing
 from areal_inference.api import GenerateCall, parse_generate, render
 from areal_inference.decode.request import Request
+from areal_inference.frontend import Frontend
 from areal_inference.http_api.requests import Route, guarded, json_response, read_json
-from areal_inference.service import Service
 
 
-def generate_route(service: Service) -> Route:
-    """The /generate endpoint of a service."""
-    encode, decode = service.encode(), service.decode()
+def generate_route(frontend: Frontend) -> Route:
+    """The /generate endpoint of a frontend."""
+    encode, decode = frontend.encode(), frontend.decode()
 
     @guarded
     async def generate(http: HttpRequest) -> Response:
-        call = parse_generate(await read_json(http), service.limits, encode)
-        service.start(call)
+        call = parse_generate(await read_json(http), frontend.limits, encode)
+        frontend.start(call)
         if call.stream:
             return StreamingResponse(stream(call), media_type="text/event-stream")
-        watch = asyncio.create_task(_abort_on_disconnect(service, call, http.receive))
+        watch = asyncio.create_task(_abort_on_disconnect(frontend, call, http.receive))
         try:
             for request in call.requests:
                 await request.woken.wait()
         finally:
             watch.cancel()
-            service.finished(call)
-            _note(service, call)
+            frontend.finished(call)
+            _note(frontend, call)
         answers = [render(request, call, decode) for request in call.requests]
         return json_response(answers if call.as_list else answers[0])
 
@@ -48,9 +48,9 @@ def generate_route(service: Service) -> Route:
                 yield b"data: " + orjson.dumps(event) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
-            _abort_unfinished(service, call)
-            service.finished(call)
-            _note(service, call)
+            _abort_unfinished(frontend, call)
+            frontend.finished(call)
+            _note(frontend, call)
 
     return generate
 
@@ -82,7 +82,7 @@ async def _updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]
             follower.cancel()
 
 
-def _note(service: Service, call: GenerateCall) -> None:
+def _note(frontend: Frontend, call: GenerateCall) -> None:
     """What the span of the request says of its first sequence; mostly it is the only one."""
     if not tracing.recording():
         return
@@ -92,7 +92,7 @@ def _note(service: Service, call: GenerateCall) -> None:
     tracing.note(
         {
             "gen_ai.operation.name": "text_completion",
-            "gen_ai.request.model": service.config.served_model_name or service.config.model_path,
+            "gen_ai.request.model": frontend.config.served_model_name or frontend.config.model_path,
             "gen_ai.usage.input_tokens": len(request.input_ids),
             "gen_ai.usage.output_tokens": count,
             "gen_ai.response.finish_reasons": [(request.finish or {}).get("type", "abort")],
@@ -107,14 +107,14 @@ def _note(service: Service, call: GenerateCall) -> None:
     )
 
 
-async def _abort_on_disconnect(service: Service, call: GenerateCall, receive: Receive) -> None:
+async def _abort_on_disconnect(frontend: Frontend, call: GenerateCall, receive: Receive) -> None:
     """A client that went away must not keep rows of the cache."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    _abort_unfinished(service, call)
+    _abort_unfinished(frontend, call)
 
 
-def _abort_unfinished(service: Service, call: GenerateCall) -> None:
+def _abort_unfinished(frontend: Frontend, call: GenerateCall) -> None:
     rids = {r.rid for r in call.requests if r.finish is None}
     if rids:
-        service.engine.tell(lambda s: s.abort(rids, "client disconnected"))
+        frontend.engine.tell(lambda s: s.abort(rids, "client disconnected"))

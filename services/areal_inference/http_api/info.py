@@ -16,16 +16,16 @@ from starlette.routing import Route as StarletteRoute
 from areal.errors import Unavailable
 from areal_inference.api import RESERVED_POSITIONS
 from areal_inference.decode.request import Request, SamplingParams
+from areal_inference.frontend import Frontend
 from areal_inference.http_api.requests import engine_error, guarded, json_response
-from areal_inference.service import Service
 
 VERSION = "areal-inference-0.2.0"
 _HEALTH_GENERATE_S = 20.0
 
 
-def info_routes(service: Service) -> list[StarletteRoute]:
-    """All read-only endpoints of a service."""
-    info = _Info(service)
+def info_routes(frontend: Frontend) -> list[StarletteRoute]:
+    """All read-only endpoints of a frontend."""
+    info = _Info(frontend)
     return [
         StarletteRoute(path, guarded(handler), methods=["GET"])
         for path, handler in (
@@ -44,36 +44,36 @@ def info_routes(service: Service) -> list[StarletteRoute]:
 
 
 class _Info:
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
 
     async def health(self, _: HttpRequest) -> Response:
         """200 while the engine works (also during a pause); generates nothing, unlike SGLang's."""
-        self._service.check_health()
+        self._frontend.check_health()
         return Response(status_code=200)
 
     async def ready(self, _: HttpRequest) -> Response:
         """200 if healthy and not paused."""
-        self._service.check_health()
-        if self._service.scheduler.pause_mode is not None:
+        self._frontend.check_health()
+        if self._frontend.scheduler.pause_mode is not None:
             raise Unavailable("generation is paused")
         return Response(status_code=200)
 
     async def health_generate(self, _: HttpRequest) -> Response:
         """Generate one token; 503 after 20 s (also during a pause, as SGLang's)."""
-        self._service.check_health()
+        self._frontend.check_health()
         probe = Request(
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
             input_ids=[0],
             params=SamplingParams(max_new_tokens=1, temperature=0.0),
             received_at=time.time(),
         )
-        self._service.engine.submit([probe])
+        self._frontend.engine.submit([probe])
         try:
             async with asyncio.timeout(_HEALTH_GENERATE_S):
                 await probe.woken.wait()
         except TimeoutError:
-            await self._service.engine.call(
+            await self._frontend.engine.call(
                 lambda s: s.abort({probe.rid}, "health check timed out"), _HEALTH_GENERATE_S
             )
             return engine_error(f"no token generated within {_HEALTH_GENERATE_S:g} s", 503)
@@ -83,40 +83,40 @@ class _Info:
 
     async def model_info(self, _: HttpRequest) -> Response:
         """What is served, and its weight version."""
-        service = self._service
-        tokenizer = service.config.model_path if service.tokenizer is not None else None
+        frontend = self._frontend
+        tokenizer = frontend.config.model_path if frontend.tokenizer is not None else None
         return json_response(
             {
-                "model_path": service.model_path,
-                "served_model_name": service.config.served_model_name or service.model_path,
+                "model_path": frontend.model_path,
+                "served_model_name": frontend.config.served_model_name or frontend.model_path,
                 "tokenizer_path": tokenizer,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": service.scheduler.weight_version,
+                "weight_version": frontend.scheduler.weight_version,
                 "load_format": "auto",
                 "reasoning_parser": None,
                 "tool_call_parser": None,
                 "disaggregation_mode": "null",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
-                "model_type": service.model.model_type,
-                "architectures": [service.model.architecture],
+                "model_type": frontend.model.model_type,
+                "architectures": [frontend.model.architecture],
             }
         )
 
     async def server_info(self, _: HttpRequest) -> Response:
         """The configuration (weight_version: at the start) and the live state."""
-        service = self._service
-        scheduler = service.scheduler
+        frontend = self._frontend
+        scheduler = frontend.scheduler
         return json_response(
             {
-                **dataclasses.asdict(service.config),
-                "status": "ready" if service.ready else "starting",
-                "context_length": service.context_length,
-                "max_total_num_tokens": service.max_total_tokens,
-                "max_req_input_len": service.context_length - RESERVED_POSITIONS,
-                "startup_time": service.started_at,
-                "boot_id": service.boot_id,
+                **dataclasses.asdict(frontend.config),
+                "status": "ready" if frontend.ready else "starting",
+                "context_length": frontend.context_length,
+                "max_total_num_tokens": frontend.max_total_tokens,
+                "max_req_input_len": frontend.context_length - RESERVED_POSITIONS,
+                "startup_time": frontend.started_at,
+                "boot_id": frontend.boot_id,
                 "internal_states": [
                     {
                         "weight_version": scheduler.weight_version,
@@ -131,8 +131,8 @@ class _Info:
 
     async def loads(self, _: HttpRequest) -> Response:
         """Queue lengths and cache use."""
-        service = self._service
-        scheduler = service.scheduler
+        frontend = self._frontend
+        scheduler = frontend.scheduler
         running = list(scheduler.running)
         used = sum(r.length for r in running)
         return json_response(
@@ -145,8 +145,8 @@ class _Info:
                         "num_running_reqs": len(running),
                         "num_waiting_reqs": len(scheduler.waiting) + len(scheduler.held),
                         "num_used_tokens": used,
-                        "max_total_num_tokens": service.max_total_tokens,
-                        "token_usage": used / service.max_total_tokens,
+                        "max_total_num_tokens": frontend.max_total_tokens,
+                        "token_usage": used / frontend.max_total_tokens,
                         "gen_throughput": scheduler.throughput,
                     }
                 ],
@@ -155,10 +155,10 @@ class _Info:
 
     async def waits(self, _: HttpRequest) -> Response:
         """The oldest request that waits, for the watchdog."""
-        return json_response(self._service.metrics.waits.as_json("inference"))
+        return json_response(self._frontend.metrics.waits.as_json("inference"))
 
     async def metrics(self, _: HttpRequest) -> Response:
         """Prometheus text."""
-        service = self._service
-        text = service.metrics.render(service.scheduler, service.max_total_tokens)
+        frontend = self._frontend
+        text = frontend.metrics.render(frontend.scheduler, frontend.max_total_tokens)
         return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from areal.weights.process_group import ProcessGroup
-    from areal_inference.service import Service
+    from areal_inference.frontend import Frontend
 
 _T = TypeVar("_T")
 _SAFETENSORS = {theirs: ours for ours, theirs in DTYPES.items()}
@@ -255,12 +255,12 @@ class GroupRoutes:
     def __init__(
         self,
         groups: Groups,
-        service: Service,
+        frontend: Frontend,
         adopt: Callable[[MemorySource, dict[str, Any]], Awaitable[None]],
     ) -> None:
         """`adopt(source, flags)` swaps a whole set in, or changes nothing."""
         self._groups = groups
-        self._service = service
+        self._frontend = frontend
         self._adopt = adopt
         self._arriving: MemorySource | None = None  # between begin and end
         self._collected: dict[str, Any] = {}  # the last request between them
@@ -268,7 +268,7 @@ class GroupRoutes:
     async def join_group(self, http: HttpRequest) -> Response:
         """Take a place in a trainer's process group; returns once all are there."""
         body = await read_object(http, _INIT_GROUP)
-        self._service.check_ready()
+        self._frontend.check_ready()
         try:
             await self._groups.join(body)
         except RequestError as error:
@@ -287,7 +287,7 @@ class GroupRoutes:
     async def begin_update(self, http: HttpRequest) -> Response:
         """Weights will come by broadcast, in any number of requests."""
         await read_object(http, _BEGIN)
-        self._service.check_ready()
+        self._frontend.check_ready()
         if self._arriving is not None:
             return done("A weight update has begun already.", success=False)
         self._arriving, self._collected = MemorySource(), {}
@@ -296,7 +296,7 @@ class GroupRoutes:
     async def receive(self, http: HttpRequest) -> Response:
         """Receive some tensors; requests run on with the weights they have."""
         body = await read_object(http, RECEIVE)
-        self._service.check_ready()
+        self._frontend.check_ready()
         source = self._arriving
         if source is None:
             return done("No weight update has begun: /begin_weight_update", success=False)

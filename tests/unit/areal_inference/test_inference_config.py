@@ -8,8 +8,8 @@ import pytest
 
 from areal.errors import ConfigError
 from areal_inference.config import InferenceConfig
+from areal_inference.frontend import Frontend
 from areal_inference.model.config import ModelConfig
-from areal_inference.service import Service
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_service_when_the_dtype_is_left_open_then_the_checkpoints(tiny_model, tm
     config = InferenceConfig(model_path=str(tmp_path))
 
     async def resolved() -> str:
-        return Service(config, ModelConfig.from_folder(tmp_path), print).config.dtype
+        return Frontend(config, ModelConfig.from_folder(tmp_path), print).config.dtype
 
     assert asyncio.run(resolved()) == stored

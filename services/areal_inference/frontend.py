@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from areal.errors import ConfigError, Unavailable
 from areal.models.directory import serving_dtype
 from areal_inference.api import GenerateCall, Limits, RequestError
 from areal_inference.config import InferenceConfig
-from areal_inference.decode.engine import Engine
+from areal_inference.decode.engine import Engine, EngineError
 from areal_inference.decode.scheduler import Scheduler
 from areal_inference.metrics import Metrics
 from areal_inference.model.config import ModelConfig
@@ -28,7 +29,7 @@ _DEFAULT_CACHE_BYTES = 1 << 30
 _STUCK_AFTER_S = 60.0
 
 
-class Service:
+class Frontend:
     """Everything a route needs. Created on the event loop, before the model is loaded.
 
     Args:
@@ -184,6 +185,14 @@ class Service:
         timeout = self.config.command_timeout_s
         return await self.engine.call(lambda s: s.abort(rids, message), timeout)
 
+    async def drain(self, deadline_s: float) -> None:
+        """Refuses new requests and finishes the running ones with what they have."""
+        self.draining = True
+        if self.ready and self.engine.failure is None:
+            with contextlib.suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(deadline_s):
+                    await self.abort(None, "server is shutting down")
+
     def encode(self) -> Callable[[str], list[int]] | None:
         """Text to token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
@@ -200,7 +209,7 @@ class Service:
 def _context_length(config: InferenceConfig, model: ModelConfig) -> int:
     asked, most = config.context_length, model.max_position_embeddings
     if asked is not None and asked > most:
-        get_logger("areal_inference.service").warning(
+        get_logger("areal_inference.frontend").warning(
             "context_length_clamped", asked=asked, max_position_embeddings=most
         )
     return min(asked or most, most)
