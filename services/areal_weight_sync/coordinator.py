@@ -40,16 +40,13 @@ from areal.weights.manifest import (
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_weight_sync.broadcasts import Broadcasts
-from areal_weight_sync.changes import Changes
 from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine.base import Engine, Fault
-from areal_weight_sync.feed import Feed
-from areal_weight_sync.index import Census
+from areal_weight_sync.index import Census, Changes, Feed
 from areal_weight_sync.interfaces import Observer, Snapshot, Store, Totals
-from areal_weight_sync.limits import UpdateSlots
+from areal_weight_sync.limits import Pace, UpdateSlots
 from areal_weight_sync.member import Member
-from areal_weight_sync.pace import Pace
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
 from areal_weight_sync.versions import DigestCache, collect
 

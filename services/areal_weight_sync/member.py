@@ -35,7 +35,7 @@ from areal_weight_sync.confirmation import probe_prompt
 from areal_weight_sync.engine.base import Engine, EngineError, Fault, Fingerprint
 from areal_weight_sync.engine.draining import empty
 from areal_weight_sync.engine.probing import ask_version, inspect
-from areal_weight_sync.hub import Hub, NotStoredError
+from areal_weight_sync.interfaces import CoordinatorView, NotStoredError
 from areal_weight_sync.server_state import (
     DRAINING,
     JOINING,
@@ -51,11 +51,11 @@ _ANEW = "version {} was made again by another trainer"
 class Member:
     """Brings one server along; `run` until cancelled, then maybe `drain`."""
 
-    def __init__(self, record: ServerRecord, engine: Engine, hub: Hub) -> None:
+    def __init__(self, record: ServerRecord, engine: Engine, coordinator: CoordinatorView) -> None:
         self.record = record
         self._engine = engine
-        self._hub = hub
-        self._backoff = Backoff(hub.config.backoff_s, hub.config.backoff_max_s)
+        self._coordinator = coordinator
+        self._backoff = Backoff(coordinator.config.backoff_s, coordinator.config.backoff_max_s)
         self._poked = asyncio.Event()
         self._deep = True
         self._served: PolicyVersion | None = None
@@ -113,8 +113,8 @@ class Member:
 
     async def _step(self) -> float:
         """One step; returns how long to sleep unless poked."""
-        record, config = self.record, self._hub.config
-        target = self._hub.target
+        record, config = self.record, self._coordinator.config
+        target = self._coordinator.target
         try:
             if self._doubted:
                 doubted, self._doubted, record.version = record.version, False, -1
@@ -125,28 +125,28 @@ class Member:
             serving = record.state is SERVING
             if target is not None and serving and record.holds(target):
                 await self._probe_in_turn(target)
-            elif serving and not self._hub.slots.take(record.server_id, self.poke):
+            elif serving and not self._coordinator.slots.take(record.server_id, self.poke):
                 await self._probe_in_turn(self._served)  # not its turn yet: it serves on
                 return config.probe_interval_s
             else:
                 try:
                     await self._bring(target)
                 finally:
-                    self._hub.slots.free(record.server_id)
+                    self._coordinator.slots.free(record.server_id)
         except EngineError as error:
             return self._quarantine(error)
         except NotStoredError as error:  # a server that serves, serves on
             self._move(record.state, str(error))
             return 0.0 if target and target.stored else config.probe_interval_s
         except InvalidInput as error:  # the version is bad, not the server
-            if self._hub.target is not target:  # and it may be gone: a newer one has come
+            if self._coordinator.target is not target:  # and it may be gone: a newer one has come
                 return 0.0
             self._log.error("version_unusable", error=str(error))
             self._move(record.state, str(error))
             return config.backoff_max_s
         if record.state is SERVING:
             self._backoff.reset()
-        newest = self._hub.target
+        newest = self._coordinator.target
         behind = newest is not None and not record.holds(newest)
         return 0.0 if behind else config.probe_interval_s
 
@@ -159,7 +159,7 @@ class Member:
         if target is None:
             return
         if not record.holds(target) or not await self._reconfirm(target):
-            await asyncio.to_thread(self._hub.digests.verify, target)
+            await asyncio.to_thread(self._coordinator.digests.verify, target)
             await self._update(target)
         if record.state is not SERVING and self._mute:
             await self._try_generation(target)
@@ -170,13 +170,13 @@ class Member:
         boot = await self._engine.boot_id()
         if boot != self.record.boot_id:
             self.record.boot_id, self.record.version = boot, -1
-            self._hub.changed(self.record)
+            self._coordinator.changed(self.record)
 
     async def _reconfirm(self, target: PolicyVersion) -> bool:
         """Same boot, confirmed before: a checksum is enough. False: load to be sure."""
         if await self._version() != target.name:
             return False
-        fingerprint = await self._engine.fingerprint(self._hub.config.update_timeout_s)
+        fingerprint = await self._engine.fingerprint(self._coordinator.config.update_timeout_s)
         if fingerprint is None:
             return False
         self._vote(target, fingerprint)
@@ -185,13 +185,13 @@ class Member:
         return True
 
     async def _update(self, target: PolicyVersion) -> None:
-        record, engine, config = self.record, self._engine, self._hub.config
+        record, engine, config = self.record, self._engine, self._coordinator.config
         self.loading = target.path
         was_serving, grace = record.state is SERVING, None
         staged = await self._ahead(target)
         mode = await self._mode(target)
         pausing = not (staged and mode == "in_place")
-        end_turn = await self._hub.pauses.turn() if pausing else None
+        end_turn = await self._coordinator.pauses.turn() if pausing else None
         if was_serving:
             loop = asyncio.get_running_loop()
             grace = loop.call_later(config.serving_grace_s, self._leave_traffic)
@@ -234,25 +234,28 @@ class Member:
         seconds = time.perf_counter() - start
         if not by_checksum:
             prompt = probe_prompt(target)
-            self._hub.confirmation.compare(
+            self._coordinator.confirmation.compare(
                 target.version, record.server_id, await engine.logprobs(prompt, target.name)
             )
         if was_serving:
             record.aborted_requests += aborted
-            self._hub.updated(record, seconds if pausing else 0.0, aborted)
+            self._coordinator.updated(record, seconds if pausing else 0.0, aborted)
         record.hold(target)
         self._log.info("updated", version=target.version, seconds=round(seconds, 4))
 
     async def _mode(self, target: PolicyVersion) -> str:
+        interrupt = self._coordinator.config.interrupt
         if self.record.state is SERVING or self.record.holds(target):
-            return self._hub.config.interrupt
+            return interrupt
         # Other weights by this number: nothing of theirs may continue, or stay in the cache.
-        return "abort" if await self._version() == target.name else self._hub.config.interrupt
+        return (
+            "abort" if await self._version() == target.name else self._coordinator.config.interrupt
+        )
 
     async def _ahead(self, target: PolicyVersion) -> bool:
         """What is done before the pause; True: all but the swap."""
         serving = self.record.state is SERVING
-        seat = self._hub.broadcasts.take(self.record.server_id, target) if serving else None
+        seat = self._coordinator.broadcasts.take(self.record.server_id, target) if serving else None
         if seat is None and not target.stored:
             if serving:
                 await self._version()
@@ -264,7 +267,11 @@ class Member:
 
         The server is watched as closely as between updates: it still takes traffic.
         """
-        config, engine, timeout = self._hub.config, self._engine, self._hub.config.update_timeout_s
+        config, engine, timeout = (
+            self._coordinator.config,
+            self._engine,
+            self._coordinator.config.update_timeout_s,
+        )
         work = engine.receive(target, seat, timeout=timeout) if seat else None
         staging = asyncio.create_task(work or engine.stage(target, timeout=timeout), name="stage")
         try:
@@ -274,7 +281,7 @@ class Member:
         except EngineError as error:
             if seat is None or error.fault is not Fault.UPDATE_REFUSED:
                 raise
-            self._hub.broadcasts.end(self.record.server_id)
+            self._coordinator.broadcasts.end(self.record.server_id)
             self._log.warning("broadcast_missed", version=target.version, cause=str(error))
             raise NotStoredError(f"version {target.version} missed: {error}") from None
         finally:
@@ -297,7 +304,7 @@ class Member:
                 self._log.warning("release_failed", step=step.__name__, error=str(error))
 
     async def _probe_in_turn(self, target: PolicyVersion | None) -> None:
-        end_turn = await self._hub.probes.turn()  # it ends by itself when this fails
+        end_turn = await self._coordinator.probes.turn()  # it ends by itself when this fails
         await self._probe(target)
         end_turn()
 
@@ -305,7 +312,7 @@ class Member:
         """Still alive, still the same process, still at the version it confirmed?"""
         assert target is not None, "it serves"
         self._probes += 1
-        deep = self._deep or self._probes % self._hub.config.deep_probe_every == 0
+        deep = self._deep or self._probes % self._coordinator.config.deep_probe_every == 0
         self._deep, reported = False, self._reported
         version = await self._version()
         if version != target.name:
@@ -323,7 +330,7 @@ class Member:
         reported, self._reported = self._reported, False
         return await ask_version(
             self._engine,
-            self._hub.config.probe_timeout_s,
+            self._coordinator.config.probe_timeout_s,
             lambda: reported or self._reported,
             self.record.server_id,
         )
@@ -343,24 +350,26 @@ class Member:
     def _rejoin(self, cause: str) -> None:
         """It is not what was confirmed any more: from the start."""
         self._log.warning("server_changed", cause=cause)
-        self._hub.confirmation.forget(self.record.server_id)
+        self._coordinator.confirmation.forget(self.record.server_id)
         self.record.version = -1
         self._move(JOINING, cause)
         self._poked.set()
 
     def _vote(self, target: PolicyVersion, fingerprint: Fingerprint) -> None:
-        outvoted = self._hub.confirmation.vote(target.version, self.record.server_id, fingerprint)
+        outvoted = self._coordinator.confirmation.vote(
+            target.version, self.record.server_id, fingerprint
+        )
         if outvoted:
-            self._hub.recheck(outvoted)
+            self._coordinator.recheck(outvoted)
 
     def _serve(self, target: PolicyVersion) -> None:
-        self._served, newest = target, self._hub.target
+        self._served, newest = target, self._coordinator.target
         self.record.hold(target)
         if newest is not None and self.record.holds_other(newest):
             return self._rejoin(_ANEW.format(target.version))
         self._backoff.reset()
         self._move(SERVING)
-        return self._hub.changed(self.record)
+        return self._coordinator.changed(self.record)
 
     def _leave_traffic(self) -> None:
         """The update takes long, or cannot be confirmed in the pause: requests go elsewhere."""
@@ -369,8 +378,8 @@ class Member:
 
     def _quarantine(self, error: EngineError) -> float:
         """Out of traffic; returns the time to the next try."""
-        record, config = self.record, self._hub.config
-        self._hub.broadcasts.end(record.server_id)
+        record, config = self.record, self._coordinator.config
+        self._coordinator.broadcasts.end(record.server_id)
         self._reported = False
         never_reached = record.state is JOINING and not record.boot_id
         if never_reached and error.fault is Fault.UNREACHABLE:
@@ -378,7 +387,7 @@ class Member:
             return config.probe_interval_s
         if record.state is SERVING or self._backoff.fresh:
             self._log.warning("server_quarantined", cause=str(error), fault=error.fault.value)
-        self._hub.failed(error.fault)
+        self._coordinator.failed(error.fault)
         if error.fault in (Fault.WRONG_VERSION, Fault.WRONG_WEIGHTS):
             record.version = -1
         self._move(QUARANTINED, str(error))
@@ -388,11 +397,11 @@ class Member:
 
     def _move(self, state: ServerState, cause: str = "") -> None:
         if self.record.move(state, cause):
-            self._hub.changed(self.record)
+            self._coordinator.changed(self.record)
 
     async def drain(self, deadline_s: float) -> None:
         """Waits until the server is empty; past the deadline its requests are aborted."""
         self._move(DRAINING)
-        self._hub.slots.free(self.record.server_id)
-        interval_s = self._hub.config.probe_interval_s
+        self._coordinator.slots.free(self.record.server_id)
+        interval_s = self._coordinator.config.probe_interval_s
         await empty(self._engine, deadline_s, interval_s, self.record.server_id)

@@ -27,7 +27,7 @@ from areal.weights.stream import StreamPublisher
 from areal_inference.http_api.weight_groups import Groups, MemorySource
 from areal_inference.model.config import ModelConfig
 from areal_inference.model.weights import Weights, load_weights
-from areal_weight_sync.engine.broadcast_group import Membership
+from areal_weight_sync.engine.broadcast_group import BroadcastGroup
 from areal_weight_sync.store.http import StoreApp
 from areal_weight_sync.store.weights import WeightStore
 from areal_weight_sync.versions import DigestCache
@@ -83,7 +83,7 @@ class Rig:
             assert path == "/init_weights_update_group"
             await groups.join(body)
 
-        member = Membership(command)
+        member = BroadcastGroup(command)
         await member.join(seat)
         digests = [tensor.digest for tensor in version.tensors]
         await groups.receive(member.request(version.tensors) | {"digests": digests}, source)

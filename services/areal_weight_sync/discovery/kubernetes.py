@@ -29,7 +29,7 @@ from areal.weights.servers import ServerState
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.discovery.base import Found, Listing, Source
 from areal_weight_sync.discovery.kubernetes_api import ApiError, Json
-from areal_weight_sync.feed import Feed
+from areal_weight_sync.index import Feed
 from areal_weight_sync.server_state import ServerRecord
 
 CONDITION = "areal.io/weights-current"

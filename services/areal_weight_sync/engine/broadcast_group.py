@@ -20,7 +20,7 @@ from areal_weight_sync.engine.base import EngineError
 _LEAVE_S = 5.0
 
 
-class Membership:
+class BroadcastGroup:
     """The group that a server is in.
 
     Example:

@@ -28,7 +28,7 @@ from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
-from areal_weight_sync.engine.broadcast_group import Membership
+from areal_weight_sync.engine.broadcast_group import BroadcastGroup
 from areal_weight_sync.engine.routes import Routes, Tried
 
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
@@ -84,7 +84,7 @@ class HttpEngine:
         self._routes = routes or Routes()
         self._first = self._routes.order[0]  # the transport that worked last
         self._staged: tuple[PolicyVersion, str] | None = None
-        self._group = Membership(self.command)
+        self._group = BroadcastGroup(self.command)
         self.ranks = 0
         self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
         self._control_timeout = control_timeout

@@ -1,6 +1,6 @@
 import pytest
 
-from areal_weight_sync.changes import Changes
+from areal_weight_sync.index import Changes
 
 
 def test_since_when_servers_change_then_the_newest_change_of_each_after_that_point():

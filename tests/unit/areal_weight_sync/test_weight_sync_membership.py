@@ -9,7 +9,7 @@ import pytest
 from areal.weights.broadcast import Offer, Seat
 from areal.weights.manifest import PolicyVersion, WeightTensor
 from areal_weight_sync.engine.base import EngineError, Fault
-from areal_weight_sync.engine.broadcast_group import Membership
+from areal_weight_sync.engine.broadcast_group import BroadcastGroup
 
 VERSION = PolicyVersion(3, 1, "/v3", tensors=(WeightTensor("w", (2,), "F32"),))
 
@@ -36,7 +36,7 @@ def seat(group: str, held: str = "") -> Seat:
 async def test_join_when_this_service_was_restarted_then_the_group_of_its_former_life_is_left():
     """No one else would: the trainer drops its own end, and the server keeps the rest."""
     server = Server("/destroy_weights_update_group")  # it need not be in it
-    await Membership(server.command).join(seat("new", held="former"))
+    await BroadcastGroup(server.command).join(seat("new", held="former"))
     assert server.told == [
         ("/destroy_weights_update_group", "former"),
         ("/init_weights_update_group", "new"),
@@ -45,7 +45,7 @@ async def test_join_when_this_service_was_restarted_then_the_group_of_its_former
 
 async def test_join_when_the_group_is_kept_then_nothing_is_asked():
     server = Server()
-    membership = Membership(server.command)
+    membership = BroadcastGroup(server.command)
     await membership.join(seat("one"))
     await membership.join(seat("one", held="one"))
     assert [path for path, _ in server.told] == ["/init_weights_update_group"]
@@ -53,7 +53,7 @@ async def test_join_when_the_group_is_kept_then_nothing_is_asked():
 
 async def test_receive_when_it_breaks_then_the_first_cause_is_told_and_the_rest_is_brief():
     server = Server("/update_weights_from_distributed", "/end_weight_update")
-    membership = Membership(server.command)
+    membership = BroadcastGroup(server.command)
     await membership.join(seat("one"))
     with pytest.raises(EngineError, match="/update_weights_from_distributed: refused"):
         await membership.receive(VERSION, False, 120.0)

@@ -5,7 +5,7 @@ import asyncio
 from tests.unit.areal_weight_sync.coordinator_rig import SERVING, Rig
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeEngine
 
-from areal_weight_sync.pace import Pace
+from areal_weight_sync.limits import Pace
 
 
 async def test_turn_when_ended_then_the_next_goes_and_ending_twice_frees_one() -> None:
