@@ -3,16 +3,17 @@
     python tools/count_tour.py RUN_FOLDER [key=value …]
 
 Runs examples/arithmetic_grpo.py with a profile function in every process, which notes the file of
-each Python function that is called. What is called between the second step and the last, outside
-the launcher, the gateway and the CPU inference engine (SGLang stands there on a GPU), is the happy
-path: start, resume and failures are not in it, health probes and metrics are. Generated code is not
-counted. Prints the files by process, then their number and lines.
+each Python function that is called. What trainer, buffer, rollout, reward and weight-sync call
+between the second step and the last is the happy path: start, resume and failures are not in it.
+Generated code is not counted; housekeeping (chassis, metrics, traces, status) is, and told apart.
+Prints the files by process, then their number and lines.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ROOT / "services"
-NOT_COUNTED = ("areal/v1/", "areal_launch/", "areal_gateway/", "areal_inference/")
+COUNTED = ("trainer", "buffer", "rollout", "reward", "weight-sync")
+HOUSEKEEPING = re.compile(
+    r"areal/chassis/|(metrics|trace|autoscaling|load_watch|progress|progress_log|status)\.py$"
+)
 # Python runs this at the start of each process.
 TRACER = f"""
 import json, os, sys, threading, time
@@ -68,16 +72,19 @@ def main() -> int:
         for part in folder.glob("*.jsonl"):
             for line in part.read_text().splitlines():
                 when, process, files = json.loads(line)
-                if begin <= when <= end:
+                if begin <= when <= end and process.startswith(COUNTED):
                     names = {str(Path(f).relative_to(SERVICES)) for f in files}
-                    found[process] |= {n for n in names if not n.startswith(NOT_COUNTED)}
+                    found[process] |= {n for n in names if not n.startswith("areal/v1/")}
     for process, names in sorted(found.items()):
-        if names:
-            print(f"{process}: {len(names)}")
-            print("".join(f"  {each}\n" for each in sorted(names)), end="")
+        print(f"{process}: {len(names)}")
+        print("".join(f"  {each}\n" for each in sorted(names)), end="")
     every = set().union(*found.values())
-    lines = sum(len((SERVICES / each).read_text().splitlines()) for each in every)
-    print(f"{len(every)} files, {lines:,} lines")
+    for what, names in (
+        ("all", every),
+        ("but housekeeping", {each for each in every if not HOUSEKEEPING.search(each)}),
+    ):
+        lines = sum(len((SERVICES / each).read_text().splitlines()) for each in names)
+        print(f"{what}: {len(names)} files, {lines:,} lines")
     return code
 
 
