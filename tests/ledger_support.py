@@ -13,11 +13,12 @@ from redis.asyncio import Redis
 from areal.chassis.waits import Waits
 from areal.clients.stores import connect_redis
 from areal.errors import ArealError
-from areal.protocol.trajectories import pack_group, task_to_pb
+from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_to_pb
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
+from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.config import BufferConfig
 from areal_buffer.memory import RECORD_BYTES
-from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
+from areal_buffer.records import Completion, NewTask
 from areal_buffer.redis_store import RedisStore
 
 
@@ -54,7 +55,7 @@ def make_group(
     """Two prompt tokens, the rest sampled at `version`."""
     prompt = np.arange(length) < 2
     return TrajectoryGroup(
-        group_id=task_id,
+        task_id=task_id,
         trajectories=[
             Trajectory(
                 trajectory_id=f"{task_id}.{sample}",
@@ -69,9 +70,9 @@ def make_group(
     )
 
 
-def finished(task_id: str, version: int = 0) -> FinishedGroup:
+def finished(task_id: str, version: int = 0) -> Completion:
     group = make_group(task_id, version)
-    return FinishedGroup(
+    return Completion(
         task_id=task_id,
         token=0,
         payload=pack_group(group),
@@ -86,9 +87,7 @@ EMPTY, FULL = 2**50, -(2**50)
 """Limits of memory that any ledger is far below of, and above of."""
 
 
-async def complete(
-    store: RedisStore, token: int, group: FinishedGroup, *, limit: int = EMPTY
-) -> bool:
+async def complete(store: RedisStore, token: int, group: Completion, *, limit: int = EMPTY) -> bool:
     """Records one group; raises what it was refused for."""
     (result,) = await store.complete([replace(group, token=token)], limit=limit)
     if isinstance(result, ArealError):
@@ -97,14 +96,29 @@ async def complete(
 
 
 def returned(
-    task_id: str, token: int, cause: str = "", partial: bytes = b"", failed_server: str = ""
-) -> ReturnedLease:
-    return ReturnedLease(task_id, token, cause, "why", "where", partial, failed_server)
+    task_id: str,
+    token: int,
+    cause: str = "drain",
+    partial: bytes = b"",
+    failed_server: str = "",
+    *,
+    detail: str = "why",
+    site: str = "",
+) -> pb.Return:
+    return pb.Return(
+        lease=pb.LeaseRef(task_id=task_id, token=token),
+        cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.upper()}"),
+        detail=detail,
+        traceback="where",
+        partial=partial,
+        failed_server=failed_server,
+        site=site,
+    )
 
 
-async def give_back(store: RedisStore, lease: ReturnedLease, *, limit: int = EMPTY) -> TaskState:
-    """Gives one lease back; raises what it was refused for."""
-    (result,) = await store.give_back([lease], limit=limit)
+async def return_lease(store: RedisStore, end: pb.Return, *, limit: int = EMPTY) -> TaskState:
+    """Returns one lease; raises what it was refused for."""
+    (result,) = await store.return_leases([end], limit=limit)
     if isinstance(result, ArealError):
         raise result
     return result
@@ -150,19 +164,26 @@ class Book:
 
     async def lease(self, n: int = 1, worker: str = "w", boot: int = 0) -> dict[str, int]:
         """id -> token."""
-        leases, _ = await self.store.lease(worker, n, boot)
-        return {lease.task_id: lease.token for lease in leases}
+        leases, _ = await self.leases(n, worker, boot)
+        return {lease.task.task_id: lease.token for lease in leases}
+
+    async def leases(
+        self, n: int = 1, worker: str = "w", boot: int = 0
+    ) -> tuple[list[pb.Lease], str]:
+        """Leases, or the reason for having none."""
+        found = await self.store.lease(worker, n, boot)
+        return list(found.leases), found.reason
 
     async def complete(
         self, task_id: str, token: int, version: int = 0, limit: int = EMPTY
     ) -> bool:
         return await complete(self.store, token, finished(task_id, version), limit=limit)
 
-    async def give_back(
-        self, task_id: str, token: int, cause: str = "", limit: int = EMPTY, **more: object
+    async def return_lease(
+        self, task_id: str, token: int, cause: str = "drain", limit: int = EMPTY, **more: object
     ) -> str:
         lease = returned(task_id, token, cause, **more)  # type: ignore[arg-type]
-        return await give_back(self.store, lease, limit=limit)
+        return await return_lease(self.store, lease, limit=limit)
 
     async def run(self, *ids: str, version: int = 0) -> None:
         """Submits, leases and completes exactly these."""
@@ -198,7 +219,7 @@ class Book:
 
     async def state(self, task_id: str) -> str:
         async for record in self.store.read([task_id], groups=False):
-            return record.state.value
+            return STATE_FROM_PB[record.state].value
         return ""
 
     async def expire_lease(self, task_id: str) -> None:

@@ -58,8 +58,7 @@ from areal.clients.stores import connect_redis
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig, save_config
 from areal.models.tiny import make_tiny_model
-from areal.protocol.leases import ReturnCause
-from areal.protocol.trajectories import STATE_FROM_PB
+from areal.protocol.leases import Return, ReturnCause
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState
 from areal.weights.manifest import build_manifest
 from areal.workflows.rlvr import RLVRWorkflow
@@ -177,8 +176,7 @@ class Simulation:
 
     async def counts(self) -> dict[TaskState, int]:
         """Tasks by state, now."""
-        stats = await self.tasks.get_stats()
-        return {STATE_FROM_PB[each.state]: each.tasks for each in stats.counts}
+        return (await self.tasks.get_stats()).counts
 
     async def cpu(self, *services: str) -> dict[str, float]:
         """CPU seconds so far, Redis included."""
@@ -200,7 +198,7 @@ class Simulation:
         for start in range(0, len(held), 100):
             await asyncio.gather(
                 *(
-                    self.worker.return_task(task_id, token, ReturnCause.DRAIN, detail="measured")
+                    self.worker.return_task(task_id, token, Return(ReturnCause.DRAIN, "measured"))
                     for task_id, token in held[start : start + 100]
                 )
             )

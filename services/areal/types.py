@@ -194,7 +194,7 @@ class Trajectory:
 class TrajectoryGroup:
     """The `n_samples` trajectories of one task: the queue's unit."""
 
-    group_id: str
+    task_id: str
     trajectories: list[Trajectory]
     traceparent: str = ""
 

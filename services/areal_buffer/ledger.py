@@ -32,8 +32,10 @@ from typing import Protocol, TypeVar
 
 from areal.chassis.waits import Waits
 from areal.errors import ArealError
+from areal.protocol.leases import Take, TakeState
+from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.memory import MemoryGauge
-from areal_buffer.records import FinishedGroup, StoredLease, Take
+from areal_buffer.records import Completion
 from areal_buffer.wakes import Kind, Wakes
 
 MAX_WAIT_S = 30.0
@@ -56,9 +58,7 @@ T = TypeVar("T")
 class Store(Protocol):
     """What the waiting calls need of the store."""
 
-    async def lease(
-        self, worker_id: str, max_tasks: int, boot: int
-    ) -> tuple[list[StoredLease], str]:
+    async def lease(self, worker_id: str, max_tasks: int, boot: int) -> pb.LeaseTasksResponse:
         """Leases what admission allows now; the reason when that is nothing."""
 
     async def take(
@@ -77,7 +77,7 @@ class Store(Protocol):
         """Those that have ended or are completed."""
 
     async def complete(
-        self, groups: Sequence[FinishedGroup], *, limit: int
+        self, groups: Sequence[Completion], *, limit: int
     ) -> list[bool | ArealError]:
         """Records groups; False: it had been recorded before; or why it was refused."""
 
@@ -96,24 +96,24 @@ class Ledger:
 
     async def lease_tasks(
         self, worker_id: str, max_tasks: int, max_wait_s: float, boot: int = 0
-    ) -> tuple[list[StoredLease], str]:
+    ) -> pb.LeaseTasksResponse:
         """Up to max_tasks leases; waits for the first. Empty: with the reason."""
 
-        async def look() -> tuple[list[StoredLease], str]:
+        async def look() -> pb.LeaseTasksResponse:
             return await self._store.lease(worker_id, max_tasks, boot)
 
         return await self._until(
             Kind.LEASE,
             look,
-            lambda found: bool(found[0]),
+            lambda found: bool(found.leases),
             max_wait_s,
             f"worker {worker_id}",
             again=lambda: self._in_turn(look),
         )
 
     async def _in_turn(
-        self, look: Callable[[], Awaitable[tuple[list[StoredLease], str]]]
-    ) -> tuple[list[StoredLease], str]:
+        self, look: Callable[[], Awaitable[pb.LeaseTasksResponse]]
+    ) -> pb.LeaseTasksResponse:
         """A look of a woken worker.
 
         All are woken, and mostly there is one task for them: once one has found nothing, the others
@@ -125,11 +125,11 @@ class Ledger:
             if self._nothing is not None:
                 since, fresh_until, reason = self._nothing
                 if since is changed and began < fresh_until:
-                    return [], reason
-            leases, reason = await look()
-            if not leases:
-                self._nothing = changed, began + _FALLBACK_S, reason
-            return leases, reason
+                    return pb.LeaseTasksResponse(reason=reason)
+            found = await look()
+            if not found.leases:
+                self._nothing = changed, began + _FALLBACK_S, found.reason
+            return found
 
     async def take_batch(
         self,
@@ -152,7 +152,7 @@ class Ledger:
                 with_groups=with_groups,
                 refill_below=refill_below,
             ),
-            lambda take: take.state != "waiting" or take.rows_wanted,
+            lambda take: take.state is not TakeState.WAITING or take.rows_wanted,
             max_wait_s,
             f"step {step}",
         )
@@ -169,7 +169,7 @@ class Ledger:
             f"one of {len(task_ids)} tasks",
         )
 
-    async def complete_tasks(self, groups: Sequence[FinishedGroup]) -> list[bool | ArealError]:
+    async def complete_tasks(self, groups: Sequence[Completion]) -> list[bool | ArealError]:
         """Records groups; False: it had been recorded before; or why it was refused."""
         return await self._store.complete(groups, limit=self._memory.limit_bytes)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from areal.protocol.leases import LedgerStats, Take
 from areal_buffer.memory import MemoryGauge
-from areal_buffer.records import FinishedGroup, Stats, Swept, Take
+from areal_buffer.records import Completion, Swept
 
 
 class BufferMetrics:
@@ -48,7 +49,7 @@ class BufferMetrics:
         self._expired = counter("expired_leases", "Leases that this process found expired.")
         self._extended = counter("extended_leases", "Leases extended after an outage.")
 
-    def group_completed(self, group: FinishedGroup) -> None:
+    def group_completed(self, group: Completion) -> None:
         """A group was recorded."""
         self._groups.inc()
         self._bytes.inc(len(group.payload))
@@ -66,7 +67,7 @@ class BufferMetrics:
         self._expired.inc(swept.requeued)
         self._extended.inc(swept.extended)
 
-    def sampled(self, stats: Stats, memory: MemoryGauge, queue_age_s: float) -> None:
+    def sampled(self, stats: LedgerStats, memory: MemoryGauge, queue_age_s: float) -> None:
         """The ledger's gauges, once a second."""
         for state, tasks in stats.counts.items():
             self._tasks.labels(state.value).set(tasks)

@@ -11,24 +11,14 @@ from redis.exceptions import RedisError
 from areal import errors
 from areal.chassis.waits import Waits
 from areal.clients.stores import redis_prefix
+from areal.protocol.leases import LedgerStats, Registration, Take
 from areal.types import Purpose, TaskState
+from areal.v1 import buffer_service_pb2 as pb
+from areal.v1 import trajectory_pb2
+from areal_buffer import replies
 from areal_buffer.config import BufferConfig
-from areal_buffer.records import (
-    RECORD_FIELDS,
-    FinishedGroup,
-    NewTask,
-    ReturnedLease,
-    Stats,
-    StoredLease,
-    StoredTask,
-    Swept,
-    Take,
-    TakenGroup,
-    Trainer,
-    failures_of,
-    stored_task,
-    text,
-)
+from areal_buffer.records import Completion, NewTask, Swept
+from areal_buffer.replies import text
 from areal_buffer.scripts import Scripts, translate
 
 # Work of one script call: bounds how long Redis is busy with it.
@@ -38,6 +28,12 @@ _CHUNK_READ_GROUPS = 16
 _FETCH_BYTES = 1024 * 1024
 # Payloads that pass through Lua, which copies them: little, to save a small batch a call of Redis.
 _ALONG_BYTES = 256 * 1024
+# Which limit an attempt's end counts against, in the words of the scripts; drain: none.
+_CAUSES = {
+    pb.RETURN_CAUSE_DRAIN: "",
+    pb.RETURN_CAUSE_WORKFLOW_ERROR: "workflow_error",
+    pb.RETURN_CAUSE_INFRASTRUCTURE: "infrastructure",
+}
 T = TypeVar("T")
 
 
@@ -52,13 +48,6 @@ def _chunks(items: Sequence[T], size_of: Callable[[T], int]) -> Iterable[Sequenc
     yield items[start:]
 
 
-def _taken_group(entry: bytes) -> TakenGroup:
-    # A batch taken before the time was kept has no fourth part.
-    task_id, head, lengths, *since = entry.decode().split("\n")
-    sizes = tuple(int(n) for n in lengths.split(",") if n)
-    return TakenGroup(task_id, int(head), sizes, int(since[0]) if since else 0)
-
-
 class RedisStore:
     """Every method is atomic (submit: per 500 tasks) and raises what the script refused with.
 
@@ -68,6 +57,7 @@ class RedisStore:
     def __init__(self, client: redis.Redis, config: BufferConfig, waits: Waits) -> None:
         self._redis = client
         self._prefix = redis_prefix(config.namespace)
+        self._lease_ttl_ms = config.lease_ttl_ms
         self._scripts = Scripts(client, config, self._prefix, waits)
         self.wake_channel = self._prefix + "wake"
 
@@ -108,15 +98,24 @@ class RedisStore:
             total += int(await self._scripts.run("cancel", incarnation, reason, "", *chunk))
         return total
 
-    async def read(self, task_ids: Sequence[str], *, groups: bool) -> AsyncIterator[StoredTask]:
+    async def read(
+        self, task_ids: Sequence[str], *, groups: bool
+    ) -> AsyncIterator[trajectory_pb2.TaskRecord]:
         """Records in the order asked; unknown ids are left out."""
+        async for task_id, row, payload in self._rows(task_ids, groups=groups):
+            yield replies.task_record(task_id, row, payload)
+
+    async def _rows(
+        self, task_ids: Sequence[str], *, groups: bool
+    ) -> AsyncIterator[tuple[str, replies.Row, bytes | None]]:
+        """Of each known task its id, its `RECORD_FIELDS` and, if asked for, its group."""
         size = _CHUNK_READ_GROUPS if groups else _CHUNK_TASKS
         for start in range(0, len(task_ids), size):
             chunk = task_ids[start : start + size]
             try:
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for task_id in chunk:
-                        pipe.hmget(f"{self._prefix}task:{task_id}", list(RECORD_FIELDS))
+                        pipe.hmget(f"{self._prefix}task:{task_id}", list(replies.RECORD_FIELDS))
                     if groups:
                         pipe.mget([f"{self._prefix}group:{task_id}" for task_id in chunk])
                     rows = await pipe.execute()
@@ -124,9 +123,9 @@ class RedisStore:
                 raise translate(error) from None
             payloads = rows[-1] if groups else [None] * len(chunk)
             for task_id, row, payload in zip(chunk, rows, payloads, strict=False):
-                values = dict(zip(RECORD_FIELDS, row, strict=True))
+                values = dict(zip(replies.RECORD_FIELDS, row, strict=True))
                 if values["state"] is not None:
-                    yield stored_task(task_id, values, payload)
+                    yield task_id, values, payload
 
     async def mark_read(self, task_ids: Sequence[str]) -> None:
         """Results of these have been read: they are released some minutes later, or for room."""
@@ -144,24 +143,10 @@ class RedisStore:
 
     # -- leases -------------------------------------------------------------------------------
 
-    async def lease(
-        self, worker_id: str, max_tasks: int, boot: int = 0
-    ) -> tuple[list[StoredLease], str]:
+    async def lease(self, worker_id: str, max_tasks: int, boot: int = 0) -> pb.LeaseTasksResponse:
         """Leases what admission allows now; the reason when that is nothing."""
-        reason, rows = await self._scripts.run("lease", worker_id, max_tasks, boot)
-        leases = [
-            StoredLease(
-                text(task_id),
-                body,
-                int(token),
-                int(version),
-                partial,
-                tuple(text(failed).split("\n")) if failed else (),
-                int(since),
-            )
-            for task_id, body, token, version, partial, failed, since in rows
-        ]
-        return leases, text(reason)
+        reply = await self._scripts.run("lease", worker_id, max_tasks, boot)
+        return replies.leases(reply, self._lease_ttl_ms)
 
     async def renew(self, worker_id: str, leases: Sequence[tuple[str, int]]) -> list[str]:
         """Extends leases; returns the ids that are lost."""
@@ -174,7 +159,7 @@ class RedisStore:
         return lost
 
     async def complete(
-        self, groups: Sequence[FinishedGroup], *, limit: int
+        self, groups: Sequence[Completion], *, limit: int
     ) -> list[bool | errors.ArealError]:
         """Records groups, each by itself; one script for many.
 
@@ -210,21 +195,21 @@ class RedisStore:
         """Ends a task by its workflow's choice."""
         await self._scripts.run("reject", task_id, token, reason)
 
-    async def give_back(
-        self, leases: Sequence[ReturnedLease], *, limit: int
+    async def return_leases(
+        self, ends: Sequence[pb.Return], *, limit: int
     ) -> list[TaskState | errors.ArealError]:
-        """Gives leases back, each by itself; for each its task's state, or why it was refused.
+        """Returns leases, each by itself; for each its task's state, or why it was refused.
 
         Journals that pass the `limit`, in bytes, are dropped.
         """
         results: list[TaskState | errors.ArealError] = []
-        if not leases:
+        if not ends:
             return results
-        for chunk in _chunks(leases, lambda lease: len(lease.partial) + len(lease.traceback)):
+        for chunk in _chunks(ends, lambda end: len(end.partial) + len(end.traceback)):
             args: list[str | int | bytes] = [limit]
-            for each in chunk:
-                args += [each.task_id, each.token, each.cause, each.detail, each.traceback]
-                args += [each.partial, each.failed_server, each.site]
+            for end in chunk:
+                args += [end.lease.task_id, end.lease.token, _CAUSES[end.cause], end.detail]
+                args += [end.traceback, end.partial, end.failed_server, end.site]
             for reply in await self._scripts.run("return", *args):
                 if isinstance(reply, RedisError):
                     results.append(translate(reply))
@@ -245,11 +230,11 @@ class RedisStore:
         eta: int,
         max_concurrent: int,
         recipe_digest: str = "",
-    ) -> Trainer:
+    ) -> Registration:
         """A new incarnation."""
         args = (resume_step, batch_size, eta, max_concurrent, recipe_digest)
         reply = await self._scripts.run("register", *args)
-        return Trainer(*(int(value) for value in reply))
+        return Registration(*(int(value) for value in reply))
 
     async def take(
         self,
@@ -270,23 +255,12 @@ class RedisStore:
         reply = await self._scripts.run(
             "take", incarnation, step, limit, along, refill_below, *task_ids
         )
-        state, why, replay, queued, running, completed, wanted, payloads, entries = reply
-        return Take(
-            state=text(state),
-            waiting_for=text(why),
-            replay=replay == 1,
-            queued=queued,
-            running=running,
-            completed=completed,
-            rows_wanted=wanted == 1,
-            groups=tuple(_taken_group(entry) for entry in entries),
-            payloads=payloads,
-        )
+        return replies.take(reply)
 
     async def fetch(
         self, incarnation: int, step: int, task_ids: Sequence[str]
     ) -> AsyncIterator[list[bytes]]:
-        """Payloads of a step's groups as they were handed in, in the order asked, some at once."""
+        """Payloads of a step's groups as they are stored, in the order asked, some at once."""
         at = 0
         while at < len(task_ids):
             ids = task_ids[at : at + _CHUNK_TASKS]
@@ -311,14 +285,14 @@ class RedisStore:
 
     # -- looking ------------------------------------------------------------------------------
 
-    async def dead_letters(self, limit: int) -> AsyncIterator[StoredTask]:
+    async def dead_letters(self, limit: int) -> AsyncIterator[pb.DeadLetter]:
         """Newest first."""
         try:
             ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
         except RedisError as error:
             raise translate(error) from None
-        async for task in self.read([text(task_id) for task_id in ids], groups=False):
-            yield task
+        async for task_id, row, _ in self._rows([text(each) for each in ids], groups=False):
+            yield replies.dead_letter(task_id, row)
 
     async def retry_dead_letters(self, task_ids: Sequence[str]) -> int:
         """Queues dead letters (empty: all) again; returns how many."""
@@ -340,44 +314,9 @@ class RedisStore:
             total += done
         return total
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> LedgerStats:
         """Counters and gauges."""
-        reply = await self._scripts.run("stats")
-        meta, counts, headroom, oldest, batch_size, eta, concurrent, first, attempts = reply
-        numbers: dict[str, int] = {}
-        stopped = ""
-        for key, value in zip(meta[::2], meta[1::2], strict=True):
-            if value.lstrip(b"-").isdigit():
-                numbers[key.decode()] = int(value)
-            if key == b"stopped":
-                stopped = text(value)
-        tallies = {
-            key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)
-        }
-        taken = numbers.get("staleness_count", 0)
-        return Stats(
-            submitted=numbers.get("submitted", 0),
-            counts={state: tallies.get(f"all:{state}", 0) for state in TaskState},
-            train_counts={state: tallies.get(f"train:{state}", 0) for state in TaskState},
-            policy_version=numbers.get("policy_version", 0),
-            incarnation=numbers.get("incarnation", 0),
-            last_taken_step=numbers.get("last_taken", 0),
-            last_committed_step=numbers.get("last_committed", 0),
-            batch_size=int(batch_size),
-            max_head_offpolicyness=int(eta),
-            max_concurrent_rollouts=int(concurrent),
-            admission_headroom=int(headroom),
-            staleness_mean=numbers.get("staleness_sum", 0) / taken if taken else 0.0,
-            staleness_max=numbers.get("staleness_max", 0),
-            regenerated=numbers.get("regenerated", 0),
-            oldest_queued_ms=int(oldest),
-            trajectories=numbers.get("trajectories", 0),
-            generated_tokens=numbers.get("generated_tokens", 0),
-            failures=failures_of(first, attempts),
-            stopped=stopped,
-            retried=numbers.get("retried", 0),
-            held_bytes=numbers.get("bytes:train", 0) + numbers.get("bytes:serve", 0),
-        )
+        return replies.stats(await self._scripts.run("stats"))
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that Redis uses, all its runs together, and its own limit (0: none).

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from areal.errors import ArealError, InvalidInput, NotFound
 from areal.protocol.compression import GroupCodec
+from areal.protocol.leases import TakeState, stats_to_pb, take_to_pb
 from areal.protocol.trajectories import PURPOSE_FROM_PB, STATE_TO_PB
-from areal.types import TaskState
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
@@ -21,9 +22,8 @@ from areal_buffer import validation as check
 from areal_buffer.config import BufferConfig
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
-from areal_buffer.messages import record_message, stats_message, take_message
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import FinishedGroup, ReturnedLease
+from areal_buffer.records import Completion
 from areal_buffer.redis_store import RedisStore
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -82,22 +82,9 @@ class BufferService(BufferServiceServicer):
                 f"max_tasks {request.max_tasks}: expected 1 to {check.MAX_LEASES_PER_CALL}"
             )
         check.check_number(request.boot, "boot", 0)
-        leases, reason = await self._ledger.lease_tasks(
+        return await self._ledger.lease_tasks(
             worker, request.max_tasks, request.max_wait.ToMilliseconds() / 1000, request.boot
         )
-        response = pb.LeaseTasksResponse(reason=reason)
-        for lease in leases:
-            message = response.leases.add(
-                token=lease.token,
-                policy_version=lease.policy_version,
-                partial=lease.partial,
-                failed_servers=lease.failed_servers,
-            )
-            message.task.ParseFromString(lease.body)
-            message.time_to_live.FromMilliseconds(self._config.lease_ttl_ms)
-            if lease.queued_ms:
-                message.queued_time.FromMilliseconds(lease.queued_ms)
-        return response
 
     async def RenewLeases(
         self, request: pb.RenewLeasesRequest, context: Context
@@ -121,16 +108,16 @@ class BufferService(BufferServiceServicer):
             raise InvalidInput(f"completions: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
         limit = self._config.max_group_bytes
         checked = [check.check_completion(each, limit, self._codec) for each in request.completions]
-        groups = [each for each in checked if isinstance(each, FinishedGroup)]
+        groups = [each for each in checked if isinstance(each, Completion)]
         recorded = iter(await self._ledger.complete_tasks(groups))
         response = pb.CompleteTasksResponse()
         for each in checked:
-            result = next(recorded) if isinstance(each, FinishedGroup) else each
+            result = next(recorded) if isinstance(each, Completion) else each
             if isinstance(result, ArealError):
                 response.results.add(error=type(result).__name__, message=check.line(str(result)))
                 continue
             response.results.add(recorded=result)
-            if result and isinstance(each, FinishedGroup):
+            if result and isinstance(each, Completion):
                 self._metrics.group_completed(each)
         return response
 
@@ -149,11 +136,11 @@ class BufferService(BufferServiceServicer):
             raise InvalidInput(f"returns: got {got}, at most {check.MAX_TASKS_PER_CALL} a call")
         most = self._config.max_group_bytes
         checked = [check.check_return(each, most) for each in request.returns]
-        leases = [each for each in checked if isinstance(each, ReturnedLease)]
-        states = iter(await self._store.give_back(leases, limit=self._memory.limit_bytes))
+        ends = [each for each in checked if isinstance(each, pb.Return)]
+        states = iter(await self._store.return_leases(ends, limit=self._memory.limit_bytes))
         response = pb.ReturnTasksResponse()
         for each in checked:
-            result = next(states) if isinstance(each, ReturnedLease) else each
+            result = next(states) if isinstance(each, pb.Return) else each
             if isinstance(result, ArealError):
                 response.results.add(error=type(result).__name__, message=check.line(str(result)))
             else:
@@ -189,15 +176,15 @@ class BufferService(BufferServiceServicer):
         response = pb.BufferServiceGetTasksResponse(looked_up=len(ids))
         delivered: list[str] = []
         size = at = 0
-        async for task in self._store.read(ids, groups=request.include_groups):
-            size += len(task.body) + len(task.payload or b"")
+        async for record in self._store.read(ids, groups=request.include_groups):
+            size += record.ByteSize()
             if response.records and size > _MAX_RESPONSE_BYTES:
                 response.looked_up = at
                 break
-            response.records.append(record_message(task))
-            at = ids.index(task.task_id, at) + 1
-            if task.payload is not None and task.state is TaskState.DELIVERED:
-                delivered.append(task.task_id)
+            response.records.append(record)
+            at = ids.index(record.task.task_id, at) + 1
+            if record.HasField("group") and record.state == trajectory_pb2.TASK_STATE_DELIVERED:
+                delivered.append(record.task.task_id)
         await self._store.mark_read(delivered)
         return response
 
@@ -240,9 +227,9 @@ class BufferService(BufferServiceServicer):
             with_groups=request.with_groups,
             refill_below=check.check_number(request.refill_below, "refill_below", 0),
         )
-        if take.state == "taken" and not take.replay:
+        if take.state is TakeState.TAKEN and not take.replay:
             self._metrics.batch_taken(request.step, take)
-        return take_message(take)
+        return take_to_pb(take)
 
     async def FetchGroups(
         self, request: pb.FetchGroupsRequest, context: Context
@@ -268,7 +255,13 @@ class BufferService(BufferServiceServicer):
         return pb.CommitStepResponse(last_committed_step=committed)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        return stats_message(await self._store.stats(), self._memory)
+        memory = self._memory
+        stats = replace(
+            await self._store.stats(),
+            redis_memory_bytes=memory.redis_bytes,
+            limit_bytes=memory.limit_bytes,
+        )
+        return stats_to_pb(stats)
 
     async def PutRecipe(
         self, request: pb.PutRecipeRequest, context: Context
@@ -298,13 +291,11 @@ class BufferService(BufferServiceServicer):
         if request.limit < 0:
             raise InvalidInput(f"limit {request.limit}: expected 0 (100) or more")
         response, size = pb.ListDeadLettersResponse(), 0
-        async for task in self._store.dead_letters(min(request.limit or 100, _MAX_DEAD_LETTERS)):
-            size += len(task.body) + 4 * len(task.traceback)
+        async for letter in self._store.dead_letters(min(request.limit or 100, _MAX_DEAD_LETTERS)):
+            size += letter.ByteSize()
             if size > _MAX_RESPONSE_BYTES:
                 break
-            response.dead_letters.add(
-                record=record_message(task), cause=task.cause, traceback=task.traceback
-            )
+            response.dead_letters.append(letter)
         return response
 
     async def RetryDeadLetters(

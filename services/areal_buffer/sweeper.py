@@ -87,8 +87,8 @@ class Sweeper:
         self._memory.sample(stats.held_bytes, *await self._store.memory())
         age_s = 0.0
         self._oldest_queued = None
-        if stats.oldest_queued_ms:
-            age_s = max(0.0, time.time() - stats.oldest_queued_ms / 1000)
+        if stats.oldest_queued_time is not None:
+            age_s = max(0.0, time.time() - stats.oldest_queued_time)
             room = "a rollout worker" if stats.admission_headroom > 0 else "admission: the trainer"
             self._oldest_queued = (time.monotonic() - age_s, room)
         self._metrics.sampled(stats, self._memory, age_s)

@@ -14,7 +14,7 @@ from areal.protocol.trajectories import check_group_pb, parse_json_object, task_
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.weights.manifest import MAX_POLICY_VERSION
-from areal_buffer.records import FinishedGroup, NewTask, ReturnedLease
+from areal_buffer.records import Completion, NewTask
 
 MAX_TASKS_PER_CALL = 10_000
 MAX_LEASES_PER_CALL = 1_000
@@ -29,12 +29,11 @@ _MAX_SERVER_CHARS = 300
 _MAX_SITE_CHARS = 200
 # In an error's line: what differs from row to row.
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?")
-# Which limit an attempt's end counts against, in the words of the scripts.
-_CAUSES = {
-    pb.RETURN_CAUSE_DRAIN: "",
-    pb.RETURN_CAUSE_WORKFLOW_ERROR: "workflow_error",
-    pb.RETURN_CAUSE_INFRASTRUCTURE: "suspected_poison",
-}
+_CAUSES = (
+    pb.RETURN_CAUSE_DRAIN,
+    pb.RETURN_CAUSE_WORKFLOW_ERROR,
+    pb.RETURN_CAUSE_INFRASTRUCTURE,
+)
 # A bitmap of 2^27 positions is 16 MiB.
 _MAX_POSITION_INDEX = 2**27
 _MAX_EPOCH = 2**31
@@ -141,7 +140,7 @@ def check_task(message: trajectory_pb2.Task) -> NewTask:
 
 def check_group(
     completion: pb.Completion, max_group_bytes: int, codec: GroupCodec | None = None
-) -> FinishedGroup:
+) -> Completion:
     """A finished group; raises InvalidInput naming group, trajectory and tensor."""
     task_id = check_task_id(completion.lease.task_id, "lease.task_id")
     check_number(completion.lease.token, "lease.token", 1)
@@ -152,9 +151,9 @@ def check_group(
         )
     except DecodeError:
         raise InvalidInput(f"group of task {task_id!r}: not a TrajectoryGroup") from None
-    if message.group_id != task_id:
+    if message.task_id != task_id:
         raise InvalidInput(
-            f"group_id {message.group_id[:80]!r}: expected the task's id {task_id!r}"
+            f"group.task_id {message.task_id[:80]!r}: expected the task's id {task_id!r}"
         )
     arrays = check_group_pb(message)
     trajectories = message.trajectories
@@ -168,7 +167,7 @@ def check_group(
         raise InvalidInput(
             f"group {task_id!r} token_versions: {int(sampled.max())} is no policy version"
         )
-    return FinishedGroup(
+    return Completion(
         task_id=task_id,
         token=completion.lease.token,
         payload=payload,
@@ -181,7 +180,7 @@ def check_group(
 
 def check_completion(
     completion: pb.Completion, max_group_bytes: int, codec: GroupCodec
-) -> FinishedGroup | InvalidInput:
+) -> Completion | InvalidInput:
     """A finished group, or why it is none: one of several is refused by itself."""
     try:
         return check_group(completion, max_group_bytes, codec)
@@ -189,16 +188,16 @@ def check_completion(
         return error
 
 
-def check_return(message: pb.Return, max_partial_bytes: int) -> ReturnedLease | InvalidInput:
-    """A lease that is returned, or why not: one of several is refused by itself.
+def check_return(message: pb.Return, max_partial_bytes: int) -> pb.Return | InvalidInput:
+    """The end of a lease with its texts bounded, or why it is none: each is refused by itself.
 
     Args:
-        message: As it came.
+        message: As it came; changed in place.
         max_partial_bytes: A longer journal is refused.
     """
     try:
         task_id = check_task_id(message.lease.task_id, "lease.task_id")
-        token = check_number(message.lease.token, "lease.token", 1)
+        check_number(message.lease.token, "lease.token", 1)
     except InvalidInput as error:
         return error
     if message.cause not in _CAUSES:
@@ -213,16 +212,10 @@ def check_return(message: pb.Return, max_partial_bytes: int) -> ReturnedLease | 
     server = message.failed_server
     if len(server) > _MAX_SERVER_CHARS or "\n" in server:
         return InvalidInput(f"failed_server {server[:80]!r}: expected an address")
-    return ReturnedLease(
-        task_id=task_id,
-        token=token,
-        cause=_CAUSES[message.cause],
-        detail=line(message.detail),
-        traceback=traceback_text(message.traceback),
-        partial=message.partial,
-        failed_server=server,
-        site=_site(message) if message.cause == pb.RETURN_CAUSE_WORKFLOW_ERROR else "",
-    )
+    message.site = _site(message) if message.cause == pb.RETURN_CAUSE_WORKFLOW_ERROR else ""
+    message.detail = line(message.detail)
+    message.traceback = traceback_text(message.traceback)
+    return message
 
 
 def _site(message: pb.Return) -> str:

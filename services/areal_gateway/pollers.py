@@ -13,8 +13,7 @@ from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
 from areal.errors import ArealError
-from areal.protocol.trajectories import STATE_FROM_PB
-from areal.v1 import buffer_service_pb2 as buffer_pb
+from areal.protocol.leases import LedgerStats
 from areal_gateway.config import GatewayConfig
 from areal_gateway.status import RunStatus
 
@@ -31,53 +30,11 @@ _VERSION_FIELDS = (
 )
 
 
-def ledger_json(stats: buffer_pb.GetStatsResponse) -> dict[str, Any]:
+def ledger_json(stats: LedgerStats) -> dict[str, Any]:
     """The ledger's statistics as plain types."""
-    result: dict[str, Any] = {
-        "counts": {state.value: 0 for state in STATE_FROM_PB.values()},
-        "train_counts": {state.value: 0 for state in STATE_FROM_PB.values()},
-    }
+    result = asdict(stats)
     for name in ("counts", "train_counts"):
-        for count in getattr(stats, name):
-            state = STATE_FROM_PB.get(count.state)
-            if state is not None:
-                result[name][state.value] = count.tasks
-    for field in (
-        "submitted",
-        "policy_version",
-        "incarnation",
-        "last_taken_step",
-        "last_committed_step",
-        "batch_size",
-        "max_head_offpolicyness",
-        "max_concurrent_rollouts",
-        "admission_headroom",
-        "staleness_mean",
-        "staleness_max",
-        "regenerated",
-        "redis_memory_bytes",
-        "held_bytes",
-        "limit_bytes",
-        "trajectories",
-        "generated_tokens",
-        "stopped",
-    ):
-        result[field] = getattr(stats, field)
-    result["failures"] = [
-        {
-            "site": failure.site,
-            "attempts": failure.attempts,
-            "task_id": failure.task_id,
-            "detail": failure.detail,
-            "time": failure.time.ToMilliseconds() / 1000,
-        }
-        for failure in stats.failures
-    ]
-    result["oldest_queued_time"] = (
-        stats.oldest_queued_time.ToMilliseconds() / 1000
-        if stats.HasField("oldest_queued_time")
-        else None
-    )
+        result[name] = {state.value: tasks for state, tasks in result[name].items()}
     return result
 
 

@@ -46,7 +46,7 @@ class RolloutConfig:
     episode_timeout_s: float = 2400.0
     """An episode that runs longer is ended: the fault of its workflow, since every wait inside
     agenerate and score has a shorter deadline of its own."""
-    hand_in_timeout_s: float = 900.0
+    report_timeout_s: float = 900.0
     """How long a finished group is offered to a ledger that is away or full."""
     drain_s: float = 15.0
     """For running episodes when the service stops."""

@@ -1,7 +1,7 @@
-"""Runs episodes: as many as there is room for, each to exactly one ending.
+"""Runs episodes: as many as there is room for, each to exactly one end.
 
-                 room          lease                arun_episode                 hand in
-    lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> HANDING_IN ─ CompleteTasks
+                 room          lease                arun_episode                 report
+    lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> REPORTING ── CompleteTasks
         ^                                        ├─ None ───────────────────────── RejectTask
         │                                        ├─ raised ─────────────────────── ReturnTasks
         │                                        └─ stopped: lost lease ─────────> dropped
@@ -9,11 +9,11 @@
 
 | who         | consumes       | waits for                    | unblocked by                       |
 |-------------|----------------|------------------------------|------------------------------------|
-| lease loop  | leases         | room, a server, a task       | an ending; the table; lease_wait_s |
+| lease loop  | leases         | room, a server, a task       | an end; the table; lease_wait_s    |
 | episode     | its lease      | agenerate, score             | their deadlines; episode_timeout_s |
-| hand in     | the ending     | the ledger                   | its answer; hand_in_timeout_s      |
+| report      | the end        | the ledger                   | its answer; report_timeout_s       |
 | keep_leases | running leases | a third of lease_ttl_s       | the timer                          |
-| drain       | all of them    | partial tokens, then endings | its deadline                       |
+| drain       | all of them    | partial tokens, then ends    | its deadline                       |
 
 One task per episode and nothing per episode beside it: deadlines and renewals are checked for all
 at once by `keep_leases`.
@@ -25,24 +25,24 @@ import asyncio
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from areal.chassis import tracing
 from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
-from areal.errors import ArealError
-from areal.protocol.leases import Lease, ReturnCause
+from areal.errors import ArealError, PromptDrift
+from areal.protocol.leases import Lease, Return, ReturnCause
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
 from areal_rollout.config import RolloutConfig
 from areal_rollout.episode import EpisodeEngine
-from areal_rollout.failures import describe_failure, where_defined, where_it_waits
-from areal_rollout.handin import RETRYABLE, Ending, HandIn, Returned, group_of
-from areal_rollout.interfaces import Generation, Ledger, Observer, Scorer, Workflows
+from areal_rollout.failures import describe_failure, leading_error, where_defined, where_it_waits
+from areal_rollout.interfaces import Buffer, Generation, Observer, Scorer, Workflows
 from areal_rollout.journal import CallKey, decode
 from areal_rollout.lease_trace import traced
+from areal_rollout.results import RETRYABLE, End, Results, group_of
 
 _RENEW_CHUNK = 2000
 # Whom the lease loop waits for, by the reason.
@@ -73,7 +73,7 @@ class Episode:
     replayable: bool = False
     stop: Stop | None = None
     overdue: tuple[str, str] = ("", "")
-    handing_in: bool = False
+    reporting: bool = False
 
 
 class Executor:
@@ -83,7 +83,7 @@ class Executor:
         self,
         config: RolloutConfig,
         *,
-        ledger: Ledger,
+        buffer: Buffer,
         generation: Generation,
         scorer: Scorer,
         workflows: Workflows,
@@ -91,13 +91,13 @@ class Executor:
         observer: Observer,
     ) -> None:
         self._config = config
-        self._ledger = ledger
+        self._buffer = buffer
         self._generation = generation
         self._scorer = scorer
         self._workflows = workflows
         self._tokenizer = tokenizer
         self._observer = observer
-        self._hand_in = HandIn(ledger, config.worker_id, config.hand_in_timeout_s)
+        self._results = Results(buffer, config.worker_id, config.report_timeout_s)
         self._log = get_logger("areal.rollout.executor")
         self._episodes: dict[str, Episode] = {}
         self._room = asyncio.Event()
@@ -123,10 +123,10 @@ class Executor:
         now = time.monotonic()
         if self._episodes:
             episode = min(self._episodes.values(), key=lambda each: each.began)
-            at = "handing in" if episode.handing_in else ""
+            at = "its end" if episode.reporting else ""
             if not at and episode.task is not None:
                 at = where_it_waits(episode.task)[0]
-            whom = "buffer" if episode.handing_in else "its workflow"
+            whom = "buffer" if episode.reporting else "its workflow"
             detail = f"{episode.lease.task.task_id}, {at}"
             yield Wait("episode", whom, now - episode.began, detail)
         if self._starved is not None:
@@ -152,7 +152,7 @@ class Executor:
                     self._waited("no_server", since)
                     continue
                 try:
-                    leases, reason = await self._ledger.lease_tasks(
+                    leases, reason = await self._buffer.lease_tasks(
                         config.worker_id,
                         min(room, config.max_leases),
                         config.lease_wait_s,
@@ -214,14 +214,14 @@ class Executor:
     async def _renew(self, held: list[tuple[str, Episode]]) -> None:
         leases = [(task_id, episode.lease.token) for task_id, episode in held]
         try:
-            lost = await self._ledger.renew_leases(self._config.worker_id, leases)
+            lost = await self._buffer.renew_leases(self._config.worker_id, leases)
         except ArealError as error:
             # The ledger extends leases after its own outage: continue.
             self._log.warning("renew_failed", leases=len(held), error=str(error))
             return
         for task_id, episode in held:
-            # A late completion may still count: let it be handed in.
-            if task_id in lost and not episode.handing_in:
+            # A late completion may still count: let it be reported.
+            if task_id in lost and not episode.reporting:
                 self._log.info("lease_lost", task_id=task_id)
                 self._stop(episode, Stop.LOST)
 
@@ -229,7 +229,7 @@ class Executor:
         limit = self._config.episode_timeout_s
         now = time.monotonic()
         for episode in self._episodes.values():
-            if now - episode.began <= limit or episode.handing_in or episode.task is None:
+            if now - episode.began <= limit or episode.reporting or episode.task is None:
                 continue
             if episode.stop is Stop.OVERDUE:  # it swallowed the cancellation
                 episode.task.cancel()
@@ -244,7 +244,7 @@ class Executor:
             self._stop(episode, Stop.OVERDUE)
 
     def _stop(self, episode: Episode, why: Stop) -> None:
-        if episode.stop is None and not episode.handing_in and episode.task is not None:
+        if episode.stop is None and not episode.reporting and episode.task is not None:
             episode.stop = why
             episode.task.cancel()
 
@@ -255,16 +255,16 @@ class Executor:
         outcome = "lost"
         try:
             try:
-                ending = await self._run_workflow(episode)
+                end = await self._run_workflow(episode)
             except asyncio.CancelledError:
                 if episode.stop in {None, Stop.LOST}:
                     return
                 asyncio.current_task().uncancel()  # type: ignore[union-attr]
-                ending = await self._stopped(episode)
-            episode.handing_in = True
+                end = await self._stopped(episode)
+            episode.reporting = True
             if episode.engine is not None:
                 episode.engine.close()
-            outcome = await self._hand_in.hand_in(episode.lease, ending)
+            outcome = await self._results.report(episode.lease, end)
         except asyncio.CancelledError:
             pass
         except Exception as error:
@@ -281,7 +281,7 @@ class Executor:
             self._observer.episode_ended(outcome)
             tracing.note({"areal.outcome": outcome})
 
-    async def _run_workflow(self, episode: Episode) -> Ending:
+    async def _run_workflow(self, episode: Episode) -> End:
         lease = episode.lease
         try:
             workflow = await self._workflows.get(lease.task.workflow)
@@ -305,7 +305,7 @@ class Executor:
             return group_of(result, lease, where_defined(workflow.arun_episode))
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:
-                return Returned(
+                return Return(
                     ReturnCause.WORKFLOW_ERROR,
                     "arun_episode was cancelled by itself",
                     traceback.format_exc()[-8000:],
@@ -314,30 +314,21 @@ class Executor:
         except (Exception, SystemExit) as error:
             if self._draining and (episode.engine is None or episode.engine.interrupted):
                 return await self._stopped(episode)
-            failure = describe_failure(error)
-            if failure.drift:
+            if isinstance(leading_error(error), PromptDrift):
                 self._observer.drifted()
-            cause = (
-                ReturnCause.INFRASTRUCTURE if failure.infrastructure else ReturnCause.WORKFLOW_ERROR
-            )
-            again = cause is not ReturnCause.WORKFLOW_ERROR
-            return Returned(
-                cause,
-                failure.detail,
-                failure.traceback,
-                failure.failed_server,
-                failure.site,
-                (lambda: self._journal(episode)) if again else bytes,
-            )
+            end = describe_failure(error)
+            if end.cause is ReturnCause.WORKFLOW_ERROR:
+                return end
+            return replace(end, partial=lambda: self._journal(episode))
 
-    async def _stopped(self, episode: Episode) -> Returned:
+    async def _stopped(self, episode: Episode) -> Return:
         """The ending of an episode that was cut short."""
         if episode.stop is Stop.OVERDUE:
-            return Returned(ReturnCause.WORKFLOW_ERROR, *episode.overdue)
+            return Return(ReturnCause.WORKFLOW_ERROR, *episode.overdue)
         if episode.stop is None:
             # For drain, which has a deadline, and calls one after the other by cancelling them.
             await self._settled.wait()
-        return Returned(
+        return Return(
             ReturnCause.DRAIN, "the worker is draining", partial=lambda: self._journal(episode)
         )
 
@@ -360,7 +351,7 @@ class Executor:
     # ------------------------------------------------------------ leaving
 
     async def drain(self, timeout: float) -> None:
-        """Hands every lease back with its partial work; at most `timeout` seconds."""
+        """Returns every lease with its partial work; at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         self._draining = True
         self._room.set()

@@ -7,12 +7,12 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import areal
-from areal.errors import CapacityExceeded, PromptDrift, Unavailable, WaitTimeout, WorkflowError
+from areal.errors import CapacityExceeded, Unavailable, WaitTimeout, WorkflowError
+from areal.protocol.leases import Return, ReturnCause
 
 _INFRASTRUCTURE = (Unavailable, WaitTimeout, CapacityExceeded)
 # What a sentence ends with, and what it says has happened.
@@ -25,21 +25,6 @@ _LIBRARIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What ReturnTasks is told."""
-
-    infrastructure: bool
-    """A server, the reward service or the network failed; else it is the workflow's fault."""
-    detail: str
-    traceback: str = ""
-    failed_server: str = ""
-    drift: bool = False
-    """A later prompt did not begin with the tokens before it."""
-    site: str = ""
-    """What all tasks that fail alike share: `KeyError at recipe.py:41`; empty: place not known."""
-
-
 def _leaves(error: BaseException) -> Iterator[BaseException]:
     """The exceptions of a group, which TaskGroup raises; else the exception itself."""
     if isinstance(error, BaseExceptionGroup):
@@ -49,14 +34,18 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def describe_failure(error: BaseException) -> Failure:
-    """Of several at once the workflow's own error counts first."""
+def leading_error(error: BaseException) -> BaseException:
+    """The one to be told of several at once: the workflow's own error first."""
     leaves = list(_leaves(error))
-    own = [leaf for leaf in leaves if not isinstance(leaf, _INFRASTRUCTURE)]
-    leaf = own[0] if own else leaves[0]
-    if not own:
-        return Failure(
-            infrastructure=True,
+    return next((leaf for leaf in leaves if not isinstance(leaf, _INFRASTRUCTURE)), leaves[0])
+
+
+def describe_failure(error: BaseException) -> Return:
+    """The lease's end that an episode's exception comes to, without its journal."""
+    leaf = leading_error(error)
+    if isinstance(leaf, _INFRASTRUCTURE):
+        return Return(
+            ReturnCause.INFRASTRUCTURE,
             detail=_line(str(leaf)),
             failed_server=str(getattr(leaf, "failed_server", "")),
         )
@@ -67,17 +56,17 @@ def describe_failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
     if not _PLACE.search(line):
         line = _line(line)[:800] + (_where_raised(leaf) or _where_raised(error))
-    return replace(_own(line, text, name), drift=isinstance(leaf, PromptDrift))
+    return _own(line, text, name)
 
 
-def _own(line: str, trace: str, kind: str = "") -> Failure:
+def _own(line: str, trace: str, kind: str = "") -> Return:
     """An error of the recipe; `kind` where the line does not say it."""
     line, site = _line(line), ""
     place, what = _PLACE.search(line), _WHAT.search(line)
     if place:
         said = (what.group(1) or what.group(2)) if what else kind or "error"
         site = f"{said} at {PurePath(place.group(1)).name}:{place.group(2)}"
-    return Failure(False, line, trace[-8000:], site=site)
+    return Return(ReturnCause.WORKFLOW_ERROR, line, trace[-8000:], site=site)
 
 
 def _where_raised(error: BaseException) -> str:

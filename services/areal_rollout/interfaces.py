@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from areal.protocol.leases import Lease, ReturnCause
+from areal.protocol.leases import Lease, Return
 from areal.protocol.scores import ScoreFailure, ScoreItem
 from areal.types import LLMRequest, LLMResponse, TrajectoryGroup, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 
 
-class Ledger(Protocol):
+class Buffer(Protocol):
     """Where leases come from and groups go to (`areal.clients.buffer.worker.BufferWorker`)."""
 
     async def lease_tasks(
@@ -29,26 +29,15 @@ class Ledger(Protocol):
     async def complete_task(
         self, task_id: str, token: int, group: TrajectoryGroup, worker_id: str
     ) -> bool:
-        """Hands in a group."""
+        """Completes a task with its group."""
         ...
 
     async def reject_task(self, task_id: str, token: int, reason: str) -> None:
         """The workflow drops the task."""
         ...
 
-    def return_task(
-        self,
-        task_id: str,
-        token: int,
-        cause: ReturnCause,
-        *,
-        detail: str,
-        traceback: str,
-        partial: Callable[[], bytes],
-        failed_server: str,
-        site: str,
-    ) -> Awaitable[Any]:
-        """Gives a lease back; those of many leave in the order of the calls."""
+    def return_task(self, task_id: str, token: int, end: Return) -> Awaitable[object]:
+        """Returns a lease; those of many leave in the order of the calls."""
         ...
 
 

@@ -68,7 +68,7 @@ class RolloutServer(Server):
         await self._context.own(generation).start()
         self._executor = executor = Executor(
             config,
-            ledger=self._worker,
+            buffer=self._worker,
             generation=generation,
             scorer=self._reward,
             workflows=self._workflows,

@@ -52,7 +52,7 @@ def synthetic_group(task_id: str, number: int) -> TrajectoryGroup:
                 rewards=rewards,
             )
         )
-    return TrajectoryGroup(group_id=task_id, trajectories=trajectories)
+    return TrajectoryGroup(task_id=task_id, trajectories=trajectories)
 
 
 def digest_of(group: TrajectoryGroup) -> str:
@@ -213,17 +213,12 @@ class TrainerRig:
         """The ledger's counters of train tasks."""
 
         async def ask() -> dict[str, int]:
-            from areal.v1.trajectory_pb2 import TaskState
-
             client = BufferClient(self.stack.address("buffer"), self.stack.security)
             try:
                 stats = await client.get_stats()
             finally:
                 await client.close()
-            return {
-                TaskState.Name(c.state).removeprefix("TASK_STATE_").lower(): c.tasks
-                for c in stats.train_counts
-            }
+            return {state.value: tasks for state, tasks in stats.train_counts.items()}
 
         return asyncio.run(ask())
 

@@ -141,7 +141,7 @@ class Model:
             for task in self.having("running") + self.having("running", "serve"):
                 if task.worker == worker:
                     task.revoked = True
-                    self.end_attempt(task, "suspected_poison")
+                    self.end_attempt(task, "infrastructure")
 
     def lease(
         self, most: int, worker: str = "w", boot: int = 0
@@ -210,18 +210,18 @@ class Model:
 
     def end_attempt(self, task: T, cause: str) -> None:
         task.attempts += cause == "workflow_error"
-        task.infra += cause == "suspected_poison"
+        task.infra += cause == "infrastructure"
         task.regen += cause == "too_stale"
         dead = {
             "workflow_error": task.attempts >= MAX_ATTEMPTS,
-            "suspected_poison": task.infra >= MAX_INFRA,
+            "infrastructure": task.infra >= MAX_INFRA,
             "too_stale": task.regen > MAX_REGENERATIONS,
         }.get(cause, False)
         task.state = "dead_lettered" if dead else "queued"
         if dead:
             task.partial = b""
 
-    def give_back(self, task_id: str, token: int, cause: str, partial: bytes, full: bool) -> str:
+    def return_lease(self, task_id: str, token: int, cause: str, partial: bytes, full: bool) -> str:
         task = self.find(task_id)
         if task.state == "dead_lettered" and token == task.token:
             return task.state
@@ -368,7 +368,7 @@ class Model:
     def expire_leases(self, ids: list[str]) -> None:
         for task_id in ids:
             if task_id in self.tasks and self.tasks[task_id].state == "running":
-                self.end_attempt(self.tasks[task_id], "suspected_poison")
+                self.end_attempt(self.tasks[task_id], "infrastructure")
 
     def dead(self, ids: list[str]) -> list[T]:
         found = [t for t in self.tasks.values() if t.state == "dead_lettered" and not t.dropped]

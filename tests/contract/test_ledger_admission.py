@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.ledger_support import Book, finished
+from tests.ledger_support import Book, make_group
 
+from areal.protocol.trajectories import group_to_pb
 from areal.types import Purpose
 
 
@@ -14,7 +15,7 @@ async def test_admission_when_bound_is_reached_then_no_lease_until_version_moves
     await book.submit(*(f"t{i}" for i in range(20)))
     first = await book.lease(10)
     assert len(first) == 4  # (1 + 1) * 2
-    leases, reason = await book.store.lease("w", 1)
+    leases, reason = await book.leases(1)
     assert leases == []
     assert reason == (
         "admission: 4 running + 0 completed + 0 batched ahead of version 0, at most (1 + 1) * 2"
@@ -66,9 +67,7 @@ async def test_admission_when_concurrency_is_below_batch_then_batch_still_fills(
     for each in ("a", "b", "c"):
         leases = await book.lease(10)
         assert list(leases) == [each]
-        assert (await book.store.lease("w", 1))[1] == (
-            "admission: max_concurrent_rollouts 1 are running"
-        )
+        assert (await book.leases(1))[1] == ("admission: max_concurrent_rollouts 1 are running")
         await book.complete(each, leases[each])
     assert await book.take(1) == ("taken", ["a", "b", "c"])
 
@@ -84,7 +83,7 @@ async def test_serve_tasks_when_train_is_blocked_then_still_run_and_are_delivere
     assert await book.complete("s0", leases["s0"])
     assert await book.state("s0") == "delivered"
     records = [r async for r in book.store.read(["s0"], groups=True)]
-    assert records[0].payload == finished("s0").payload
+    assert records[0].group == group_to_pb(make_group("s0"))
     assert await book.store.ended(["s0", "t0"]) == ["s0"]
 
 

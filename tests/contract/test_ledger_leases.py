@@ -32,7 +32,7 @@ async def test_lease_when_several_queued_then_in_order_of_submission(book: Book)
 
 
 async def test_lease_when_nothing_is_queued_then_says_so(book: Book) -> None:
-    leases, reason = await book.store.lease("w", 1)
+    leases, reason = await book.leases(1)
     assert leases == []
     assert reason == "queue empty"
 
@@ -136,7 +136,7 @@ async def test_lease_when_journals_pass_a_message_then_the_rest_comes_with_the_n
     await book.submit(*ids)
     journal = bytes(20 * 1024 * 1024)
     for task_id, token in (await book.lease(4)).items():
-        await book.give_back(task_id, token, partial=journal)
+        await book.return_lease(task_id, token, partial=journal)
     assert sorted(await book.lease(4)) == ["a", "b"]
     assert sorted(await book.lease(4)) == ["c", "d"]
 

@@ -65,7 +65,7 @@ async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(boo
     served = replace(group, task_id="served")
     assert await complete(book.store, leases["served"], served, limit=EMPTY)
     assert await book.complete("plain", leases["plain"])
-    # As a worker that does not compress hands it in.
+    # As a worker that does not compress sends it.
     plain = expand(finished("plain").payload)
     await book.redis.set(f"{book.prefix}group:plain", plain)
     stored = await book.redis.strlen(f"{book.prefix}group:large")
@@ -74,7 +74,7 @@ async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(boo
     some = book.store.fetch(book.incarnation, 1, ["large", "plain"])
     assert [each async for payloads in some for each in payloads] == [group.payload, plain]
     (record,) = [r async for r in book.store.read(["served"], groups=True)]
-    assert record.payload == whole
+    assert record.group.SerializeToString() == whole
 
 
 async def test_calls_when_redis_refuses_to_write_then_its_reason_is_told_and_nothing_changes(

@@ -119,7 +119,7 @@ async def test_lease_when_there_is_a_trainer_then_serve_leaves_half_of_the_slots
     await book.register(size=2, eta=1, concurrent=8)
     leases = await book.lease(8)
     assert sorted(leases) == ["s0", "s1", "s2"]
-    found, reason = await book.store.lease("w", 8)
+    found, reason = await book.leases(8)
     assert not found
     assert reason == (
         "admission: of max_concurrent_rollouts 8, 3 run serve tasks; the rest is for training"
@@ -151,7 +151,7 @@ async def test_lease_when_there_is_no_trainer_or_one_slot_then_serve_has_them_al
 async def test_cancel_when_of_serve_tasks_then_their_bytes_are_free_at_once(book: Book) -> None:
     await offer(book, *(f"s{number}" for number in range(100)))
     token = (await book.lease())["s0"]
-    await book.give_back("s0", token, partial=b"j" * 50_000)
+    await book.return_lease("s0", token, partial=b"j" * 50_000)
     assert await book.held() == (0, MARK * SIZE + 50_000)
     await book.submit("brief", purpose=Purpose.SERVE, time_to_live_ms=1)
     assert await book.store.cancel([], Purpose.SERVE, reason="", incarnation=0) >= MARK
@@ -164,9 +164,9 @@ async def test_cancel_when_of_serve_tasks_then_their_bytes_are_free_at_once(book
 async def test_journal_when_the_ledger_is_full_then_dropped_and_the_task_queued(book: Book) -> None:
     await book.submit("a")
     token = (await book.lease())["a"]
-    assert await book.give_back("a", token, partial=b"j", limit=FULL) == "queued"
+    assert await book.return_lease("a", token, partial=b"j", limit=FULL) == "queued"
     assert await book.held() == await book.recount()
-    (lease,), _ = await book.store.lease("w", 1)
+    (lease,), _ = await book.leases(1)
     assert lease.partial == b""
 
 
@@ -188,4 +188,4 @@ async def test_lease_when_clients_hold_their_slots_then_evaluations_pass_them(bo
     assert sorted(await book.lease(8)) == ["v1-0"]
     await book.submit("a", "b")
     assert sorted(await book.lease(8)) == ["a", "b"]
-    assert (await book.store.stats()).oldest_queued_ms > 0
+    assert (await book.store.stats()).oldest_queued_time is not None

@@ -24,9 +24,9 @@ from tests.ledger_support import (
     Book,
     complete,
     finished,
-    give_back,
     new_task,
     open_book,
+    return_lease,
     returned,
 )
 
@@ -159,9 +159,9 @@ class LedgerMachine(RuleBasedStateMachine):
         boot = boot if worker == "named" else 0
 
         async def call() -> list[tuple[str, int, int, bytes]]:
-            leases, reason = await self.store.lease(worker, most, boot)
-            assert bool(leases) != bool(reason)
-            return [(x.task_id, x.token, x.policy_version, x.partial) for x in leases]
+            found = await self.store.lease(worker, most, boot)
+            assert bool(found.leases) != bool(found.reason)
+            return [(x.task.task_id, x.token, x.policy_version, x.partial) for x in found.leases]
 
         before = len(self.model.having("running"))
         room = self.model.headroom()
@@ -210,16 +210,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.issued)
     @rule(
         at=st.integers(0, 4),
-        cause=st.sampled_from(["", "workflow_error", "suspected_poison"]),
+        cause=st.sampled_from(["drain", "workflow_error", "infrastructure"]),
         partial=st.sampled_from([b"", b"journal", b"a longer journal"]),
         full=seldom,
     )
-    def give_back(self, at: int, cause: str, partial: bytes, full: bool) -> None:
+    def return_lease(self, at: int, cause: str, partial: bytes, full: bool) -> None:
         task_id, token = self.lease_at(at)
         lease = returned(task_id, token, cause, partial)
         self.same(
-            lambda: self.model.give_back(task_id, token, cause, partial, full),
-            give_back(self.store, lease, limit=FULL if full else EMPTY),
+            lambda: self.model.return_lease(task_id, token, cause, partial, full),
+            return_lease(self.store, lease, limit=FULL if full else EMPTY),
         )
 
     @precondition(lambda self: self.issued)

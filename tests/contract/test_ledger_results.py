@@ -20,7 +20,7 @@ async def serve(book: Book, *ids: str) -> None:
 async def kept(book: Book, *ids: str) -> list[str]:
     """Those whose result can be read."""
     records = book.store.read(ids, groups=True)
-    return [record.task_id async for record in records if record.payload is not None]
+    return [each.task.task_id async for each in records if each.HasField("group")]
 
 
 async def squeeze(book: Book, *, to: int = 0) -> None:
@@ -112,7 +112,7 @@ async def test_dead_letter_when_served_then_it_stays_until_dropped(book: Book) -
     await book.submit("a", purpose=Purpose.SERVE)
     for _ in range(2):
         token = (await book.lease())["a"]
-        await book.store.give_back([returned("a", token, "workflow_error")], limit=2**50)
+        await book.store.return_leases([returned("a", token, "workflow_error")], limit=2**50)
     await book.pass_time("results")
     await book.store.sweep()
     assert await book.state("a") == "dead_lettered"

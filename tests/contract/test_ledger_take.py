@@ -43,10 +43,10 @@ async def test_take_when_asked_with_groups_then_brings_the_small_ones_that_come_
         assert await complete(book.store, token, group, limit=EMPTY)
     take = await book.store.take(1, 1, (), limit=EMPTY, with_groups=True)
     assert [group.task_id for group in take.groups] == ["a", "b", "c"]
-    assert take.payloads == [b"a"]
+    assert take.first_groups == (b"a",)
     fetched = [each async for some in book.store.fetch(1, 1, ["a", "b", "c"]) for each in some]
     assert fetched == list(payloads.values())
-    assert not (await book.store.take(1, 1, (), limit=EMPTY)).payloads
+    assert not (await book.store.take(1, 1, (), limit=EMPTY)).first_groups
 
 
 async def test_take_when_step_is_skipped_then_wrong_step(book: Book) -> None:
@@ -130,7 +130,7 @@ async def test_take_when_late_group_is_too_stale_then_regenerated_three_times_th
         assert await book.state("slow") == ("dead_lettered" if round_ == 3 else "queued")
     letter = await anext(book.store.dead_letters(10))
     assert letter.cause == "too_stale"
-    assert "head version 3 at step 5, at least 4 is needed" in letter.reason
+    assert "head version 3 at step 5, at least 4 is needed" in letter.record.reason
     assert (await book.store.stats()).regenerated == 4
 
 
@@ -177,7 +177,7 @@ async def test_take_when_refused_after_it_gave_a_group_up_then_totals_and_indexe
         with pytest.raises(WorkflowError, match="stale is dead_lettered"):
             await book.take(2, "stale")
         assert await book.counts() == {"batched": 1, "dead_lettered": 1}
-        assert [task.task_id async for task in book.store.dead_letters(5)] == ["stale"]
+        assert [each.record.task.task_id async for each in book.store.dead_letters(5)] == ["stale"]
         assert await book.redis.zcard(f"{book.prefix}completed") == 0  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ from tests.buffer_client import BufferClient
 from tests.buffer_server import register, start_buffer
 from tests.ledger_support import make_group, make_task
 
-from areal.protocol.leases import ReturnCause
+from areal.protocol.leases import Return, ReturnCause
 from areal.types import TrajectoryGroup
 
 FULL = 2 << 20  # bytes that compression saves nothing of
@@ -38,7 +38,7 @@ async def test_return_when_the_ledger_is_at_its_limit_then_the_next_attempt_star
             large = incompressible("large")
             assert await client.complete_task("large", tokens["large"], large, "w1")
             await client.return_task(
-                "a", tokens["a"], ReturnCause.DRAIN, partial=lambda: b"half an episode"
+                "a", tokens["a"], Return(ReturnCause.DRAIN, partial=lambda: b"half an episode")
             )
             (lease,), _ = await client.lease_tasks("w2", 1, 10)
             assert (lease.task.task_id, lease.partial) == ("a", kept)

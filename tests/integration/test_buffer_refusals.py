@@ -112,7 +112,7 @@ async def test_complete_when_group_is_malformed_then_named_and_the_lease_stays(
             await buffer.complete_task("a", token, group, "w1")  # type: ignore[arg-type]
         return str(caught.value)
 
-    assert "group_id 'b': expected the task's id 'a'" in await complaint(make_group("b"))
+    assert "task_id 'b': expected the task's id 'a'" in await complaint(make_group("b"))
     large = make_group("a", length=8000)
     assert "at most 100000 (rollout.max_group_bytes)" in await complaint(large)
     bad = make_group("a")

@@ -15,7 +15,7 @@ from tests.buffer_server import register, start_buffer
 from tests.ledger_support import make_group, make_task
 
 from areal.errors import InvalidInput, LeaseLost, NotFound, WaitTimeout
-from areal.protocol.leases import ReturnCause, TakeState
+from areal.protocol.leases import Return, ReturnCause, TakeState
 from areal.types import Purpose, TaskState
 
 
@@ -41,12 +41,12 @@ async def test_whole_life_when_a_trainer_runs_then_groups_arrive_unchanged(
     assert (batch.completed, batch.groups[0].lengths) == (2, (6, 6))
     fetched = await buffer.fetch_groups(incarnation, 1, ["0:1", "0:0"])
     for group in fetched:
-        sent = groups[group.group_id]
+        sent = groups[group.task_id]
         for a, b in zip(sent.trajectories, group.trajectories, strict=True):
             np.testing.assert_array_equal(a.input_ids, b.input_ids)
             np.testing.assert_array_equal(a.token_versions, b.token_versions)
             np.testing.assert_array_equal(a.behavior_logprobs, b.behavior_logprobs)
-    assert [group.group_id for group in fetched] == ["0:1", "0:0"]
+    assert [group.task_id for group in fetched] == ["0:1", "0:0"]
     assert await buffer.commit_step(incarnation, 1, 0) == 1
     records = await buffer.get_tasks(["0:0", "ghost", "0:3"], include_groups=True)
     assert [(r.task.task_id, r.state, r.step) for r in records] == [
@@ -157,7 +157,9 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
     await buffer.submit_tasks([make_task("a"), make_task("b")])
     leases, _ = await buffer.lease_tasks("w1", 1, 1)
     assert (
-        await buffer.return_task("a", leases[0].token, ReturnCause.DRAIN, partial=lambda: b"half")
+        await buffer.return_task(
+            "a", leases[0].token, Return(ReturnCause.DRAIN, partial=lambda: b"half")
+        )
         is TaskState.QUEUED
     )
     for left in (2, 1, 0):
@@ -166,9 +168,11 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
         state = await buffer.return_task(
             "a",
             leases[0].token,
-            ReturnCause.WORKFLOW_ERROR,
-            detail="ZeroDivisionError: division by zero",
-            traceback="Traceback ...",
+            Return(
+                ReturnCause.WORKFLOW_ERROR,
+                "ZeroDivisionError: division by zero",
+                "Traceback ...",
+            ),
         )
         assert state is (TaskState.QUEUED if left else TaskState.DEAD_LETTERED)
     (letter,) = await buffer.list_dead_letters()
@@ -201,7 +205,7 @@ async def test_take_when_asked_with_groups_then_fetch_asks_only_for_the_others(
     again = await buffer.fetch_groups(incarnation, 1, ["b", "a"])  # from the ledger now
     for fetched in (came, again):
         assert [len(group.trajectories[0].input_ids) for group in fetched] == [9, 6]
-        assert [group.group_id for group in fetched] == ["b", "a"]
+        assert [group.task_id for group in fetched] == ["b", "a"]
 
 
 async def test_serve_when_no_trainer_then_delivered_with_its_group(buffer: BufferClient) -> None:

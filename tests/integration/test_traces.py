@@ -70,7 +70,7 @@ def main(argv):
         actor.upload_weights(WeightUpdateMeta())
 '''
 
-LIFE = ["submit", "wait_lease", "lease", "hand_in", "wait_take", "take", "train", "publish"]
+LIFE = ["submit", "wait_lease", "lease", "report", "wait_take", "take", "train", "publish"]
 GAP_S = 0.25
 """Between two spans of one process there is nothing but a turn of its event loop."""
 

@@ -20,7 +20,7 @@ from areal.config.experiment import GRPOConfig
 from areal.datasets.loader import StatefulLoader
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.protocol.leases import Lease
-from areal.v1.trajectory_pb2 import TASK_STATE_QUEUED
+from areal.types import TaskState
 from areal.workflows.rlvr import RLVRWorkflow
 
 BATCH, STEPS, SLOTS = 8, 4, 16
@@ -71,8 +71,7 @@ class RejectingWorkers:
     async def _watch(self, client: BufferClient) -> None:
         while not self._stopping.is_set():
             stats = await client.get_stats()
-            counts = {each.state: each.tasks for each in stats.train_counts}
-            self.most_queued = max(self.most_queued, counts[TASK_STATE_QUEUED])
+            self.most_queued = max(self.most_queued, stats.train_counts[TaskState.QUEUED])
             await asyncio.sleep(0.05)
 
     def stop(self) -> None:

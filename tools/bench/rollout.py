@@ -91,8 +91,8 @@ class _Ledger:
     async def reject_task(self, task_id: str, token: int, reason: str) -> None:
         raise AssertionError(reason)
 
-    async def return_task(self, *_: Any, **ending: Any) -> None:
-        raise AssertionError(ending)
+    async def return_task(self, task_id: str, token: int, end: Any) -> None:
+        raise AssertionError(end)
 
 
 class _NoGeneration:
@@ -141,7 +141,7 @@ async def run_executor(
     metrics = RolloutMetrics(CollectorRegistry())
     executor = Executor(
         RolloutConfig(worker_id="w", capacity=capacity, max_leases=256),
-        ledger=ledger,
+        buffer=ledger,
         generation=generation,
         scorer=_Scorer(),
         workflows=_Workflows(workflow),

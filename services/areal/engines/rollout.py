@@ -14,7 +14,7 @@ from typing import Any
 from areal import errors
 from areal.config.services import RolloutConfig
 from areal.engines.task_feeder import RowLoader, TaskFeeder
-from areal.protocol.leases import TakeResult, TakeState
+from areal.protocol.leases import Take, TakeState
 from areal.training import evaluation
 from areal.training.session import POLL_S, TrainerSession, current_session
 from areal.training.submission import Submission
@@ -135,7 +135,7 @@ class RemoteSGLangEngine:
         since = time.monotonic()
         session.confirm_version()
         while True:
-            taken = session.on_rank0(lambda: self._poll(spec, feeder, task_ids, since), TakeResult)
+            taken = session.on_rank0(lambda: self._poll(spec, feeder, task_ids, since), Take)
             if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
@@ -159,7 +159,7 @@ class RemoteSGLangEngine:
         feeder: TaskFeeder | None,
         task_ids: Sequence[str],
         since: float,
-    ) -> TakeResult:
+    ) -> Take:
         """Asks for the batch once, and sees to the rows that are queued meanwhile (rank 0)."""
         session = self.session
         full = feeder is not None and feeder.held_back is not None

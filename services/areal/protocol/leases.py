@@ -1,19 +1,21 @@
-"""What crosses the border of the ledger: leases, batches, records."""
+"""What crosses the border of the ledger, one shape per concept, and its messages.
+
+The buffer makes leases and records as messages, since the tasks and groups in them are opaque to
+it; what it counts (a take, a registration, statistics) it makes in these shapes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
-from areal.protocol.trajectories import (
-    STATE_FROM_PB,
-    STATE_TO_PB,
-    group_from_pb,
-    group_to_pb,
-    task_from_pb,
-    task_to_pb,
-)
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from areal.protocol.trajectories import STATE_FROM_PB, STATE_TO_PB, group_from_pb, task_from_pb
 from areal.types import Task, TaskState, TrajectoryGroup
+from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 
 
@@ -58,9 +60,29 @@ class Lease:
     """Since when it was queued, seconds since the epoch; 0: unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The end of a lease without a group."""
+
+    cause: ReturnCause
+    """Decides which limit counts."""
+    detail: str = ""
+    """One line for people."""
+    traceback: str = ""
+    """Where, for the dead-letter list."""
+    failed_server: str = ""
+    """The inference server that failed, which the next attempt avoids."""
+    site: str = ""
+    """Of a workflow error: what all tasks that fail alike share, e.g. "KeyError at recipe.py:41";
+    empty: the detail without the row's values."""
+    partial: Callable[[], bytes] = bytes
+    """Encodes the journal for the next attempt when its message is made, so that those of many are
+    encoded while the ledger takes the ones before; `bytes` by itself: there is none."""
+
+
 @dataclass(frozen=True)
-class GroupManifest:
-    """A taken group, without its arrays."""
+class TakenGroup:
+    """A group of a batch, without its arrays."""
 
     task_id: str
     lengths: tuple[int, ...]
@@ -71,11 +93,11 @@ class GroupManifest:
 
 
 @dataclass(frozen=True)
-class TakeResult:
-    """What TakeBatch answered."""
+class Take:
+    """The answer to one attempt at a batch."""
 
     state: TakeState
-    groups: tuple[GroupManifest, ...] = ()
+    groups: tuple[TakenGroup, ...] = ()
     waiting_for: str = ""
     replay: bool = False
     """These groups were handed out to an earlier incarnation."""
@@ -83,6 +105,10 @@ class TakeResult:
     """Train tasks now queued, running, completed: how much the trainer need submit."""
     running: int = 0
     completed: int = 0
+    rows_wanted: bool = False
+    """Waiting, with fewer tasks queued than the caller's `refill_below`; for the buffer alone."""
+    first_groups: tuple[bytes, ...] = ()
+    """Packed groups that came along, the first ones; `BufferTrainer` keeps them for later."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,72 @@ class DeadLetter:
     traceback: str
 
 
+@dataclass(frozen=True)
+class WorkflowFailure:
+    """What several attempts failed of alike."""
+
+    site: str
+    """E.g. `KeyError at recipe.py:41`."""
+    attempts: int
+    task_id: str
+    """Of the first one, as are detail and time."""
+    detail: str
+    """One line, with file and line where they are known."""
+    time: float
+    """Seconds since the epoch."""
+
+    def __str__(self) -> str:
+        return f"task {self.task_id} failed: {self.detail}"
+
+
+@dataclass(frozen=True)
+class LedgerStats:
+    """Counters and gauges of the ledger. Times in seconds since the epoch."""
+
+    submitted: int = 0
+    """Every task ever submitted in this trial."""
+    counts: dict[TaskState, int] = field(default_factory=dict)
+    train_counts: dict[TaskState, int] = field(default_factory=dict)
+    policy_version: int = 0
+    incarnation: int = 0
+    """Of the trainer that registered last."""
+    last_taken_step: int = 0
+    last_committed_step: int = 0
+    batch_size: int = 0
+    max_head_offpolicyness: int = 0
+    max_concurrent_rollouts: int = 0
+    admission_headroom: int = 0
+    """Groups that admission would still let start."""
+    staleness_mean: float = 0.0
+    """Of taken groups, over the trial."""
+    staleness_max: int = 0
+    regenerated: int = 0
+    """Groups generated again because they had become too stale."""
+    trajectories: int = 0
+    generated_tokens: int = 0
+    redis_memory_bytes: int = 0
+    """What Redis uses, everybody's data together."""
+    held_bytes: int = 0
+    """Bytes of the tasks that this ledger holds, and how many it may hold now."""
+    limit_bytes: int = 0
+    stopped: str = ""
+    """Why the run was stopped; empty: it was not."""
+    retried: int = 0
+    """Dead letters that the trainer's registration queued again."""
+    oldest_queued_time: float | None = None
+    """When the oldest queued task was submitted; None: none is queued."""
+    failures: tuple[WorkflowFailure, ...] = ()
+    """Since the trainer registered, the most frequent first."""
+
+
+_TALLIES = ("counts", "train_counts")
+_NUMBERS = [
+    each.name
+    for each in fields(LedgerStats)
+    if each.name not in (*_TALLIES, "oldest_queued_time", "failures")
+]
+
+
 def record_from_pb(message: trajectory_pb2.TaskRecord) -> TaskRecord:
     """Decodes a record."""
     return TaskRecord(
@@ -142,19 +234,97 @@ def record_from_pb(message: trajectory_pb2.TaskRecord) -> TaskRecord:
     )
 
 
-def record_to_pb(record: TaskRecord) -> trajectory_pb2.TaskRecord:
-    """Encodes a record; the inverse of `record_from_pb`."""
-    message = trajectory_pb2.TaskRecord(
-        task=task_to_pb(record.task),
-        state=STATE_TO_PB[record.state],
-        reason=record.reason,
-        attempts=record.attempts,
-        infrastructure_attempts=record.infrastructure_attempts,
-        step=record.step,
+def take_from_pb(message: pb.TakeBatchResponse) -> Take:
+    """Decodes a take, less the groups that came along."""
+    return Take(
+        state=TakeState(pb.TakeState.Name(message.state).removeprefix("TAKE_STATE_").lower()),
+        groups=tuple(
+            TakenGroup(
+                group.task_id, tuple(group.lengths), group.head_version, _unix(group.completed_time)
+            )
+            for group in message.groups
+        ),
+        waiting_for=message.waiting_for,
+        replay=message.replay,
+        queued=message.queued,
+        running=message.running,
+        completed=message.completed,
     )
-    message.submit_time.FromMicroseconds(round(record.submit_time * 1e6))
-    if record.end_time is not None:
-        message.end_time.FromMicroseconds(round(record.end_time * 1e6))
-    if record.group is not None:
-        message.group.CopyFrom(group_to_pb(record.group))
-    return message
+
+
+def take_to_pb(take: Take) -> pb.TakeBatchResponse:
+    """Encodes a take."""
+    return pb.TakeBatchResponse(
+        state=pb.TakeState.Value(f"TAKE_STATE_{take.state.name}"),
+        groups=[
+            pb.TakenGroup(
+                task_id=group.task_id,
+                lengths=group.lengths,
+                head_version=group.head_version,
+                completed_time=_timestamp(group.completed_time),
+            )
+            for group in take.groups
+        ],
+        waiting_for=take.waiting_for,
+        replay=take.replay,
+        queued=take.queued,
+        running=take.running,
+        completed=take.completed,
+        first_groups=take.first_groups,
+    )
+
+
+def stats_from_pb(message: pb.GetStatsResponse) -> LedgerStats:
+    """Decodes the ledger's statistics."""
+    values: dict[str, Any] = {name: getattr(message, name) for name in _NUMBERS}
+    for name in _TALLIES:
+        values[name] = dict.fromkeys(TaskState, 0) | {
+            STATE_FROM_PB[each.state]: each.tasks
+            for each in getattr(message, name)
+            if each.state in STATE_FROM_PB
+        }
+    return LedgerStats(
+        **values,
+        oldest_queued_time=_unix(message.oldest_queued_time) or None,
+        failures=tuple(
+            WorkflowFailure(each.site, each.attempts, each.task_id, each.detail, _unix(each.time))
+            for each in message.failures
+        ),
+    )
+
+
+def stats_to_pb(stats: LedgerStats) -> pb.GetStatsResponse:
+    """Encodes the ledger's statistics."""
+    values: dict[str, Any] = {name: getattr(stats, name) for name in _NUMBERS}
+    for name in _TALLIES:
+        values[name] = [
+            pb.StateCount(state=STATE_TO_PB[state], tasks=tasks)
+            for state, tasks in getattr(stats, name).items()
+        ]
+    return pb.GetStatsResponse(
+        **values,
+        oldest_queued_time=_timestamp(stats.oldest_queued_time or 0.0),
+        failures=[
+            pb.WorkflowFailure(
+                site=each.site,
+                attempts=each.attempts,
+                task_id=each.task_id,
+                detail=each.detail,
+                time=_timestamp(each.time),
+            )
+            for each in stats.failures
+        ],
+    )
+
+
+def _unix(stamp: Timestamp) -> float:
+    """Seconds since the epoch; 0: absent."""
+    return stamp.ToMilliseconds() / 1000
+
+
+def _timestamp(seconds: float) -> Timestamp | None:
+    if not seconds:
+        return None
+    stamp = Timestamp()
+    stamp.FromMilliseconds(round(seconds * 1000))
+    return stamp

@@ -59,7 +59,7 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     """
     # Submessages are added in place: one that is made apart is copied into its parent by being
     # serialized and parsed.
-    message = pb.TrajectoryGroup(group_id=group.group_id, traceparent=group.traceparent)
+    message = pb.TrajectoryGroup(task_id=group.task_id, traceparent=group.traceparent)
     trajectories = group.trajectories
     if not trajectories:
         return message
@@ -123,7 +123,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
                 each.completion_text,
             )
         )
-    return TrajectoryGroup(message.group_id, trajectories, message.traceparent)
+    return TrajectoryGroup(message.task_id, trajectories, message.traceparent)
 
 
 def pack_group(group: TrajectoryGroup, codec: GroupCodec | None = None) -> bytes:
@@ -150,7 +150,7 @@ def check_group_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
 
 def _arrays_from_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
     """The arrays of a trajectory, for all of the group; raises InvalidInput."""
-    who = f"group {message.group_id!r}"
+    who = f"group {message.task_id!r}"
     if not message.trajectories:
         raise InvalidInput(f"{who}: has no trajectories")
     lengths = [trajectory.length for trajectory in message.trajectories]

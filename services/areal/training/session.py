@@ -35,8 +35,7 @@ from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig
-from areal.protocol.leases import TakeResult, TaskRecord
-from areal.protocol.trajectories import STATE_FROM_PB
+from areal.protocol.leases import Take, TaskRecord
 from areal.recipe import Recipe
 from areal.security import Security
 from areal.training.bridge import AsyncBridge
@@ -274,8 +273,7 @@ class TrainerSession(Ranks):
         """The numbers of the trial's train tasks by state."""
 
         async def ask() -> dict[TaskState, int]:
-            stats = await self.buffer.tasks.get_stats()
-            return {STATE_FROM_PB[count.state]: count.tasks for count in stats.train_counts}
+            return (await self.buffer.tasks.get_stats()).train_counts
 
         return self._ask_buffer(ask, "ledger statistics", shape=dict[TaskState, int])
 
@@ -294,7 +292,7 @@ class TrainerSession(Ranks):
         *,
         max_wait_s: float = POLL_S,
         refill_below: int = 0,
-    ) -> TakeResult:
+    ) -> Take:
         """Asks for the batch of the next step; see `BufferTrainer.take_batch`."""
         step = self.step + 1
         return self._ask_buffer(
@@ -307,10 +305,10 @@ class TrainerSession(Ranks):
                 refill_below=refill_below,
             ),
             f"batch of step {step}",
-            shape=TakeResult,
+            shape=Take,
         )
 
-    def fetch(self, taken: TakeResult) -> list[TrajectoryGroup]:
+    def fetch(self, taken: Take) -> list[TrajectoryGroup]:
         """This rank's share of a batch that was taken; describes the batch in the step's row."""
         from areal.algorithms.packing import assign_groups
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from areal.chassis import tracing
-from areal.protocol.leases import TakeResult
+from areal.protocol.leases import Take
 from areal.types import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class StepTrace:
             self._taken_at = time.time()
             self._enter("take", {})
 
-    def took(self, groups: Sequence[TrajectoryGroup], taken: TakeResult) -> None:
+    def took(self, groups: Sequence[TrajectoryGroup], taken: Take) -> None:
         """This rank has its groups, and trains on them from now on."""
         if not tracing.enabled():
             return
-        self._groups = [(each.group_id, each.traceparent) for each in groups if each.traceparent]
+        self._groups = [(each.task_id, each.traceparent) for each in groups if each.traceparent]
         if not taken.replay:  # else they were not waiting until now
             now = self._taken_at
             since = {each.task_id: min(each.completed_time or now, now) for each in taken.groups}

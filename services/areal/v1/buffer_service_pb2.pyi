@@ -801,7 +801,7 @@ class TakeBatchRequest(_message.Message):
 Global___TakeBatchRequest: _TypeAlias = TakeBatchRequest  # noqa: Y015
 
 @_typing.final
-class GroupManifest(_message.Message):
+class TakenGroup(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_ID_FIELD_NUMBER: _builtins.int
@@ -832,7 +832,7 @@ class GroupManifest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupManifest: _TypeAlias = GroupManifest  # noqa: Y015
+Global___TakenGroup: _TypeAlias = TakenGroup  # noqa: Y015
 
 @_typing.final
 class TakeBatchResponse(_message.Message):
@@ -855,7 +855,7 @@ class TakeBatchResponse(_message.Message):
     running: _builtins.int
     completed: _builtins.int
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupManifest]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TakenGroup]: ...
     @_builtins.property
     def first_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """With with_groups: serialized TrajectoryGroups as in FetchGroups, the first in the order of
@@ -866,7 +866,7 @@ class TakeBatchResponse(_message.Message):
         self,
         *,
         state: Global___TakeState.ValueType = ...,
-        groups: _abc.Iterable[Global___GroupManifest] | None = ...,
+        groups: _abc.Iterable[Global___TakenGroup] | None = ...,
         waiting_for: _builtins.str = ...,
         replay: _builtins.bool = ...,
         queued: _builtins.int = ...,
@@ -915,7 +915,7 @@ class FetchGroupsResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Serialized TrajectoryGroups as they were handed in; several at once, in the order asked."""
+        """Serialized TrajectoryGroups as they were completed with; several at once, in the order asked."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CompleteTasks(self, request, context):
-        """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+        """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
         ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -179,7 +179,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReturnTasks(self, request, context):
-        """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+        """Returns leases, each by itself: drain, an error of the workflow, or a failure of
         infrastructure. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -44,13 +44,13 @@ class BufferServiceStub:
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RenewLeasesRequest, _buffer_service_pb2.RenewLeasesResponse]
     """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
     CompleteTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTasksRequest, _buffer_service_pb2.CompleteTasksResponse]
-    """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+    """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
     ended.
     """
     RejectTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]
     """The workflow chose to drop the task (arun_episode returned None)."""
     ReturnTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTasksRequest, _buffer_service_pb2.ReturnTasksResponse]
-    """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+    """Returns leases, each by itself: drain, an error of the workflow, or a failure of
     infrastructure. Idempotent.
     """
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]
@@ -96,13 +96,13 @@ class BufferServiceAsyncStub(BufferServiceStub):
     RenewLeases: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RenewLeasesRequest, _buffer_service_pb2.RenewLeasesResponse]  # type: ignore[assignment]
     """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
     CompleteTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTasksRequest, _buffer_service_pb2.CompleteTasksResponse]  # type: ignore[assignment]
-    """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+    """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
     ended.
     """
     RejectTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]  # type: ignore[assignment]
     """The workflow chose to drop the task (arun_episode returned None)."""
     ReturnTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTasksRequest, _buffer_service_pb2.ReturnTasksResponse]  # type: ignore[assignment]
-    """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+    """Returns leases, each by itself: drain, an error of the workflow, or a failure of
     infrastructure. Idempotent.
     """
     CancelTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]  # type: ignore[assignment]
@@ -169,7 +169,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.CompleteTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.CompleteTasksResponse, _abc.Awaitable[_buffer_service_pb2.CompleteTasksResponse]]:
-        """Hands in finished groups, each by itself. Idempotent. Counts after expiry unless re-leased or
+        """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
         ended.
         """
 
@@ -187,7 +187,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.ReturnTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.ReturnTasksResponse, _abc.Awaitable[_buffer_service_pb2.ReturnTasksResponse]]:
-        """Gives leases back, each by itself: drain, an error of the workflow, or a failure of
+        """Returns leases, each by itself: drain, an error of the workflow, or a failure of
         infrastructure. Idempotent.
         """
 

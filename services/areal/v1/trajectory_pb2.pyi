@@ -290,12 +290,11 @@ class TrajectoryGroup(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    group_id: _builtins.str
-    """Equals the task's id."""
+    task_id: _builtins.str
     traceparent: _builtins.str
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]: ...
@@ -308,14 +307,14 @@ class TrajectoryGroup(_message.Message):
     def __init__(
         self,
         *,
-        group_id: _builtins.str = ...,
+        task_id: _builtins.str = ...,
         trajectories: _abc.Iterable[Global___Trajectory] | None = ...,
         traceparent: _builtins.str = ...,
         tensors: _abc.Iterable[Global___NamedTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["task_id", b"task_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

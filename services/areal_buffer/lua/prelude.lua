@@ -340,7 +340,7 @@ end
 
 local ATTEMPTS = {
   workflow_error = {field = 'attempts', limit = CONFIG.max_attempts},
-  suspected_poison = {field = 'infra', limit = CONFIG.max_infrastructure_attempts},
+  infrastructure = {field = 'infra', limit = CONFIG.max_infrastructure_attempts},
   too_stale = {field = 'regen', limit = CONFIG.max_regenerations + 1},
 }
 
@@ -442,7 +442,7 @@ local function begin_life(worker, boot)
     for _, id in ipairs(look('ZRANGE', P .. 'running:' .. purpose, 0, -1)) do
       if call('HGET', P .. 'task:' .. id, 'worker') == worker then
         call('HSET', P .. 'task:' .. id, 'revoked', '1')  -- a renewal under way must not take it up
-        end_attempt(read_task(id), 'suspected_poison', 'worker ' .. worker .. ' died and was started again')
+        end_attempt(read_task(id), 'infrastructure', 'worker ' .. worker .. ' died and was started again')
       end
     end
   end

@@ -4,7 +4,7 @@
 -- Every check of a lease comes before the first write, so a refused one changes nothing.
 local LIMIT = tonumber(ARGV[1])
 
-local function give_back(at)
+local function return_lease(at)
   local token, partial, server = ARGV[at + 1], ARGV[at + 5], ARGV[at + 6]
   local task = task_or_fail(ARGV[at])
   if task.state == 'dead_lettered' and tonumber(token) == task.token then return task.state end
@@ -32,5 +32,5 @@ local function give_back(at)
 end
 
 local results = {}
-for number = 1, (#ARGV - 1) / 8 do results[number] = result_or_refusal(give_back, 8 * number - 6) end
+for number = 1, (#ARGV - 1) / 8 do results[number] = result_or_refusal(return_lease, 8 * number - 6) end
 return results

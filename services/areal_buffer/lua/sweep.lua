@@ -19,7 +19,7 @@ for _, purpose in ipairs({'train', 'serve'}) do
   for _, id in ipairs(look('ZRANGEBYSCORE', running, '-inf', int(NOW), 'LIMIT', 0, 500)) do
     local task = read_task(id)
     local worker = call('HGET', task.key, 'worker') or ''
-    end_attempt(task, 'suspected_poison', 'lease expired: worker ' .. worker .. ' was silent for ' ..
+    end_attempt(task, 'infrastructure', 'lease expired: worker ' .. worker .. ' was silent for ' ..
       int(CONFIG.lease_ttl_ms / 1000) .. ' s')
     requeued = requeued + 1
   end

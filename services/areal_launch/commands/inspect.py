@@ -88,7 +88,11 @@ def _as_json(snapshot: Snapshot) -> dict[str, Any]:
             **{state.value: ledger.counts[state] for state in TaskState},
         },
         "staleness": ledger
-        and {key: getattr(ledger, f"staleness_{key}") for key in ("mean", "max", "bound")},
+        and {
+            "mean": ledger.staleness_mean,
+            "max": ledger.staleness_max,
+            "bound": ledger.max_head_offpolicyness,
+        },
         "failures": [asdict(failure) for failure in snapshot.failures],
         "policy_version": sync and sync.current_version,
         "servers": [_fields(s, "url", "state", "version", "cause") for s in snapshot.servers],

@@ -172,7 +172,8 @@ class LiveView:
                 now = recent_mean(snapshot.rows, "staleness_mean")
                 grid.add_row(
                     "staleness",
-                    f"mean {now:.2f}   max {ledger.staleness_max} (bound {ledger.staleness_bound})",
+                    f"mean {now:.2f}   max {ledger.staleness_max} "
+                    f"(bound {ledger.max_head_offpolicyness})",
                 )
             grid.add_row("queue", self._queue(ledger.counts))
             ended = [
@@ -300,7 +301,7 @@ def plain_line(stack: Stack, snapshot: Snapshot) -> str:
         if snapshot.rows:
             stale = recent_mean(snapshot.rows, "staleness_mean")
             parts.append(
-                f"staleness {stale:.2f} max {ledger.staleness_max}/{ledger.staleness_bound}"
+                f"staleness {stale:.2f} max {ledger.staleness_max}/{ledger.max_head_offpolicyness}"
             )
         counts = [f"{ledger.counts.get(s, 0)} {state_word(s)}" for s in TaskState if s.live]
         counts += [

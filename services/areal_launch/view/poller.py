@@ -31,78 +31,11 @@ from areal.clients.trainer import TrainerClient, TrainerStatus
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.services import EndpointsConfig
 from areal.errors import ArealError
-from areal.protocol.trajectories import STATE_FROM_PB
+from areal.protocol.leases import LedgerStats, WorkflowFailure
 from areal.security import Security
-from areal.types import TaskState
-from areal.v1 import buffer_service_pb2 as pb
 from areal.weights.servers import InferenceServer, SyncStatus
 
 _WINDOW_S = 15.0
-
-
-@dataclass(frozen=True)
-class RecipeFailure:
-    """What several attempts of a workflow or reward failed of alike."""
-
-    site: str
-    """E.g. `KeyError at recipe.py:41`."""
-    attempts: int
-    task_id: str
-    """Of the first one, as are detail and time."""
-    detail: str
-    """One line, with file and line where they are known."""
-    time: float
-    """Unix seconds."""
-
-    def __str__(self) -> str:
-        return f"task {self.task_id} failed: {self.detail}"
-
-
-@dataclass
-class LedgerView:
-    """Counters of the ledger, in tasks of every purpose."""
-
-    submitted: int = 0
-    counts: dict[TaskState, int] = field(default_factory=dict)
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    staleness_bound: int = 0
-    trajectories: int = 0
-    generated_tokens: int = 0
-    incarnation: int = 0
-    """Of the trainer that registered last; what follows is since then."""
-    failures: tuple[RecipeFailure, ...] = ()
-    """The most frequent first."""
-    retried: int = 0
-    """Tasks that the recipe had failed before, queued again."""
-
-    @classmethod
-    def from_pb(cls, stats: pb.GetStatsResponse) -> LedgerView:
-        counts = dict.fromkeys(TaskState, 0)
-        counts |= {
-            STATE_FROM_PB[c.state]: c.tasks for c in stats.counts if c.state in STATE_FROM_PB
-        }
-        return cls(
-            submitted=stats.submitted,
-            counts=counts,
-            staleness_mean=stats.staleness_mean,
-            staleness_max=stats.staleness_max,
-            staleness_bound=stats.max_head_offpolicyness,
-            trajectories=stats.trajectories,
-            generated_tokens=stats.generated_tokens,
-            incarnation=stats.incarnation,
-            failures=tuple(
-                RecipeFailure(
-                    failure.site,
-                    failure.attempts,
-                    failure.task_id,
-                    failure.detail,
-                    failure.time.ToMilliseconds() / 1000,
-                )
-                for failure in stats.failures
-            ),
-            retried=stats.retried,
-        )
 
 
 @dataclass
@@ -112,7 +45,7 @@ class Snapshot:
     trainer: TrainerStatus | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Rows of metrics.jsonl so far, oldest first."""
-    ledger: LedgerView | None = None
+    ledger: LedgerStats | None = None
     servers: list[InferenceServer] = field(default_factory=list)
     sync: SyncStatus | None = None
     samples_per_s: float = 0.0
@@ -126,7 +59,7 @@ class Snapshot:
     """Process to what it waits for, the oldest first; only `areal status` asks."""
 
     @property
-    def failures(self) -> tuple[RecipeFailure, ...]:
+    def failures(self) -> tuple[WorkflowFailure, ...]:
         """Of this run: until its trainer has registered the ledger tells the last run's."""
         return self.ledger.failures if self.ledger and self._is_of_this_run(self.ledger) else ()
 
@@ -135,7 +68,7 @@ class Snapshot:
         """Tasks that this run's trainer took up again."""
         return self.ledger.retried if self.ledger and self._is_of_this_run(self.ledger) else 0
 
-    def _is_of_this_run(self, ledger: LedgerView) -> bool:
+    def _is_of_this_run(self, ledger: LedgerStats) -> bool:
         return not self.has_trainer or (
             self.trainer is not None and self.trainer.incarnation == ledger.incarnation
         )
@@ -231,7 +164,7 @@ class StackPoller:
             self.snapshot.problems.pop(name, None)
 
     async def _poll_ledger(self) -> None:
-        ledger = LedgerView.from_pb(await BufferTasks(self._buffer).get_stats())
+        ledger = await BufferTasks(self._buffer).get_stats()
         self.snapshot.ledger = ledger
         self._notice()
         now = time.monotonic()

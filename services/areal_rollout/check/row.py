@@ -16,7 +16,7 @@ import orjson
 
 from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
-from areal.protocol.leases import Lease
+from areal.protocol.leases import Lease, ReturnCause
 from areal.protocol.trajectories import pack_group, task_from_pb, task_to_pb, unpack_group
 from areal.recipe import Recipe, load_recipe
 from areal.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from areal_rollout.check.report import Report
 from areal_rollout.check.stand_ins import Sample
 from areal_rollout.episode import EpisodeEngine
 from areal_rollout.failures import describe_failure, where_defined, where_it_waits
-from areal_rollout.handin import group_of
+from areal_rollout.results import group_of
 
 WORKFLOW_S = 20.0
 """Of one episode whose model answers at once; a workflow that waits for more is not judged."""
@@ -119,7 +119,7 @@ class RowCheck:
             self._report.found("reward", "failed", reward.message, reward.traceback)
             return
         failure = describe_failure(error)
-        verdict = "unknown" if failure.infrastructure else "failed"
+        verdict = "unknown" if failure.cause is ReturnCause.INFRASTRUCTURE else "failed"
         self._report.found("workflow", verdict, failure.detail, failure.traceback)
 
     def _packed(self, group: TrajectoryGroup) -> str:

@@ -6,15 +6,15 @@ import time
 
 from prometheus_client import CollectorRegistry
 
+from areal.protocol.leases import LedgerStats
 from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import Stats
 
 
 def test_redis_when_it_has_answered_then_the_time_is_kept() -> None:
     registry = CollectorRegistry()
     metrics = BufferMetrics(registry)
-    stats = Stats(0, {}, {}, 0, 1, 0, 0, 8, 2, 64, 24, 0.0, 0, 0, 0, 0, 0, (), "", 0, 7)
+    stats = LedgerStats(held_bytes=7)
     memory = MemoryGauge(9)
     name = "areal_buffer_redis_answered_timestamp_seconds"
     before = time.time()

@@ -92,8 +92,8 @@ def test_group_when_nothing_was_sampled_then_head_version_is_minus_one() -> None
     ("payload", "words"),
     [
         (b"\xff\xff", "group of task 'a': not a TrajectoryGroup"),
-        (b"", "group_id '': expected the task's id 'a'"),
-        (pack_group(make_group("b")), "group_id 'b': expected the task's id 'a'"),
+        (b"", "task_id '': expected the task's id 'a'"),
+        (pack_group(make_group("b")), "task_id 'b': expected the task's id 'a'"),
         (pack_group(make_group("a", length=1000)), r"group has \d+ bytes: at most 10000"),
         (pack_group(make_group("a", length=100))[:-1], "zstd"),
     ],

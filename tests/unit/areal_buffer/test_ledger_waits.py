@@ -15,9 +15,11 @@ from tests.waiting import until
 import areal_buffer.ledger
 from areal.chassis.waits import Waits
 from areal.errors import ArealError, LeaseLost
+from areal.protocol.leases import Take, TakeState
+from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.ledger import Ledger
 from areal_buffer.memory import MemoryGauge
-from areal_buffer.records import FinishedGroup, StoredLease, Take
+from areal_buffer.records import Completion
 from areal_buffer.wakes import Kind, Wakes
 
 T = TypeVar("T")
@@ -32,13 +34,11 @@ class FakeStore:
         self.limits: list[int] = []
         self.queued = 0
 
-    async def lease(
-        self, worker_id: str, max_tasks: int, boot: int
-    ) -> tuple[list[StoredLease], str]:
+    async def lease(self, worker_id: str, max_tasks: int, boot: int) -> pb.LeaseTasksResponse:
         self.looks += 1
         if not self.ready:
-            return [], "queue empty"
-        return [StoredLease("a", b"", 1, 0, b"", ())], ""
+            return pb.LeaseTasksResponse(reason="queue empty")
+        return pb.LeaseTasksResponse(leases=[pb.Lease(token=1)])
 
     async def take(
         self,
@@ -52,16 +52,16 @@ class FakeStore:
     ) -> Take:
         self.looks += 1
         self.limits.append(limit)
-        state = "taken" if self.ready else "waiting"
+        state = TakeState.TAKEN if self.ready else TakeState.WAITING
         wanted = not self.ready and self.queued < refill_below
-        return Take(state, "1 of 2", False, self.queued, 0, 0, wanted, (), ())
+        return Take(state, waiting_for="1 of 2", queued=self.queued, rows_wanted=wanted)
 
     async def ended(self, task_ids: Sequence[str], incarnation: int) -> list[str]:
         self.looks += 1
         return list(task_ids) if self.ready else []
 
     async def complete(
-        self, groups: Sequence[FinishedGroup], *, limit: int
+        self, groups: Sequence[Completion], *, limit: int
     ) -> list[bool | ArealError]:
         self.limits.append(limit)
         return [LeaseLost("a") if group.task_id == "lost" else True for group in groups]
@@ -77,13 +77,13 @@ def make_ledger(
 async def test_wait_when_found_at_once_then_looks_once() -> None:
     ledger, store, _, _ = make_ledger()
     store.ready = True
-    leases, reason = await ledger.lease_tasks("w", 1, 10)
-    assert (len(leases), reason, store.looks) == (1, "", 1)
+    found = await ledger.lease_tasks("w", 1, 10)
+    assert (len(found.leases), found.reason, store.looks) == (1, "", 1)
 
 
 async def test_wait_when_no_time_is_given_then_looks_once_and_gives_the_reason() -> None:
     ledger, store, _, _ = make_ledger()
-    assert await ledger.lease_tasks("w", 1, 0) == ([], "queue empty")
+    assert (await ledger.lease_tasks("w", 1, 0)).reason == "queue empty"
     assert store.looks == 1
 
 
@@ -190,7 +190,7 @@ async def test_lease_when_many_workers_wait_then_a_wake_up_costs_no_look_each() 
     store.ready = True
     wakes.notify(Kind.LEASE)
     results = await within(20, asyncio.gather(*waiting))
-    assert all(len(leases) == 1 for leases, _ in results)
+    assert all(len(found.leases) == 1 for found in results)
 
 
 @pytest.mark.usefixtures("only_wakes")
@@ -202,9 +202,7 @@ async def test_lease_when_a_wake_up_comes_during_anothers_empty_look_then_it_is_
     await looked(store, 3)
     look = store.lease
 
-    async def look_and_change(
-        worker_id: str, max_tasks: int, boot: int
-    ) -> tuple[list[StoredLease], str]:
+    async def look_and_change(worker_id: str, max_tasks: int, boot: int) -> pb.LeaseTasksResponse:
         found = await look(worker_id, max_tasks, boot)
         if not store.ready:
             store.ready = True
@@ -214,7 +212,7 @@ async def test_lease_when_a_wake_up_comes_during_anothers_empty_look_then_it_is_
     store.lease = look_and_change  # type: ignore[method-assign]
     wakes.notify(Kind.LEASE)
     results = await within(20, asyncio.gather(*waiting))
-    assert all(len(leases) == 1 for leases, _ in results)
+    assert all(len(found.leases) == 1 for found in results)
 
 
 async def test_lease_when_one_has_found_nothing_and_the_wake_up_is_lost_then_it_holds_a_while_only(
@@ -226,7 +224,7 @@ async def test_lease_when_one_has_found_nothing_and_the_wake_up_is_lost_then_it_
     await until(lambda: store.looks > 3, "a look for all of them")
     store.ready = True
     results = await within(400, asyncio.gather(*waiting))
-    assert all(len(leases) == 1 for leases, _ in results)
+    assert all(len(found.leases) == 1 for found in results)
 
 
 async def test_lease_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> None:
@@ -235,7 +233,7 @@ async def test_lease_when_the_wake_up_is_lost_then_the_fallback_finds_it() -> No
     await looked(store, 3)
     store.ready = True
     results = await within(400, asyncio.gather(*waiting))
-    assert all(len(leases) == 1 for leases, _ in results)
+    assert all(len(found.leases) == 1 for found in results)
 
 
 @pytest.mark.usefixtures("only_wakes")
@@ -263,7 +261,7 @@ async def test_oldest_wait_when_several_then_the_first_and_none_after() -> None:
 
 async def test_memory_when_sampled_then_the_next_calls_have_the_new_limit() -> None:
     ledger, store, _, memory = make_ledger(limit=1000)
-    group = FinishedGroup("a", 1, b"x" * 600, 0, (3,), 2, 1.0)
+    group = Completion("a", 1, b"x" * 600, 0, (3,), 2, 1.0)
     await ledger.complete_tasks([group])
     await ledger.take_batch(1, 1, (), 0)
     memory.sample(200, 300, 1000)

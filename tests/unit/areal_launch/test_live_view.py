@@ -12,6 +12,7 @@ from rich.console import Console
 
 from areal.clients.trainer import TrainerStatus
 from areal.config.experiment import GRPOConfig
+from areal.protocol.leases import LedgerStats
 from areal.types import TaskState
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_launch.processes.supervisor import ProcessState
@@ -25,7 +26,7 @@ from areal_launch.view.live_view import (
     plain_line,
     sparkline,
 )
-from areal_launch.view.poller import LedgerView, Snapshot
+from areal_launch.view.poller import Snapshot
 
 
 def make_stack(**processes: tuple[str, int]) -> RemoteStack:
@@ -54,7 +55,13 @@ def make_snapshot() -> Snapshot:
     return Snapshot(
         trainer=TrainerStatus("training", 40, 100, 1, 1, ""),
         rows=rows,
-        ledger=LedgerView(6000, counts, 1.1, 2, 2),
+        ledger=LedgerStats(
+            submitted=6000,
+            counts=counts,
+            staleness_mean=1.1,
+            staleness_max=2,
+            max_head_offpolicyness=2,
+        ),
         servers=[
             InferenceServer("127.0.0.1:21001", "u1", ServerState.SERVING, 40),
             InferenceServer("127.0.0.1:21002", "u2", ServerState.QUARANTINED, 39, "no answer"),

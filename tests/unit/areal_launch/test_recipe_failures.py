@@ -87,7 +87,7 @@ async def test_failures_when_of_the_run_before_then_not_shown() -> None:
 def test_plain_line_when_tasks_were_rejected_and_given_up_then_it_counts_them() -> None:
     snapshot = make_snapshot()
     assert snapshot.ledger is not None
-    snapshot.ledger.counts |= {TaskState.REJECTED: 12, TaskState.DEAD_LETTERED: 3}
+    snapshot.ledger.counts.update({TaskState.REJECTED: 12, TaskState.DEAD_LETTERED: 3})
     line = plain_line(make_stack(), snapshot)
     assert "12 rejected, 3 dead-lettered" in line
 
@@ -95,10 +95,10 @@ def test_plain_line_when_tasks_were_rejected_and_given_up_then_it_counts_them() 
 def test_views_when_steps_wait_for_their_checkpoint_then_their_tasks_are_in_training() -> None:
     snapshot = make_snapshot()
     assert snapshot.ledger is not None
-    snapshot.ledger.counts |= {TaskState.BATCHED: 544, TaskState.TRAINED: 0}
+    snapshot.ledger.counts.update({TaskState.BATCHED: 544, TaskState.TRAINED: 0})
     assert "544 in training" in plain_line(make_stack(), snapshot)
     assert "544 in training" in draw(make_stack(gateway=("up", 0)), snapshot)
-    snapshot.ledger.counts |= {TaskState.BATCHED: 0, TaskState.TRAINED: 544}
+    snapshot.ledger.counts.update({TaskState.BATCHED: 0, TaskState.TRAINED: 544})
     assert "544 trained and saved" in draw(make_stack(gateway=("up", 0)), snapshot)
 
 

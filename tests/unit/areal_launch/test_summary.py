@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from areal.protocol.leases import LedgerStats
 from areal.types import TaskState
 from areal.weights.servers import SyncStatus
 from areal_launch.view.plots import plot_rewards
-from areal_launch.view.poller import LedgerView, Snapshot
+from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import moving_mean, read_rows
 from areal_launch.view.summary import (
     build_summary,
@@ -33,7 +34,14 @@ def row(step: int, reward: float) -> dict[str, float]:
 def snapshot() -> Snapshot:
     counts = dict.fromkeys(TaskState, 0)
     counts[TaskState.TRAINED], counts[TaskState.CANCELLED] = 90, 10
-    ledger = LedgerView(100, counts, 0.7, 2, 2, trajectories=800, generated_tokens=3000)
+    ledger = LedgerStats(
+        submitted=100,
+        counts=counts,
+        staleness_mean=0.7,
+        staleness_max=2,
+        trajectories=800,
+        generated_tokens=3000,
+    )
     return Snapshot(ledger=ledger, sync=SyncStatus(None, 2, 2, 45, 45, 0.012, 3))
 
 

@@ -100,9 +100,12 @@ class FakeLedger:
         self._raise(task_id)
         self.rejected[task_id] = reason
 
-    async def return_task(self, task_id, token, cause, **more):
+    async def return_task(self, task_id, token, end):
         self._raise(task_id)
-        self.returned[task_id] = (cause, {**more, "partial": more["partial"]()})
+        more = {
+            name: getattr(end, name) for name in ("detail", "traceback", "failed_server", "site")
+        }
+        self.returned[task_id] = (end.cause, {**more, "partial": end.partial()})
 
     @property
     def ended(self):
@@ -213,7 +216,7 @@ class Rig:
         self.workflows = FakeWorkflows(rlvr=workflow(function))
         self.executor = Executor(
             RolloutConfig(**{"worker_id": "w", "capacity": 64, "lease_wait_s": 0.05, **config}),
-            ledger=self.ledger,
+            buffer=self.ledger,
             generation=self.generation,
             scorer=self.scorer,
             workflows=self.workflows,

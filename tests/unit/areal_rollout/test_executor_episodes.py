@@ -21,7 +21,7 @@ async def test_episode_when_it_succeeds_then_its_group_is_handed_in_with_ids():
         rig.ledger.add(lease("a", token=7, version=2, failed=("http://bad",), answer="4"))
         await rig.ended(1)
     group = rig.ledger.completed["a"]
-    assert (group.group_id, group.traceparent) == ("a", "00-t-s-01")
+    assert (group.task_id, group.traceparent) == ("a", "00-t-s-01")
     assert [t.trajectory_id for t in group.trajectories] == ["a.7.0", "a.7.1", "a.7.2", "a.7.3"]
     assert [t.reward for t in group.trajectories] == [1.0] * 4
     for sent, had, min_version, avoid in rig.generation.requests:

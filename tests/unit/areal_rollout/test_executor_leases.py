@@ -32,7 +32,7 @@ async def test_executor_when_capacity_is_large_then_leases_at_most_max_leases_a_
     assert max(rig.ledger.calls) == 64
 
 
-async def test_hand_in_when_the_ledger_is_away_or_full_then_tried_again():
+async def test_report_when_the_ledger_is_away_or_full_then_tried_again():
     async with Rig(one_sample) as rig:
         rig.ledger.errors.extend([Unavailable("x"), CapacityExceeded("memory")])
         rig.ledger.add(lease("a"))
@@ -40,7 +40,7 @@ async def test_hand_in_when_the_ledger_is_away_or_full_then_tried_again():
     assert set(rig.ledger.completed) == {"a"}
 
 
-async def test_hand_in_when_the_ledger_says_when_to_try_again_then_not_before():
+async def test_report_when_the_ledger_says_when_to_try_again_then_not_before():
     async with Rig(one_sample) as rig:
         rig.ledger.errors.append(CapacityExceeded("memory; try again in 0.7 s"))
         rig.ledger.add(lease("a"))
@@ -50,7 +50,7 @@ async def test_hand_in_when_the_ledger_says_when_to_try_again_then_not_before():
     assert time.monotonic() - began > 0.7
 
 
-async def test_hand_in_when_the_task_is_gone_then_the_work_is_dropped():
+async def test_report_when_the_task_is_gone_then_the_work_is_dropped():
     async with Rig(one_sample) as rig:
         rig.ledger.errors.append(NotFound("task a: unknown"))
         rig.ledger.add(lease("a"), lease("b"))
@@ -58,7 +58,7 @@ async def test_hand_in_when_the_task_is_gone_then_the_work_is_dropped():
     assert len(rig.ledger.completed) == 1
 
 
-async def test_hand_in_when_the_group_is_refused_then_returned_as_workflow_error():
+async def test_report_when_the_group_is_refused_then_returned_as_workflow_error():
     async with Rig(one_sample) as rig:
         rig.ledger.errors.append(InvalidInput("group 'a': 70 MB, expected at most 64 MB"))
         rig.ledger.add(lease("a"))
@@ -68,7 +68,7 @@ async def test_hand_in_when_the_group_is_refused_then_returned_as_workflow_error
     assert "70 MB" in more["detail"]
 
 
-async def test_hand_in_when_the_journal_is_refused_then_returned_without_it():
+async def test_report_when_the_journal_is_refused_then_returned_without_it():
     async with Rig(one_sample) as rig:
         rig.generation.hold = True
         rig.ledger.add(lease("a"))
@@ -79,8 +79,8 @@ async def test_hand_in_when_the_journal_is_refused_then_returned_without_it():
     assert (cause, more["partial"]) == (ReturnCause.DRAIN, b"")
 
 
-async def test_hand_in_when_the_ledger_stays_away_then_given_up_at_the_deadline():
-    async with Rig(one_sample, hand_in_timeout_s=0.3) as rig:
+async def test_report_when_the_ledger_stays_away_then_given_up_at_the_deadline():
+    async with Rig(one_sample, report_timeout_s=0.3) as rig:
         rig.ledger.errors.extend([Unavailable("away")] * 50)
         rig.ledger.add(lease("a"))
         await rig.until(lambda: rig.observer.outcomes["lost"])

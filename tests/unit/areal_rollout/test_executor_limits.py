@@ -18,7 +18,7 @@ from areal_rollout.config import worker_identity
 from areal_rollout.journal import decode
 
 
-async def test_hand_in_when_overdue_and_the_ledger_is_away_then_it_is_still_offered():
+async def test_report_when_overdue_and_the_ledger_is_away_then_it_is_still_offered():
     async def hangs(engine, data):
         await asyncio.Event().wait()
 

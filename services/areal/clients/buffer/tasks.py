@@ -8,7 +8,7 @@ from areal.clients.base import to_duration
 from areal.clients.buffer.connection import Role
 from areal.clients.buffer.submission_trace import submitting
 from areal.errors import CapacityExceeded
-from areal.protocol.leases import TaskRecord, record_from_pb
+from areal.protocol.leases import LedgerStats, TaskRecord, record_from_pb, stats_from_pb
 from areal.protocol.trajectories import PURPOSE_TO_PB, task_to_pb
 from areal.types import Purpose, Task
 from areal.v1 import buffer_service_pb2 as pb
@@ -151,6 +151,6 @@ class BufferTasks(Role):
         )
         return list((await self._call(self._stub.WaitTasks, request, wait_s=max_wait_s)).task_ids)
 
-    async def get_stats(self) -> pb.GetStatsResponse:
-        """Counters and gauges of the ledger, as the message."""
-        return await self._call(self._stub.GetStats, pb.GetStatsRequest())
+    async def get_stats(self) -> LedgerStats:
+        """Counters and gauges of the ledger."""
+        return stats_from_pb(await self._call(self._stub.GetStats, pb.GetStatsRequest()))

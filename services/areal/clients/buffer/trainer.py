@@ -11,7 +11,7 @@ from areal.clients.buffer.recipes import BufferRecipes
 from areal.clients.buffer.tasks import BufferTasks
 from areal.errors import NotFound
 from areal.protocol.compression import GroupCodec
-from areal.protocol.leases import GroupManifest, Registration, TakeResult, TakeState
+from areal.protocol.leases import Registration, Take, take_from_pb
 from areal.protocol.trajectories import unpack_group
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
@@ -70,7 +70,7 @@ class BufferTrainer(Role):
         task_ids: Sequence[str] = (),
         with_groups: bool = False,
         refill_below: int = 0,
-    ) -> TakeResult:
+    ) -> Take:
         """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
 
         Args:
@@ -99,24 +99,8 @@ class BufferTrainer(Role):
         )
         response = await self._call(self._stub.TakeBatch, request, wait_s=max_wait_s)
         came = [unpack_group(payload, self._codec) for payload in response.first_groups]
-        self._came = ((incarnation, step), {group.group_id: group for group in came})
-        return TakeResult(
-            state=TakeState(pb.TakeState.Name(response.state).removeprefix("TAKE_STATE_").lower()),
-            groups=tuple(
-                GroupManifest(
-                    group.task_id,
-                    tuple(group.lengths),
-                    group.head_version,
-                    group.completed_time.ToMilliseconds() / 1000,
-                )
-                for group in response.groups
-            ),
-            waiting_for=response.waiting_for,
-            replay=response.replay,
-            queued=response.queued,
-            running=response.running,
-            completed=response.completed,
-        )
+        self._came = ((incarnation, step), {group.task_id: group for group in came})
+        return take_from_pb(response)
 
     async def fetch_groups(
         self, incarnation: int, step: int, task_ids: Sequence[str]
@@ -146,7 +130,7 @@ class BufferTrainer(Role):
                 async for response in responses:
                     for payload in response.groups:
                         group = unpack_group(payload, self._codec)
-                        groups[group.group_id] = group
+                        groups[group.task_id] = group
 
         await persist(missing, policy.retry_s)
         absent = [task_id for task_id in task_ids if task_id not in groups]

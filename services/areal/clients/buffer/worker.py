@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from areal.clients.base import to_duration
 from areal.clients.buffer.batching import Batching
 from areal.clients.buffer.connection import BufferConnection, Role
 from areal.errors import InvalidInput
 from areal.protocol.compression import GroupCodec
-from areal.protocol.leases import Lease, ReturnCause
+from areal.protocol.leases import Lease, Return
 from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_from_pb
 from areal.types import TaskState, TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
@@ -118,35 +118,11 @@ class BufferWorker(Role):
         )
         await self._call(self._stub.RejectTask, request)
 
-    async def return_task(
-        self,
-        task_id: str,
-        token: int,
-        cause: ReturnCause,
-        *,
-        detail: str = "",
-        traceback: str = "",
-        partial: Callable[[], bytes] = bytes,
-        failed_server: str = "",
-        site: str = "",
-    ) -> TaskState:
+    async def return_task(self, task_id: str, token: int, end: Return) -> TaskState:
         """Returns a lease: its task is queued again, or dead-lettered.
 
         Calls at the same time share messages, in their order; tried again for half a minute while
         the ledger is away.
-
-        Args:
-            task_id: The leased task.
-            token: Its lease's token.
-            cause: Decides which limit counts.
-            detail: One line for people.
-            traceback: Where, for the dead-letter list.
-            partial: Gives the journal for the next attempt when its message is made, so that those
-                of many are encoded while the ledger takes the ones before; refused above
-                max_group_bytes.
-            failed_server: The inference server that failed, which the next attempt avoids.
-            site: Of a workflow error: what all tasks that fail alike share, e.g.
-                "KeyError at recipe.py:41"; empty: the detail without the row's values.
 
         Returns:
             QUEUED, or DEAD_LETTERED when a limit was reached.
@@ -157,19 +133,19 @@ class BufferWorker(Role):
         """
 
         def add(request: pb.ReturnTasksRequest) -> int:
-            journal = partial()
+            journal = end.partial()
             _check_size(f"journal of task {task_id!r}", len(journal))
             request.returns.add(
                 lease=pb.LeaseRef(task_id=task_id, token=token),
-                cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{cause.name}"),
-                detail=detail,
-                traceback=traceback,
+                cause=pb.ReturnCause.Value(f"RETURN_CAUSE_{end.cause.name}"),
+                detail=end.detail,
+                traceback=end.traceback,
                 partial=journal,
-                failed_server=failed_server,
-                site=site,
+                failed_server=end.failed_server,
+                site=end.site,
             )
             # The short fields count too, so that a call holds no more than it may.
-            return 256 + len(journal) + len(traceback)
+            return 256 + len(journal) + len(end.traceback)
 
         return STATE_FROM_PB[(await self._returns.offer("", add)).state]
 

@@ -12,7 +12,7 @@ from tests.ledger_support import make_group
 from areal.clients.buffer import worker
 from areal.clients.buffer.batching import Batching
 from areal.errors import InvalidInput, LeaseLost, Unavailable
-from areal.protocol.leases import ReturnCause
+from areal.protocol.leases import Return, ReturnCause
 from areal.v1 import buffer_service_pb2 as pb
 
 
@@ -175,6 +175,8 @@ async def test_offer_when_no_message_can_hold_it_then_refused_by_name_at_once(
             with pytest.raises(InvalidInput, match=r"group 'big' has \d+ bytes: at most 100"):
                 await client.complete_task("big", 1, make_group("big", length=500), "w")
             with pytest.raises(InvalidInput, match="journal of task 'big' has 101 bytes"):
-                await client.return_task("big", 1, ReturnCause.DRAIN, partial=lambda: bytes(101))
+                await client.return_task(
+                    "big", 1, Return(ReturnCause.DRAIN, partial=lambda: bytes(101))
+                )
     finally:
         await client.close()

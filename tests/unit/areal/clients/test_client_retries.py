@@ -104,7 +104,7 @@ async def test_fetch_when_the_service_froze_then_tried_again_as_its_policy_says(
 ) -> None:
     service.flaky.moods = ["frozen", "well"]
     groups = await service.client(timeout_s=2.0).fetch_groups(1, 1, ["a"])
-    assert [group.group_id for group in groups] == ["a"]
+    assert [group.task_id for group in groups] == ["a"]
 
 
 async def test_call_when_nothing_is_to_be_retried_then_fails_at_once(service: Service) -> None:

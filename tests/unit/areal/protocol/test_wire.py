@@ -32,7 +32,7 @@ def test_group_when_sent_and_received_then_equal(length, version):
     back = wire.group_from_pb(
         pb.TrajectoryGroup.FromString(wire.group_to_pb(group).SerializeToString())
     )
-    assert back.group_id == "t"
+    assert back.task_id == "t"
     assert back.head_version == version
     assert back.traceparent == group.traceparent
     for name in wire.TRAJECTORY_ARRAYS:
@@ -128,7 +128,7 @@ def test_group_when_arrays_are_not_aligned_then_refused_before_it_is_sent():
 
 def test_group_when_empty_then_refused():
     with pytest.raises(InvalidInput, match="no trajectories"):
-        wire.group_from_pb(pb.TrajectoryGroup(group_id="g"))
+        wire.group_from_pb(pb.TrajectoryGroup(task_id="g"))
 
 
 def test_task_when_sent_and_received_then_equal():

@@ -14,7 +14,7 @@ RANK = """
 import json, os, pathlib, sys
 import torch.distributed as dist
 from areal import errors
-from areal.protocol.leases import GroupManifest, TakeResult, TakeState
+from areal.protocol.leases import TakenGroup, Take, TakeState
 from areal.training import rank_watch
 from areal.training.checkpoints import Checkpoint
 from areal.training.rank_watch import RankWatch
@@ -32,13 +32,13 @@ for name in dir(dist):
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 ranks = Ranks(rank, 2)
-taken = TakeResult(TakeState.TAKEN, (GroupManifest("e0-7", (3, 4), 2),), "é", replay=True, queued=5)
+taken = Take(TakeState.TAKEN, (TakenGroup("e0-7", (3, 4), 2),), "é", replay=True, queued=5)
 
 def only_rank0(value):
     assert rank == 0
     return value
 
-assert ranks.on_rank0(lambda: only_rank0(taken), TakeResult) == taken
+assert ranks.on_rank0(lambda: only_rank0(taken), Take) == taken
 shape = tuple[Checkpoint | None, int]
 found = (Checkpoint(4, 1, pathlib.Path("/c/step_4-inc_1"), {"dataset": [1, 9]}), 3)
 assert ranks.on_rank0(lambda: only_rank0(found), shape) == found

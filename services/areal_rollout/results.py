@@ -1,11 +1,10 @@
-"""The last step of an episode: its ending is offered to the ledger until it is taken."""
+"""The last step of an episode: its end is reported until the ledger has taken it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from areal.chassis import tracing
 from areal.chassis.backoff import Backoff
@@ -19,97 +18,74 @@ from areal.errors import (
     WaitTimeout,
     WorkflowError,
 )
-from areal.protocol.leases import Lease, ReturnCause
+from areal.protocol.leases import Lease, Return, ReturnCause
 from areal.types import Trajectory, TrajectoryGroup
-from areal_rollout.interfaces import Ledger
+from areal_rollout.interfaces import Buffer
 
 # Errors of the ledger that pass: it is away, or near its memory limit.
 RETRYABLE = (Unavailable, CapacityExceeded, WaitTimeout)
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """An ending other than a group or a rejection."""
-
-    cause: ReturnCause
-    detail: str
-    traceback: str = ""
-    failed_server: str = ""
-    site: str = ""
-    """What all tasks that fail alike share."""
-    partial: Callable[[], bytes] = bytes
-    """Encodes the journal; by itself: there is none."""
-
-
 # What an episode comes to; None: the workflow rejects the task.
-Ending = TrajectoryGroup | Returned | None
+End = TrajectoryGroup | Return | None
 
 
-class HandIn:
-    """Offers endings of all episodes of the process."""
+class Results:
+    """Reports the ends of all episodes of the process."""
 
-    def __init__(self, ledger: Ledger, worker_id: str, timeout_s: float) -> None:
-        self._ledger = ledger
+    def __init__(self, buffer: Buffer, worker_id: str, timeout_s: float) -> None:
+        self._buffer = buffer
         self._worker_id = worker_id
         self._timeout_s = timeout_s
-        self._log = get_logger("areal.rollout.hand_in")
+        self._log = get_logger("areal.rollout.results")
 
-    async def hand_in(self, lease: Lease, ending: Ending) -> str:
-        """Offers an ending to the ledger until it is taken; returns the outcome's name."""
-        with tracing.span("hand_in"):
-            return await self._until_taken(lease, ending)
+    async def report(self, lease: Lease, end: End) -> str:
+        """Reports an end until the ledger has taken it; returns the outcome's name."""
+        with tracing.span("report"):
+            return await self._until_taken(lease, end)
 
-    async def _until_taken(self, lease: Lease, ending: Ending) -> str:
+    async def _until_taken(self, lease: Lease, end: End) -> str:
         deadline = time.monotonic() + self._timeout_s
         task_id = lease.task.task_id
         backoff = Backoff()
         while True:
             try:
-                return await self._offer(lease, ending)
+                return await self._send(lease, end)
             except (LeaseLost, NotFound) as error:  # an ended serve task's id may be free again
-                self._log.info("ending_refused", task_id=task_id, error=str(error))
+                self._log.info("end_refused", task_id=task_id, error=str(error))
                 return "lost"
             except InvalidInput as error:
-                if isinstance(ending, TrajectoryGroup) or ending is None:
+                if isinstance(end, TrajectoryGroup) or end is None:
                     detail = f"the ledger refuses the group: {error}"
-                    ending = Returned(ReturnCause.WORKFLOW_ERROR, detail)
-                elif ending.partial is not bytes:
-                    ending = replace(ending, partial=bytes)
+                    end = Return(ReturnCause.WORKFLOW_ERROR, detail)
+                elif end.partial is not bytes:
+                    end = replace(end, partial=bytes)
                 else:
-                    self._log.error("ending_refused", task_id=task_id, error=str(error))
+                    self._log.error("end_refused", task_id=task_id, error=str(error))
                     return "lost"
             except RETRYABLE as error:
                 delay = backoff.next()
                 if isinstance(error, CapacityExceeded):
                     delay = max(delay, error.retry_after_s or 0.0)
                 if time.monotonic() + delay > deadline:
-                    self._log.error("ending_dropped", task_id=task_id, error=str(error))
+                    self._log.error("end_dropped", task_id=task_id, error=str(error))
                     return "lost"
                 await asyncio.sleep(delay)
 
-    async def _offer(self, lease: Lease, ending: Ending) -> str:
+    async def _send(self, lease: Lease, end: End) -> str:
         task_id, token = lease.task.task_id, lease.token
-        if isinstance(ending, TrajectoryGroup):
-            await self._ledger.complete_task(task_id, token, ending, self._worker_id)
+        if isinstance(end, TrajectoryGroup):
+            await self._buffer.complete_task(task_id, token, end, self._worker_id)
             return "completed"
-        if ending is None:
-            await self._ledger.reject_task(task_id, token, "arun_episode returned None")
+        if end is None:
+            await self._buffer.reject_task(task_id, token, "arun_episode returned None")
             return "rejected"
-        if ending.cause is not ReturnCause.DRAIN:
+        if end.cause is not ReturnCause.DRAIN:
             self._log.warning(
-                "episode_returned", task_id=task_id, cause=ending.cause.value, detail=ending.detail
+                "episode_returned", task_id=task_id, cause=end.cause.value, detail=end.detail
             )
-        await self._ledger.return_task(
-            task_id,
-            token,
-            ending.cause,
-            detail=ending.detail,
-            traceback=ending.traceback,
-            partial=ending.partial,
-            failed_server=ending.failed_server,
-            site=ending.site,
-        )
-        return ending.cause.value
+        await self._buffer.return_task(task_id, token, end)
+        return end.cause.value
 
 
 def group_of(result: object, lease: Lease, where: str = "") -> TrajectoryGroup | None:
