@@ -9,6 +9,7 @@ from typing import Any
 
 from areal.chassis import tracing
 from areal.errors import Unavailable, WorkflowError
+from areal.protocol.compression import GroupCodec
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.recipe import function_reference
 from areal.tokenizer import Tokenizer
@@ -138,9 +139,9 @@ class EpisodeEngine:
         """Tokens of all calls so far."""
         return sum(len(response.output_tokens) for _, response in self._calls)
 
-    def journal(self, max_bytes: int) -> bytes:
+    def journal(self, max_bytes: int, codec: GroupCodec) -> bytes:
         """The calls so far, for the next attempt."""
-        return journal.encode(self._calls, max_bytes)
+        return journal.encode(self._calls, max_bytes, codec)
 
     def close(self) -> None:
         """Cancels calls that the workflow left behind (`gather` does when one of them fails)."""

@@ -33,6 +33,7 @@ from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.errors import ArealError, PromptDrift
+from areal.protocol.compression import GroupCodec
 from areal.protocol.leases import Lease, Return, ReturnCause
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
@@ -98,6 +99,7 @@ class Executor:
         self._tokenizer = tokenizer
         self._observer = observer
         self._results = Results(buffer, config.worker_id, config.report_timeout_s)
+        self._codec = GroupCodec()
         self._log = get_logger("areal.rollout.executor")
         self._episodes: dict[str, Episode] = {}
         self._room = asyncio.Event()
@@ -334,7 +336,7 @@ class Executor:
 
     def _replay(self, lease: Lease) -> dict[CallKey, LLMResponse] | None:
         try:
-            calls = decode(lease.partial, self._config.journal_max_bytes)
+            calls = decode(lease.partial, self._config.journal_max_bytes, self._codec)
         except ValueError as error:
             self._log.warning("journal_dropped", task_id=lease.task.task_id, error=str(error))
             return None
@@ -346,7 +348,7 @@ class Executor:
             return episode.lease.partial
         if not episode.replayable:
             return b""
-        return episode.engine.journal(self._config.journal_max_bytes)
+        return episode.engine.journal(self._config.journal_max_bytes, self._codec)
 
     # ------------------------------------------------------------ leaving
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import FULL, Book, complete, finished, new_task, open_book
+from tests.ledger_support import FULL, Book, complete, finished, make_task, new_task, open_book
 
 from areal.errors import CapacityExceeded
+from areal.protocol.trajectories import task_to_pb
 from areal.types import Purpose
 from areal_buffer.memory import RECORD_BYTES
 
@@ -18,10 +19,17 @@ MARK = int(0.8 * LIMIT) // SIZE
 """Tasks that clients may have queued."""
 
 
+def sized(task_id: str, purpose: Purpose) -> bytes:
+    """A task that takes SIZE bytes with its record."""
+    message = task_to_pb(make_task(task_id, purpose))
+    message.data_json = " " * 200  # from 128 on its length takes two bytes
+    message.data_json += " " * (SIZE - RECORD_BYTES - message.ByteSize())
+    return message.SerializeToString()
+
+
 async def offer(book: Book, *ids: str, purpose: Purpose = Purpose.SERVE, trainer: bool = False):
     """Submits tasks of SIZE bytes each; how many found room, and the refusal."""
-    body = b"x" * (SIZE - RECORD_BYTES)
-    tasks = [replace(new_task(each, purpose), body=body) for each in ids]
+    tasks = [replace(new_task(each, purpose), body=sized(each, purpose)) for each in ids]
     before = (await book.store.stats()).submitted
     refused = None
     try:

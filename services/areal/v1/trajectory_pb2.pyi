@@ -405,3 +405,72 @@ class SubmitResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitResult: _TypeAlias = SubmitResult  # noqa: Y015
+
+@_typing.final
+class JournaledCall(_message.Message):
+    """A model call of an interrupted episode, kept for the next attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_DIGEST_FIELD_NUMBER: _builtins.int
+    OCCURRENCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    INTERRUPTIONS_FIELD_NUMBER: _builtins.int
+    request_digest: _builtins.str
+    """Of the prompt and the sampling parameters."""
+    occurrence: _builtins.int
+    """Equal requests that came before it in this episode."""
+    stop_reason: _builtins.str
+    """abort: it had not ended."""
+    interruptions: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As doubles: a continued call is bit for bit what was sampled."""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request_digest: _builtins.str = ...,
+        occurrence: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+        stop_reason: _builtins.str = ...,
+        interruptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interruptions", b"interruptions", "logprobs", b"logprobs", "occurrence", b"occurrence", "request_digest", b"request_digest", "stop_reason", b"stop_reason", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JournaledCall: _TypeAlias = JournaledCall  # noqa: Y015
+
+@_typing.final
+class Journal(_message.Message):
+    """The journal of an episode, packed like a group: as it is or as one zstd frame."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___JournaledCall]: ...
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___JournaledCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Journal: _TypeAlias = Journal  # noqa: Y015

@@ -1,9 +1,10 @@
 import zlib
 
-import orjson
 import pytest
 
+from areal.protocol.compression import compress
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.v1 import trajectory_pb2 as pb
 from areal_rollout.journal import decode, encode, request_digest
 
 
@@ -68,34 +69,27 @@ def test_journal_when_nothing_was_generated_or_too_much_then_empty():
     assert decode(b"", 100) == {}
 
 
+CALL = {"request_digest": "x", "tokens": [1], "versions": [3], "stop_reason": "stop"}
+
+
 @pytest.mark.parametrize(
     "raw",
     [
         b"garbage",
-        zlib.compress(b"[]"),
-        zlib.compress(b"{}"),
-        zlib.compress(orjson.dumps({"format": 99, "calls": []})),
-        zlib.compress(orjson.dumps({"format": 1, "calls": [{"call": ["x", 0]}]})),
-        zlib.compress(
-            orjson.dumps(
-                {
-                    "format": 1,
-                    "calls": [
-                        {
-                            "call": ["x", 0],
-                            "tokens": [1],
-                            "logprobs": [],
-                            "versions": [],
-                            "stop": "stop",
-                            "interruptions": 0,
-                        }
-                    ],
-                }
-            )
-        ),
-        zlib.compress(b"0" * 10_000_000),
+        compress(b"0" * 1_000)[:-1],
+        zlib.compress(b"[]"),  # as an earlier release packed it
+        pb.Journal(calls=[pb.JournaledCall(**CALL)]).SerializeToString(),
+        pb.Journal(
+            calls=[pb.JournaledCall(**{**CALL, "logprobs": [0.0], "stop_reason": "tired"})]
+        ).SerializeToString(),
+        compress(b"0" * 10_000_000),
     ],
 )
 def test_journal_when_malformed_then_value_error(raw):
     with pytest.raises(ValueError, match=r"."):
         decode(raw, 10_000)
+
+
+def test_journal_when_a_later_release_adds_fields_then_still_read():
+    whole = pb.Journal(calls=[pb.JournaledCall(**CALL, logprobs=[0.0])]).SerializeToString()
+    assert set(decode(whole + b"\xba\x3e\x03new", 10_000)) == {("x", 0)}
