@@ -40,7 +40,7 @@ async def offer(book: Book, *ids: str, purpose: Purpose = Purpose.SERVE, trainer
     return (await book.store.stats()).submitted - before, refused
 
 
-async def hand_in(book: Book, task_id: str, token: int, size: int, version: int = 0) -> bool:
+async def complete_sized(book: Book, task_id: str, token: int, size: int, version: int = 0) -> bool:
     group = replace(finished(task_id, version), payload=b"y" * size)
     return await complete(book.store, token, group, limit=LIMIT)
 
@@ -75,9 +75,9 @@ async def test_complete_when_results_reach_nine_tenths_then_clients_have_to_wait
     await book.submit(*(f"s{number}" for number in range(6)), purpose=Purpose.SERVE)
     leases = await book.lease(6)
     for number in range(4):
-        assert await hand_in(book, f"s{number}", leases[f"s{number}"], 225_000)
+        assert await complete_sized(book, f"s{number}", leases[f"s{number}"], 225_000)
     with pytest.raises(CapacityExceeded, match=r"task s4: .* keep the lease; try again in") as no:
-        await hand_in(book, "s4", leases["s4"], 225_000)
+        await complete_sized(book, "s4", leases["s4"], 225_000)
     assert no.value.retry_after_s == 5
     assert await book.state("s4") == "running"
     assert 0.9 * LIMIT < sum(await book.held()) < 0.91 * LIMIT
@@ -92,17 +92,17 @@ async def test_complete_when_the_ledger_is_full_then_a_batch_of_train_and_of_eva
     await book.submit(*evaluation, purpose=Purpose.SERVE, incarnation=book.incarnation)
     await book.submit("a", "b", "c")
     leases = await book.lease(7)
-    await hand_in(book, "s", leases["s"], LIMIT)
+    await complete_sized(book, "s", leases["s"], LIMIT)
     for each in evaluation[:2]:
-        assert await hand_in(book, each, leases[each], 100_000)
+        assert await complete_sized(book, each, leases[each], 100_000)
     with pytest.raises(CapacityExceeded):
-        await hand_in(book, evaluation[2], leases[evaluation[2]], 100_000)
+        await complete_sized(book, evaluation[2], leases[evaluation[2]], 100_000)
     for each in "ab":
-        assert await hand_in(book, each, leases[each], 100_000)
+        assert await complete_sized(book, each, leases[each], 100_000)
     with pytest.raises(CapacityExceeded, match=r"task c: .*; try again in 1 s"):
-        await hand_in(book, "c", leases["c"], 100_000)
+        await complete_sized(book, "c", leases["c"], 100_000)
     assert await book.take(1, limit=LIMIT) == ("taken", ["a", "b"])
-    assert await hand_in(book, "c", leases["c"], 100_000)
+    assert await complete_sized(book, "c", leases["c"], 100_000)
 
 
 async def test_take_when_served_results_fill_the_ledger_then_no_checkpoint_is_asked_for(
@@ -112,10 +112,10 @@ async def test_take_when_served_results_fill_the_ledger_then_no_checkpoint_is_as
     await book.register()
     await book.train(1)
     await book.submit("s", purpose=Purpose.SERVE)
-    await hand_in(book, "s", (await book.lease())["s"], LIMIT)
+    await complete_sized(book, "s", (await book.lease())["s"], LIMIT)
     assert (await book.take(2, limit=LIMIT))[0] == "waiting"
     await book.submit("t")
-    await hand_in(book, "t", (await book.lease())["t"], 2 * LIMIT, version=1)
+    await complete_sized(book, "t", (await book.lease())["t"], 2 * LIMIT, version=1)
     assert (await book.take(2, limit=LIMIT))[0] == "checkpoint_first"
 
 
