@@ -74,7 +74,7 @@ def test_check_when_all_is_well_then_exit_code_0_without_torch_within_seconds(
             "return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))",
             "reward_fn took longer than reward.timeout_s = 1 s",
         ),
-        ("os._exit(3)", "the process that checks it ended with code 3"),
+        ("os._exit(3)", "its process ended with code 3"),
     ],
 )
 def test_run_when_the_reward_fails_on_the_first_row_then_exit_code_1_and_nothing_started(
