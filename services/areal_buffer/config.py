@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal.config.experiment import GRPOConfig
+from areal.protocol.compression import MAX_GROUP_BYTES
 from areal_buffer.memory import RECORD_BYTES
 
 
@@ -21,20 +22,25 @@ class BufferConfig:
     lease_ttl_ms: int
     sweep_interval_ms: int
     """Two of these without a sweep count as an outage, and leases are extended."""
-    straggler_deadline_ms: int
-    max_attempts: int
     max_failure_ratio: float
-    max_infrastructure_attempts: int
-    serve_result_ttl_ms: int
-    max_group_bytes: int
     max_memory_bytes: int
+    straggler_deadline_ms: int = 30_000
+    """How long a batch waits for groups that would become too stale."""
+    max_attempts: int = 3
+    """Attempts ended by the workflow's own error before a task is dead-lettered."""
+    max_infrastructure_attempts: int = 10
+    """Attempts ended by infrastructure before that; more, as they are no fault of the task."""
+    serve_result_ttl_ms: int = 24 * 3600 * 1000
+    """How long a served result that no one reads stays; one that was read is released minutes
+    later, and either sooner where there is no room."""
+    max_group_bytes: int = MAX_GROUP_BYTES
     max_regenerations: int = 3
     """Times a group is generated again for being too stale before it is dead-lettered."""
 
     @classmethod
     def from_experiment(cls, config: GRPOConfig) -> BufferConfig:
         """Reads the sections `rollout`, `buffer` and `train_dataset`."""
-        rollout, buffer = config.rollout, config.buffer
+        rollout = config.rollout
         lease_ttl_ms = max(100, int(rollout.lease_ttl_s * 1000))
         return cls(
             namespace=config.namespace,
@@ -44,13 +50,8 @@ class BufferConfig:
             max_concurrent_rollouts=rollout.max_concurrent_rollouts,
             lease_ttl_ms=lease_ttl_ms,
             sweep_interval_ms=min(5_000, lease_ttl_ms // 4),
-            straggler_deadline_ms=int(rollout.straggler_deadline_s * 1000),
-            max_attempts=rollout.max_attempts,
             max_failure_ratio=rollout.max_failure_ratio,
-            max_infrastructure_attempts=rollout.max_infrastructure_attempts,
-            serve_result_ttl_ms=max(1, int(buffer.serve_result_ttl_s * 1000)),
-            max_group_bytes=rollout.max_group_bytes,
-            max_memory_bytes=buffer.max_memory_mb * 1024 * 1024,
+            max_memory_bytes=config.buffer.max_memory_mb * 1024 * 1024,
         )
 
     def as_lua(self) -> str:

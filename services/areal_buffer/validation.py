@@ -206,8 +206,7 @@ def check_return(message: pb.Return, max_partial_bytes: int) -> pb.Return | Inva
         )
     if (size := len(message.partial)) > max_partial_bytes:
         return InvalidInput(
-            f"task {task_id!r} partial has {size} bytes: at most {max_partial_bytes} "
-            "(rollout.max_group_bytes)"
+            f"task {task_id!r} partial has {size} bytes: at most {max_partial_bytes}"
         )
     server = message.failed_server
     if len(server) > _MAX_SERVER_CHARS or "\n" in server:

@@ -22,7 +22,6 @@ from typing import Annotated
 
 import typer
 
-from areal.config.experiment import load_service_config
 from areal.errors import ArealError, InvalidInput
 from areal_trainer import model_sources
 from areal_trainer.model_folder import lacks, mark_ready, ready_file, ready_from
@@ -68,8 +67,6 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
         _say(f"{model} is ready")
         return
     ready_file(model).unlink(missing_ok=True)
-    experiment = load_service_config(config)
-    tokenizer = not experiment.model.tokenizer_path
     if source:
         model.mkdir(parents=True, exist_ok=True)
         if source.startswith(model_sources.HUB):
@@ -77,15 +74,13 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
         else:
             work = lambda: model_sources.copy(Path(source), model)  # noqa: E731
         model_sources.until_deadline(work, model, deadline, _say)
-        if problem := lacks(model, tokenizer=tokenizer):
+        if problem := lacks(model):
             raise InvalidInput(f"prepare.source {source}: {problem}")
     elif make_model(config):
         if not (model / "config.json").is_file():
             raise InvalidInput(f"model.path {model}: the recipe's prepare_model made nothing there")
     else:
-        model_sources.wait_for_copy(
-            model, how=_how(model), tokenizer=tokenizer, deadline=deadline, say=_say
-        )
+        model_sources.wait_for_copy(model, how=_how(model), deadline=deadline, say=_say)
     mark_ready(model, source)
     _say(f"{model} is ready")
 

@@ -33,12 +33,11 @@ def mark_ready(model: Path, source: str) -> None:
     half.replace(file)
 
 
-def lacks(model: Path, *, tokenizer: bool) -> str:
+def lacks(model: Path) -> str:
     """What a copied or fetched model still lacks; "": nothing.
 
     Args:
         model: Its folder.
-        tokenizer: The tokenizer lies there, too.
 
     Returns:
         E.g. "no config.json", or "model-00002-of-00004.safetensors: 3 of 5 GB".
@@ -55,8 +54,8 @@ def lacks(model: Path, *, tokenizer: bool) -> str:
             return f"{file.name} is no JSON, or only its beginning"
     if problem := _weights_lack(model):
         return problem
-    if tokenizer and not (model / "tokenizer.json").is_file():
-        return "no tokenizer.json (another folder's: model.tokenizer_path)"
+    if not (model / "tokenizer.json").is_file():
+        return "no tokenizer.json"
     return ""
 
 

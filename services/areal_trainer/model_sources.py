@@ -116,7 +116,7 @@ def _copy_file(file: Path, target: Path) -> None:
     half.replace(target)
 
 
-def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, say: Say) -> None:
+def wait_for_copy(model: Path, *, how: str, deadline: float, say: Say) -> None:
     """Until a whole model lies in the folder, or in one folder in it, and has come to rest.
 
     `kubectl cp FOLDER POD:MODEL` copies into MODEL/FOLDER when MODEL is there; it always is, so
@@ -125,7 +125,6 @@ def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, sa
     Args:
         model: The folder; made if missing.
         how: What a person should do.
-        tokenizer: The tokenizer lies there, too.
         deadline: `time.monotonic()`.
         say: Told what is lacking, each minute.
 
@@ -136,7 +135,7 @@ def wait_for_copy(model: Path, *, how: str, tokenizer: bool, deadline: float, sa
     began, reminded, rest = time.monotonic(), float("-inf"), _Rest()
     while True:
         now = time.monotonic()
-        folder, problem = _found(model, tokenizer=tokenizer)
+        folder, problem = _found(model)
         if rest.since(model, now) >= _QUIET_S and not problem:
             break
         if now >= deadline:
@@ -222,17 +221,17 @@ class _Rest:
         return now - self._since
 
 
-def _found(model: Path, *, tokenizer: bool) -> tuple[Path, str]:
+def _found(model: Path) -> tuple[Path, str]:
     """The model's folder or the newest one that was copied into it, and what that one lacks.
 
     Models have folders of their own with a config.json, so theirs is asked first.
     """
-    problem = lacks(model, tokenizer=tokenizer)
+    problem = lacks(model)
     inside = [each for each in model.iterdir() if each.is_dir() and _has_config(each)]
     if not problem or not inside:
         return model, problem
     newest = max(inside, key=lambda each: each.stat().st_mtime)
-    if deeper := lacks(newest, tokenizer=tokenizer):
+    if deeper := lacks(newest):
         return model, problem if _has_config(model) else f"{newest.name}: {deeper}"
     return newest, ""
 

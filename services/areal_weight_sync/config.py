@@ -9,6 +9,9 @@ from areal.config.experiment import GRPOConfig
 from areal.config.services import in_object_store, transport_order
 from areal_weight_sync.engine.routes import Routes
 
+# Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang: one on each host.
+SIDECAR_PORT = 30900
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
@@ -70,14 +73,15 @@ class WeightSyncConfig:
             interrupt=own.interrupt,
             max_unavailable=own.max_unavailable,
             probe_interval_s=own.probe_interval_s,
-            update_timeout_s=own.update_timeout_s,
+            update_timeout_s=experiment.rollout.setup_timeout_s,
             namespace=experiment.namespace,
             redis=ends.redis,
             nats=ends.nats,
             model_path=Path(experiment.model.path).resolve(),
             weights_root=Path(folder) if folder else experiment.run_dir / "weights",
             objects=objects,
-            keep_versions=own.keep_versions,
+            # One for each checkpoint, and the newest.
+            keep_versions=experiment.checkpoint.keep + 1,
             endpoints=tuple(ends.inference),
-            routes=Routes(transport_order(own.transport), ends.weight_store, own.sidecar_port),
+            routes=Routes(transport_order(own.transport), ends.weight_store, SIDECAR_PORT),
         )

@@ -289,7 +289,7 @@ def _arguments(plan: Plan) -> list[str]:
         "rollout.max_head_offpolicyness": ETA,
         "rollout.max_concurrent_rollouts": 128,
         "checkpoint.freq_steps": 20,
-        "stack.ready_timeout_s": plan.ready_s,
+        "rollout.setup_timeout_s": plan.ready_s,
     }
     return [
         str(ROOT / "examples" / "arithmetic_grpo.py"),

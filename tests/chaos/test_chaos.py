@@ -49,7 +49,6 @@ def arguments(token: Path) -> list[str]:
         f"rollout.max_head_offpolicyness={ETA}",
         "rollout.max_concurrent_rollouts=128",
         "rollout.lease_ttl_s=10",
-        "rollout.straggler_deadline_s=15",
         "reward.workers=2",
         "checkpoint.freq_steps=5",
         "stack.max_restarts=1000",

@@ -44,7 +44,6 @@ def test_training_when_a_real_sglang_joins_and_one_dies_then_nothing_is_lost(
             SEED,
             (
                 f"stack.inference_command={SERVE}",
-                f"rollout.setup_timeout_s={READY_S}",
                 f"security.dir={tmp_path}",
             ),
             READY_S,

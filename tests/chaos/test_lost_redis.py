@@ -20,7 +20,7 @@ def test_run_when_redis_lost_everything_then_it_goes_on_from_the_newest_checkpoi
             f"total_train_steps={steps}",
             "checkpoint.freq_steps=3",
             "pace_s=0.0",
-            "rollout.batch_timeout_s=60",
+            "rollout.request_timeout_s=20",
             "stack.max_restarts=0",
         )
         with whole_run(tmp_path, "lost", tiny_model, *overrides) as (rig, launcher):

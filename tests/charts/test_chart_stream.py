@@ -39,7 +39,7 @@ def test_servers_when_weights_are_on_disk_then_they_mount_the_volume_and_have_no
 
 
 def test_sidecar_when_weights_stream_to_sglang_then_both_see_one_folder_in_memory():
-    objects = render_ci("stream-values.yaml", "--set", "overrides.weight_sync.sidecar_port=31000")
+    objects = render_ci("stream-values.yaml")
     pod = server(objects)
     sidecar = pod.spec["containers"][1]
     folder = sidecar["args"][sidecar["args"].index("--folder") + 1]
@@ -51,9 +51,9 @@ def test_sidecar_when_weights_stream_to_sglang_then_both_see_one_folder_in_memor
     }
     (weights,) = (v for v in pod.spec["volumes"] if v["name"] == "weights")
     assert weights["emptyDir"] == {"medium": "Memory"}
-    assert sidecar["ports"] == [{"name": "sidecar", "containerPort": 31000}]
+    assert sidecar["ports"] == [{"name": "sidecar", "containerPort": 30900}]
     rule = named(objects, "NetworkPolicy", "areal-weight-sync-to-sglang")["spec"]["ingress"][0]
-    assert [port["port"] for port in rule["ports"]] == [30000, 31000]
+    assert [port["port"] for port in rule["ports"]] == [30000, 30900]
 
 
 def test_sidecar_when_the_cpu_engine_pulls_itself_then_there_is_none():

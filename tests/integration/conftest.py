@@ -32,7 +32,6 @@ def buffer_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def buffer_address(buffer_redis: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     overrides = (
         "train_dataset.batch_size=2",
-        "rollout.max_group_bytes=100000",
         "rollout.lease_ttl_s=1",
     )
     with start_buffer(tmp_path_factory.mktemp("buffer"), buffer_redis, *overrides) as address:

@@ -297,9 +297,7 @@ class Waiting:
 
     def _wait(self) -> None:
         deadline = time.monotonic() + 60.0
-        wait_for_copy(
-            self.model, how="copy it", tokenizer=True, deadline=deadline, say=self.said.append
-        )
+        wait_for_copy(self.model, how="copy it", deadline=deadline, say=self.said.append)
 
     def is_over(self, within: float) -> bool:
         self._thread.join(within)
@@ -389,4 +387,4 @@ def test_copy_by_hand_when_it_does_not_come_then_the_deadline_says_what_to_do(
 ) -> None:
     model = tmp_path / "models" / "tiny"
     with pytest.raises(WaitTimeout, match=r"a model in .*tiny \(no config.json; copy it\)"):
-        wait_for_copy(model, how="copy it", tokenizer=True, deadline=time.monotonic(), say=print)
+        wait_for_copy(model, how="copy it", deadline=time.monotonic(), say=print)

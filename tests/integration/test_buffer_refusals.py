@@ -113,8 +113,8 @@ async def test_complete_when_group_is_malformed_then_named_and_the_lease_stays(
         return str(caught.value)
 
     assert "task_id 'b': expected the task's id 'a'" in await complaint(make_group("b"))
-    large = make_group("a", length=8000)
-    assert "at most 100000 (rollout.max_group_bytes)" in await complaint(large)
+    large = make_group("a", length=2_200_000)
+    assert "at most 67108864" in await complaint(large)
     bad = make_group("a")
     bad.trajectories[1].rewards[0] = np.nan
     assert "trajectory 'a.1' rewards: a value is not finite" in await complaint(bad)

@@ -101,18 +101,6 @@ def check_refused(folder: Path, arguments: list[str], *, code: int, expected: st
     assert not (folder / "runs").exists()
 
 
-def test_run_when_an_earlier_run_must_not_be_resumed_then_refused(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    (tmp_path / "recipe.py").write_text(GOOD)
-    (tmp_path / "runs" / "experiment" / "trial0" / "redis").mkdir(parents=True)
-    done = areal(
-        *("run", "recipe.py", "model.path=model", "checkpoint.recover=never"), cwd=tmp_path
-    )
-    assert done.returncode == 1
-    assert "checkpoint.recover 'never'" in done.stderr
-    assert "choose another trial_name" in done.stderr
-
-
 @pytest.mark.parametrize("command", ["status", "down", "submit", "logs", "dead-letters"])
 def test_command_when_no_stack_runs_then_says_where_it_looked(tmp_path: Path, command: str) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1"}\n')

@@ -128,7 +128,7 @@ def trial(tmp_path: Path, redis_url: str) -> Iterator[Trial]:
     config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
     config.train_dataset.batch_size = BATCH
     config.rollout.max_head_offpolicyness = 0
-    config.rollout.batch_timeout_s = 60.0
+    config.rollout.request_timeout_s = 20.0
     limits = (f"train_dataset.batch_size={BATCH}", f"buffer.max_memory_mb={MEMORY_MB}")
     with start_buffer(tmp_path / "b", redis_url, *limits) as address:
         config.endpoints.buffer = address
@@ -195,7 +195,7 @@ def test_prepare_batch_when_no_more_rows_can_be_submitted_then_it_waits_without_
     trial: Trial, full: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "POLL_S", 2.5)
-    trial.config.rollout.batch_timeout_s = 2.0
+    trial.config.rollout.request_timeout_s = 2.0 / 3
     if full:
         trial.fill()
     with trial.session() as session:
@@ -234,7 +234,7 @@ def test_batch_calls_when_the_ledger_is_full_then_they_wait_by_name_and_have_a_d
             done.result(60)
             assert len(worker.done) == len(rows)
         trial.fill()
-        trial.config.rollout.batch_timeout_s = 0.5
+        trial.config.rollout.request_timeout_s = 0.5 / 3
         said = r"for room for 8 tasks of evaluation 'again': .*memory limit.* on buffer 127"
         with pytest.raises(WaitTimeout, match=said):
             engine.evaluate(rows, workflow, "again")

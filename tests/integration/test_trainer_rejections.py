@@ -84,7 +84,7 @@ class RejectingWorkers:
 def session(tmp_path: Path) -> Iterator[Session]:
     config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
     config.train_dataset.batch_size = BATCH
-    config.rollout.batch_timeout_s = 60.0
+    config.rollout.request_timeout_s = 20.0
     with (
         start_redis(tmp_path) as redis,
         start_buffer(tmp_path / "b", redis, f"train_dataset.batch_size={BATCH}") as address,

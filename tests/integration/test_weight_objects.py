@@ -29,7 +29,7 @@ async def test_object_store_when_versions_follow_each_other_then_servers_serve_e
     async with AsyncExitStack() as stack:
         stack.enter_context(start_s3(tmp_path / "s3", monkeypatch))
         rig = await stack.enter_async_context(
-            rig_with_stores(tmp_path, tiny_model, path=URL, keep_versions=2)
+            rig_with_stores(tmp_path, tiny_model, path=URL, keep=1)
         )
         await rig.started()
         engine, url = inference(tmp_path, tiny_model, "inference-0")

@@ -89,7 +89,7 @@ class BaseExperimentConfig:
     @property
     def tokenizer_dir(self) -> Path:
         """Where tokenizer.json lies."""
-        return Path(self.model.tokenizer_path or self.model.path)
+        return Path(self.model.path)
 
 
 @dataclass

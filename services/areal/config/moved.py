@@ -16,7 +16,7 @@ _HINTS = {
     "rollout.max_group_bytes": _CONSTANT,
     "buffer.serve_result_ttl_s": _CONSTANT,
     "weight_sync.sidecar_port": _CONSTANT,
-    "weight_sync.probe_interval_s": _CONSTANT,
+    "actor.reward_bias": "the reward function adds it",
     "weight_sync.keep_versions": "checkpoint.keep, and one more",
     "weight_sync.update_timeout_s": "use rollout.setup_timeout_s",
     "checkpoint.recover": "a trial resumes; for a fresh start choose another trial_name",

@@ -50,8 +50,6 @@ class ModelConfig:
 
     path: str = ""
     """A Hugging Face model directory. Relative paths are taken from the working directory."""
-    tokenizer_path: str = ""
-    """Where tokenizer.json lies; empty: the model's directory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the inference servers, and of the weights that are published to them: `float32`,
     `bfloat16`, or `auto` (bfloat16 on GPUs, that of the checkpoint on CPUs)."""
@@ -85,19 +83,14 @@ class RolloutConfig:
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
     """One generation request, from sending to its last token. An episode may take 4 times as long,
     and the trainer waits 3 times as long for a batch before it gives up with a named cause."""
-    straggler_deadline_s: float = 30.0
-    """How long a batch waits for groups that would become too stale."""
-    batch_timeout_s: float = 1800.0
-    """How long the trainer waits for a batch before it gives up with a named cause."""
-    max_attempts: Annotated[int, Ge(1)] = 3
-    """Attempts ended by the workflow's own error before a task is dead-lettered."""
-    max_infrastructure_attempts: int = 10
-    """Attempts ended by infrastructure before a task is dead-lettered."""
-    max_group_bytes: int = 64 * 1024 * 1024
-    """A finished group larger than this is refused; as it travels, compressed, at most 90 MiB."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
     or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
+
+    @property
+    def batch_timeout_s(self) -> float:
+        """How long the trainer waits for a batch: some requests in a row, and retries."""
+        return 3 * self.request_timeout_s
 
 
 @dataclass
@@ -116,12 +109,9 @@ class RewardConfig:
 class BufferConfig:
     """The ledger."""
 
-    max_memory_mb: Annotated[int, Gt(0)] = 2048
+    max_memory_mb: Annotated[int, Ge(0)] = 2048
     """What this experiment's tasks may take of Redis, in MiB; near it, clients are asked to wait
     and the trainer to checkpoint."""
-    serve_result_ttl_s: float = 86400.0
-    """How long a served result that no one reads stays; one that was read goes minutes later, and
-    either sooner where there is no room."""
 
 
 @dataclass
@@ -144,14 +134,8 @@ class WeightSyncConfig:
     path: str = ""
     """Folder of published versions, or s3://bucket/prefix (gs://, az://) that the disk transport
     uploads to and servers fetch from; empty: `weights/` in the run folder."""
-    sidecar_port: int = 30900
-    """Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang (stream)."""
-    keep_versions: Annotated[int, Ge(2)] = 3
-    """Published versions kept."""
-    probe_interval_s: float = 1.0
-    """Between health probes of a server."""
-    update_timeout_s: float = 120.0
-    """One server's update, from pause to confirmed."""
+    probe_interval_s: Annotated[float, Gt(0)] = 1.0
+    """Between health probes of a server; longer for thousands of them."""
 
 
 @dataclass
@@ -161,9 +145,7 @@ class CheckpointConfig:
     freq_steps: Annotated[int, Ge(0)] = 20
     """A checkpoint (and a ledger commit) every so many steps; 0: only at the end."""
     keep: Annotated[int, Ge(1)] = 2
-    """Checkpoints kept."""
-    recover: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest valid checkpoint of this trial; never: refuse to overwrite."""
+    """Checkpoints kept, and one published version more."""
 
 
 @dataclass
@@ -179,8 +161,6 @@ class StackConfig:
     """Requests decoded at once by each inference server."""
     max_restarts: Annotated[int, Ge(0)] = 5
     """Restarts of one process within ten minutes before the run is given up."""
-    ready_timeout_s: float = 120.0
-    """For the whole stack to become ready."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0

@@ -179,7 +179,7 @@ class PPOActorConfig(TrainEngineConfig):
     weight (plain PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
     """Tokens with a larger behavior weight are left out of the loss (null: none is)."""
-    reward_bias: float = 0.0
+    reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
     """Factor of each sequence's reward."""

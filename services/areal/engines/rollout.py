@@ -52,7 +52,7 @@ class RemoteSGLangEngine:
 
         Raises:
             InvalidInput: The workflow samples at another temperature than the trainer's.
-            WaitTimeout: No batch within rollout.batch_timeout_s; says what was missing.
+            WaitTimeout: No batch within 3 x rollout.request_timeout_s; says what was missing.
         """
         check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)

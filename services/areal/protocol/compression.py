@@ -11,6 +11,9 @@ import zstandard
 
 from areal.errors import InvalidInput
 
+MAX_GROUP_BYTES = 64 * 1024 * 1024
+"""A finished group larger than this is refused. As it travels, compressed, 90 MiB are the most that
+a message holds."""
 _MAGIC = b"\x28\xb5\x2f\xfd"
 # Below, the record around the group weighs more than what would be saved.
 MIN_BYTES = 512
@@ -53,9 +56,7 @@ class GroupCodec:
             except zstandard.ZstdError as error:
                 raise InvalidInput(f"group: not a zstd frame ({error})") from None
         if size > max_bytes:
-            raise InvalidInput(
-                f"group has {size} bytes: at most {max_bytes} (rollout.max_group_bytes)"
-            )
+            raise InvalidInput(f"group has {size} bytes: at most {max_bytes}")
         return payload
 
 

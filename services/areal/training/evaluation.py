@@ -2,7 +2,7 @@
 
 | wait              | on     | unblocked by | deadline                |
 |-------------------|--------|--------------|-------------------------|
-| ends of the tasks | buffer | any of them  | rollout.batch_timeout_s |
+| ends of the tasks | buffer | any of them  | 3 x request_timeout_s   |
 
 Tasks are submitted as far as the ledger has room, and each result is read as soon as it is there:
 it may then be released, so that an evaluation can be larger than the ledger.

@@ -14,7 +14,7 @@ rank's own. What a call waits for is in `waits`, named.
 | wait                     | on          | unblocked by            | deadline                |
 |--------------------------|-------------|-------------------------|-------------------------|
 | version s-1 confirmed    | weight-sync | one server confirmed it | rollout.setup_timeout_s |
-| batch of step s          | buffer      | B groups are complete   | rollout.batch_timeout_s |
+| batch of step s          | buffer      | B groups are complete   | 3 x request_timeout_s   |
 | checkpoint being written | this disk   | checkpoint_writer.py    | CHECKPOINT_TIMEOUT_S    |
 """
 
@@ -155,10 +155,6 @@ class TrainerSession(Ranks):
     def _register(self) -> tuple[Checkpoint | None, int, int, bool]:
         """What to resume from, the incarnation, the version served, whether it is unstored."""
         newest = self.folder.newest()
-        if newest is not None and self.config.checkpoint.recover == "never":
-            raise errors.ConfigError(
-                f"checkpoint.recover 'never': {newest.path} exists; choose another trial_name"
-            )
         digest = ""
         if self.config.recipe:  # from the registration on workers are given tasks under it
             recipe = Recipe.read(Path(self.config.recipe))

@@ -6,7 +6,7 @@
 
 | wait           | on     | unblocked by                   | deadline                |
 |----------------|--------|--------------------------------|-------------------------|
-| room for tasks | buffer | the time that its refusal says | rollout.batch_timeout_s |
+| room for tasks | buffer | the time that its refusal says | 3 x request_timeout_s   |
 """
 
 from __future__ import annotations

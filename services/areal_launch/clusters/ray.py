@@ -64,7 +64,7 @@ class RayCluster(Cluster):
         self._bundles: list[dict[str, float]] = []
 
     async def open(self, config: BaseExperimentConfig) -> Placement:
-        """Connects and waits for the placement group, at most `stack.ready_timeout_s`."""
+        """Connects and waits for the placement group, at most `rollout.setup_timeout_s`."""
         self._bundles = bundles_of(config)
         # In a thread: it blocks, and in the main thread Ray would take our signal handlers.
         return await asyncio.to_thread(self._open, config)
@@ -86,7 +86,7 @@ class RayCluster(Cluster):
         self._ray = ray
         since = time.monotonic()
         self._group = placement_group(self._bundles, strategy="PACK")
-        if not self._group.wait(config.stack.ready_timeout_s):
+        if not self._group.wait(config.rollout.setup_timeout_s):
             raise WaitTimeout(
                 f"a placement group of {self._bundles}",
                 on="Ray",

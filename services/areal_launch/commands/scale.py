@@ -11,7 +11,7 @@ from areal_launch.run_folder import find_run
 from areal_launch.stack.control_socket import ask
 from areal_launch.view.output import say
 
-# Beside starting (stack.ready_timeout_s): draining, and an earlier command that still runs.
+# Beside starting (rollout.setup_timeout_s): draining, and an earlier command that still runs.
 _MARGIN_S = 120.0
 
 
@@ -30,7 +30,7 @@ def scale_stack(run: Path | None, targets: list[str]) -> int:
     folder = find_run(run)
     if not folder.held():
         raise NotFound(f"{folder.path}: not running")
-    timeout = load_service_config(folder.config_file).stack.ready_timeout_s + _MARGIN_S
+    timeout = load_service_config(folder.config_file).rollout.setup_timeout_s + _MARGIN_S
     request = {"scale": {"inference": int(count)}}
     try:
         done = asyncio.run(ask(folder.control_file, request, say, timeout))

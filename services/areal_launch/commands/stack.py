@@ -335,7 +335,7 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
             )
     finally:
         os.close(writing)
-    limit = resolved.config.stack.ready_timeout_s + 30.0
+    limit = resolved.config.rollout.setup_timeout_s + 30.0
     limit += PREPARE_TIMEOUT_S if resolved.prepare else 0.0
     answer = _read_line(reading, limit)
     os.close(reading)

@@ -188,7 +188,7 @@ def _disk(config: BaseExperimentConfig) -> Finding:
         each.stat().st_size for each in Path(config.model.path or ".").glob("*.safetensors")
     )
     # Published versions, and checkpoints with two moments of the optimizer in float32.
-    versions = config.weight_sync.keep_versions + 1
+    versions = config.checkpoint.keep + 2
     needed = _BASE_DISK + model * versions + 6 * model * (config.checkpoint.keep + 1)
     folder = Path(config.run_root).resolve()
     while not folder.exists():
@@ -196,7 +196,7 @@ def _disk(config: BaseExperimentConfig) -> Finding:
     free = shutil.disk_usage(folder).free
     found = f"{free / _GIB:.1f} GiB free in {folder}"
     if free < needed:
-        fix = f"about {needed / _GIB:.1f} GiB, or fewer checkpoint.keep, weight_sync.keep_versions"
+        fix = f"about {needed / _GIB:.1f} GiB, or a smaller checkpoint.keep"
         return missing("disk", found, fix)
     return ok("disk", f"{found}, about {needed / _GIB:.1f} needed")
 

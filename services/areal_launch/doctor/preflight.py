@@ -72,14 +72,13 @@ def weights_problem(config: BaseExperimentConfig) -> str:
 
 def tokenizer_problem(config: BaseExperimentConfig, *, will_prepare: bool) -> str:
     """Why rollout workers would not find a tokenizer."""
-    made = will_prepare and not config.model.tokenizer_path
-    if made or config.endpoints.rollout or (config.tokenizer_dir / "tokenizer.json").is_file():
+    if (
+        will_prepare
+        or config.endpoints.rollout
+        or (config.tokenizer_dir / "tokenizer.json").is_file()
+    ):
         return ""
-    key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
-    return (
-        f"{key} {str(config.tokenizer_dir)!r}: no tokenizer.json there; copy it beside the model, "
-        "or name its folder with model.tokenizer_path=DIR"
-    )
+    return f"model.path {config.model.path!r}: no tokenizer.json there; copy it beside the model"
 
 
 def dataset_problem(config: BaseExperimentConfig) -> str:

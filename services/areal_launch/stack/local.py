@@ -7,7 +7,7 @@
 
 | state    | consumes        | waits for                         | unblocked by                   |
 |----------|-----------------|-----------------------------------|--------------------------------|
-| starting | ports, CPU      | each process up, servers SERVING  | probes; stack.ready_timeout_s  |
+| starting | ports, CPU      | each process up, servers SERVING  | probes; rollout.setup_timeout_s|
 | ready    | what it runs    | the trainer's end, or a failure   | exit 0, or a process given up  |
 |          |                 | commands (`control.py`)           | `areal scale`                  |
 | stopping | its grace time  | each stage's processes            | their exit, or SIGKILL         |
@@ -90,7 +90,7 @@ class LocalStack:
         """From the first process (a model that had to be made does not count) to serving."""
         self.supervisor = Supervisor(
             self.stack_id,
-            RestartPolicy(config.stack.max_restarts, config.stack.ready_timeout_s),
+            RestartPolicy(config.stack.max_restarts, config.rollout.setup_timeout_s),
             events.report,
             self._cluster.spawn,
         )
@@ -107,7 +107,6 @@ class LocalStack:
         Raises:
             CannotStart: The run is held by another launcher, or a program is missing.
         """
-        self._check_recover()
         elsewhere = self.config.endpoints.gateway
         self._lock = self.folder.lock()
         self.started = time.time()
@@ -156,7 +155,7 @@ class LocalStack:
         if self.plan.inference and (why := missing_model(self.config)):
             raise CannotStart(why)
         began = time.monotonic()
-        await self._start_all(began + self.config.stack.ready_timeout_s)
+        await self._start_all(began + self.config.rollout.setup_timeout_s)
         self.ready_seconds = round(time.monotonic() - began, 2)
         self.events.report("info", "stack", f"ready after {self.ready_seconds:.1f} s")
         self._set(StackState.READY)
@@ -312,14 +311,6 @@ class LocalStack:
             )
         process.ended.result()
         del self.supervisor.processes["prepare"]
-
-    def _check_recover(self) -> None:
-        never = self.with_trainer and self.config.checkpoint.recover == "never"
-        if never and (self.folder.path / "redis").exists():
-            raise CannotStart(
-                f"checkpoint.recover 'never': {str(self.folder.path)!r} holds an earlier run of "
-                "this trial; choose another trial_name, or recover=auto to resume it"
-            )
 
     def _earlier_ports(self) -> dict[str, int]:
         try:

@@ -6,8 +6,8 @@
 
 | step      | consumes     | waits for                 | unblocked by                          |
 |-----------|--------------|---------------------------|---------------------------------------|
-| start     | CPU, memory  | its probe                 | it answers, stack.ready_timeout_s     |
-| register  | an update    | weight-sync               | SERVING, stack.ready_timeout_s        |
+| start     | CPU, memory  | its probe                 | it answers, rollout.setup_timeout_s   |
+| register  | an update    | weight-sync               | SERVING, rollout.setup_timeout_s      |
 | drain     | its requests | weight-sync               | forgotten, 30 s                       |
 | stop      | nothing      | its exit                  | exit, SIGKILL after its grace         |
 """
@@ -74,7 +74,7 @@ class Scaler:
         return f"{before} -> {count} inference servers in {time.monotonic() - began:.1f} s"
 
     async def _bring(self, spec: ProcessSpec, say: Say) -> None:
-        timeout = self._plan.config.stack.ready_timeout_s
+        timeout = self._plan.config.rollout.setup_timeout_s
         url = f"http://{spec.address}"
         try:
             # Not vital before it serves: a newcomer that cannot live must not end the run.

@@ -16,6 +16,7 @@ import orjson
 
 from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
+from areal.protocol.compression import MAX_GROUP_BYTES
 from areal.protocol.leases import Lease, ReturnCause
 from areal.protocol.trajectories import pack_group, task_from_pb, task_to_pb, unpack_group
 from areal.recipe import Recipe, load_recipe
@@ -125,11 +126,8 @@ class RowCheck:
     def _packed(self, group: TrajectoryGroup) -> str:
         """What the ledger and the trainer check of a group; raises InvalidInput."""
         payload = pack_group(group)
-        limit = self._config.rollout.max_group_bytes
-        if len(payload) > limit:
-            raise InvalidInput(
-                f"the group has {len(payload)} bytes, at most rollout.max_group_bytes = {limit}"
-            )
+        if len(payload) > MAX_GROUP_BYTES:
+            raise InvalidInput(f"the group has {len(payload)} bytes: at most {MAX_GROUP_BYTES}")
         trajectories = unpack_group(payload).trajectories
         vocabulary, context = self._tokenizer.vocab_size, self._config.model.context_length
         for number, each in enumerate(trajectories):

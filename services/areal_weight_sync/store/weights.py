@@ -71,7 +71,7 @@ class WeightStore:
             shutil.rmtree(staging)
             raise CapacityExceeded(
                 f"{self._root}: {free >> 20} MiB free, version {manifest.version} takes "
-                f"{manifest.size_bytes >> 20} MiB; see weight_sync.keep_versions"
+                f"{manifest.size_bytes >> 20} MiB; see checkpoint.keep"
             )
         sizes = {file.name: file.size_bytes for file in manifest.files}
         if manifest.delta is not None:

@@ -233,8 +233,3 @@ def test_missing_model_when_files_lack_then_says_which(
     import re
 
     assert re.search(expected, missing_model(config))
-
-
-def test_config_when_recover_is_unknown_then_refused() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.recover 'maybe'"):
-        build_config(GRPOConfig, None, ["checkpoint.recover=maybe"])

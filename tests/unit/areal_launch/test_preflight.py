@@ -76,8 +76,6 @@ def test_check_when_the_tokenizer_is_missing_then_its_folder_is_named(
     config = experiment(model, tmp_path)
     assert refusal(config).startswith(f"model.path '{model}': no tokenizer.json there")
     check_start(config, will_prepare=True)
-    other = experiment(model, tmp_path, f"model.tokenizer_path={tmp_path}")
-    assert refusal(other, will_prepare=True).startswith(f"model.tokenizer_path '{tmp_path}': no")
 
 
 def test_check_when_the_data_set_is_missing_then_its_path_is_named(

@@ -46,7 +46,7 @@ def test_check_when_what_is_learned_changed_then_the_difference_is_shown(trained
         "total_train_steps=900",
         "allocation_mode=sglang:d4+fsdp:d2",
         "stack.max_restarts=1",
-        "rollout.batch_timeout_s=5",
+        "rollout.request_timeout_s=5",
         "checkpoint.freq_steps=3",
         "endpoints.redis=redis://elsewhere:1/0",
     ],

@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_model_when_it_is_whole_then_it_lacks_nothing(model: Path) -> None:
-    assert lacks(model, tokenizer=True) == ""
+    assert lacks(model) == ""
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -29,15 +29,10 @@ def test_model_when_a_file_is_missing_or_shortened_then_it_is_named(model: Path,
     content = (model / name).read_bytes()
     for length in (len(content) - 1, len(content) // 2, 5, 0):
         (model / name).write_bytes(content[:length])
-        assert name in lacks(model, tokenizer=True), length
+        assert name in lacks(model), length
     (model / name).unlink()
     word = "weights" if name == "model.safetensors" else name
-    assert word in lacks(model, tokenizer=True)
-
-
-def test_model_when_its_tokenizer_is_elsewhere_then_none_is_asked_for(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
-    assert lacks(model, tokenizer=False) == ""
+    assert word in lacks(model)
 
 
 def test_model_when_it_has_shards_then_each_is_asked_for(model: Path) -> None:
@@ -46,11 +41,11 @@ def test_model_when_it_has_shards_then_each_is_asked_for(model: Path) -> None:
     (model / INDEX).write_text(json.dumps({"weight_map": {f"w{n}": n for n in names}}))
     for name in names[:2]:
         (model / name).write_bytes(safetensors(10))
-    assert lacks(model, tokenizer=True) == f"no {names[2]} (2 of 3 files)"
+    assert lacks(model) == f"no {names[2]} (2 of 3 files)"
     (model / names[2]).write_bytes(safetensors(10)[:-1])
-    assert names[2] in lacks(model, tokenizer=True)
+    assert names[2] in lacks(model)
     (model / names[2]).write_bytes(safetensors(10))
-    assert lacks(model, tokenizer=True) == ""
+    assert lacks(model) == ""
 
 
 def test_ready_when_it_is_marked_then_its_source_is_known(model: Path) -> None:
@@ -72,4 +67,4 @@ def test_model_when_links_were_copied_in_place_of_files_then_it_says_so(model: P
     """So the Hub's cache arrives that is copied as it is."""
     (model / "config.json").unlink()
     (model / "config.json").symlink_to("../../blobs/0123")
-    assert "config.json is a link that leads nowhere" in lacks(model, tokenizer=True)
+    assert "config.json is a link that leads nowhere" in lacks(model)
