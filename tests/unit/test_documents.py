@@ -118,3 +118,23 @@ def test_tree_of_the_readme_when_read_then_it_is_the_tree() -> None:
     packages = {f"services/{file.parent.name}/" for file in ROOT.glob("services/*/__init__.py")}
     rooms = {f"services/areal/{f.parent.name}/" for f in ROOT.glob("services/areal/*/__init__.py")}
     assert packages | rooms <= set(paths), f"missing: {sorted((packages | rooms) - set(paths))}"
+
+
+def test_documents_when_read_then_no_key_that_is_gone() -> None:
+    moved = (ROOT / "services/areal/config/moved.py").read_text()
+    there = (ROOT / "docs/configuration.md").read_text()
+    gone = [
+        key
+        for key in re.findall(r'^    "([\w.]+\.[\w.]+)":', moved, re.MULTILINE)
+        if f"`{key}`" not in there
+    ]
+    assert gone
+    pattern = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, gone)) + r")(?!\w)")
+    history = {ROOT / "CHANGELOG.md", ROOT / "docs/adr/0015-configuration-keys.md"}
+    found = [
+        f"{page.relative_to(ROOT)}: {key}"
+        for page in DOCUMENTS
+        if page not in history
+        for key in pattern.findall(page.read_text())
+    ]
+    assert found == []
