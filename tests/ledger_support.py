@@ -70,6 +70,15 @@ def make_group(
     )
 
 
+def incompressible(task_id: str) -> TrajectoryGroup:
+    """A group of 2 MiB that compression saves little of."""
+    length = (2 << 20) // 4
+    group = make_group(task_id, samples=1, length=length)
+    noise = np.random.default_rng(0).uniform(-9, 0, length).astype(np.float32)
+    group.trajectories[0].behavior_logprobs[2:] = noise[2:]
+    return group
+
+
 def finished(task_id: str, version: int = 0) -> Completion:
     group = make_group(task_id, version)
     return Completion(

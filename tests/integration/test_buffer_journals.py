@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.buffer_client import BufferClient
 from tests.buffer_server import register, start_buffer
-from tests.ledger_support import make_group, make_task
+from tests.ledger_support import incompressible, make_task
 
 from areal.protocol.leases import Return, ReturnCause
-from areal.types import TrajectoryGroup
-
-FULL = 2 << 20  # bytes that compression saves nothing of
-
-
-def incompressible(task_id: str) -> TrajectoryGroup:
-    group = make_group(task_id, samples=1, length=FULL // 4)
-    noise = np.random.default_rng(0).uniform(-9, 0, FULL // 4).astype(np.float32)
-    group.trajectories[0].behavior_logprobs[2:] = noise[2:]
-    return group
 
 
 @pytest.mark.parametrize(("limit_mb", "kept"), [(1024, b"half an episode"), (1, b"")])

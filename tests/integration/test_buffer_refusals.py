@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.buffer_client import BufferClient
 from tests.buffer_server import register, start_buffer
-from tests.ledger_support import make_group, make_task
+from tests.ledger_support import incompressible, make_group, make_task
 
 from areal.errors import (
     CapacityExceeded,
@@ -159,17 +159,17 @@ async def test_numbers_when_out_of_range_then_invalid(buffer: BufferClient) -> N
 async def test_memory_when_the_limit_is_tiny_then_refused_with_a_clear_line(
     buffer_redis: str, tmp_path: Path
 ) -> None:
-    with start_buffer(tmp_path, buffer_redis, "buffer.max_memory_mb=0") as address:
+    with start_buffer(tmp_path, buffer_redis, "buffer.max_memory_mb=1") as address:
         buffer = BufferClient(address)
         try:
-            with pytest.raises(CapacityExceeded, match="near its memory limit"):
-                await buffer.submit_tasks([make_task("s", Purpose.SERVE)])
             incarnation = await register(buffer)
             await buffer.submit_tasks([make_task("a"), make_task("b")])
             leases, _ = await buffer.lease_tasks("w", 2, 1)
             for lease in leases:
                 name = lease.task.task_id
-                await buffer.complete_task(name, lease.token, make_group(name), "w")
+                await buffer.complete_task(name, lease.token, incompressible(name), "w")
+            with pytest.raises(CapacityExceeded, match="near its memory limit"):
+                await buffer.submit_tasks([make_task("s", Purpose.SERVE)])
             assert (await buffer.take_batch(incarnation, 1, 1)).state is TakeState.TAKEN
             batch = await buffer.take_batch(incarnation, 2, 1)
             assert batch.state is TakeState.CHECKPOINT_FIRST
