@@ -140,8 +140,9 @@ e2e-compose: $(STAMP) ## docker-compose.yaml of a fresh clone: learns, scales, s
 proto: $(STAMP) ## services/areal/v1 from proto/
 	$(BIN)/python tools/gen_proto.py
 
-docs: $(STAMP) ## docs/configuration.md from the dataclasses, docs/api.md from docstrings
+docs: $(STAMP) ## docs/configuration.md from the dataclasses, docs/api.md from docstrings, the import graph
 	PYTHONPATH=services $(BIN)/python tools/gen_docs.py
+	$(BIN)/python tools/import_graph.py --write
 
 models: $(STAMP) ## docs/models.md: every architecture of transformers, tried (minutes)
 	PYTHONPATH=services $(BIN)/python tools/gen_models.py

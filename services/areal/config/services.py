@@ -10,7 +10,6 @@ from annotated_types import Ge, Gt, Le
 from areal.config.clusters import KubernetesConfig, SlurmConfig
 
 __all__ = [
-    "TRANSPORTS",
     "BufferConfig",
     "CheckpointConfig",
     "DatasetConfig",
@@ -26,7 +25,6 @@ __all__ = [
 
 
 _STORING = ("disk", "stream")
-TRANSPORTS = (*_STORING, "distributed")
 
 
 OBJECT_STORES = ("s3://", "gs://", "az://")

@@ -42,7 +42,7 @@ from areal.weights.safetensors import HostTensor, TensorPlace, digest_of, plan_l
 
 
 class DiskPublisher:
-    """See `base.Publisher`."""
+    """See `Publisher`."""
 
     name = "disk"
 

@@ -36,7 +36,7 @@ _GRACE_S = 5.0
 
 
 class DistributedPublisher:
-    """See `base.Publisher`."""
+    """See `Publisher`."""
 
     name = "distributed"
 

@@ -28,7 +28,7 @@ class FallbackPublisher:
         self._log = get_logger("areal.weights")
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
-        """See `base.Publisher`; the error names every way that was tried.
+        """See `Publisher`; the error names every way that was tried.
 
         Raises:
             InvalidInput: The model has other tensors, so no way can carry these.

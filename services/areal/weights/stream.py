@@ -22,7 +22,7 @@ _LANES = 2
 
 
 class StreamPublisher:
-    """See `base.Publisher`."""
+    """See `Publisher`."""
 
     name = "stream"
 
