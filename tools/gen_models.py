@@ -166,7 +166,7 @@ def render(rows: list[Row]) -> str:
         "trains (the first layers of a big",
         "model) and ends with one line when they differ: a new architecture, remote code or "
         "another version of transformers cannot be",
-        "trained silently wrong. `areal doctor DIRECTORY` does the same without a run.",
+        "silently trained wrong. `areal doctor DIRECTORY` does the same without a run.",
         "",
         f"## Right ({count(RIGHT)})",
         "",
@@ -180,7 +180,7 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Refused ({count(REFUSED)})",
         "",
-        "At start, with this reason.",
+        "A run with one of these models ends at its start, with this reason.",
         "",
         *table(REFUSED, notes="why"),
         "",

@@ -64,26 +64,26 @@ class StopReason(StrEnum):
 
 @dataclass
 class GenerationHyperparameters:
-    """How to sample. Plain types, so it is a config section too."""
+    """Sampling parameters: also the config section `gconfig`, so all types are plain."""
 
     n_samples: Annotated[int, Ge(1)] = 1
-    """Samples of each task: the size of its group."""
+    """Samples per task, that is, the size of its group."""
     max_new_tokens: Annotated[int, Ge(1)] = 512
-    """Tokens at most, per sample."""
+    """Maximum number of tokens per sample."""
     min_new_tokens: int = field(default=0, metadata={"omegaconf_ignore": True})
     """Stop tokens are masked before this many tokens; for a workflow to set."""
     temperature: float = 1.0
     """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
     distribution; training compares them at this temperature."""
     top_p: float = 1.0
-    """Nucleus; 1 turns it off. Logprobs stay those of the whole distribution, so that training
-    misses what was cut off: it warns."""
+    """Nucleus sampling; 1 turns it off. Logprobs are still those of the whole distribution, so
+    training does not see the truncation: the run starts with a warning."""
     top_k: int = -1
-    """-1 turns it off; else as with top_p."""
+    """Top-k sampling; -1 turns it off. Logprobs and the warning are as for `top_p`."""
     greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
     """Same as temperature 0; for a workflow to set."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Besides the model's end-of-sequence token."""
+    """Tokens that end a sample, in addition to the model's end-of-sequence token."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def up(
     recipe: Annotated[
         Path | None, typer.Option(help="Recipe that provides prepare_model and the config class.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once it is ready.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the stack is up.")] = False,
     accept_changes: AcceptChanges = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> int:
@@ -143,10 +143,10 @@ def config(recipe: Recipe, overrides: Overrides = None, config: Config = None) -
 def check(
     recipe: Recipe, overrides: Overrides = None, config: Config = None, json: Json = False
 ) -> int:
-    """Send the first row through workflow, reward, and packing with a fake model; start nothing.
+    """Run the first row through workflow, reward, and packing with a fake model; start nothing.
 
-    Rows and workflow are those of the recipe's own main, which runs up to its first batch. Exit
-    code 1 when a stage fails. `areal run` does this first.
+    The rows and the workflow come from the recipe's own main, which runs up to its first batch.
+    The exit code is 1 if a stage fails. `areal run` does this check first.
     """
     from areal_launch.commands.check import check as check_recipe
 
@@ -311,8 +311,8 @@ def versions_show(
 
 def main() -> None:
     """Entry point of the console script."""
-    # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python leaves
-    # it so: an interrupt that is sent to this one is meant.
+    # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python keeps
+    # it ignored. An interrupt sent to this process is intended, so handle it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     app(prog_name="areal")
 

@@ -36,7 +36,7 @@ def make_model(folder: Path) -> Path:
         (GOOD, ["gconfig.n_samples=many"], "gconfig.n_samples"),
         (GOOD, ["total_train_steps"], "override 'total_train_steps': expected key=value"),
         (GOOD, ["allocation_mode=vllm:d1"], "allocation_mode 'vllm:d1': expected e.g."),
-        (GOOD, ["model.path=''"], "experiment file 'recipe.yaml': not there"),
+        (GOOD, ["model.path=''"], "experiment file 'recipe.yaml': does not exist"),
         (GOOD, ["gconfig.max_new_tokens=4096"], "expected less than model.context_length 4096"),
         (GOOD, ["--config", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
         ("def main(argv)\n    pass\n", [], "recipe.py:1: expected ':'"),

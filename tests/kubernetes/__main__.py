@@ -108,8 +108,8 @@ def report(run: Run, began: float) -> str:
         how = "1 master that asks for the one GPU, a number in the node's status; it trains on CPUs"
     return (
         f"# A run of `make e2e-kubernetes{what}`\n\n"
-        f"Written by the command itself on {when}: {where}, load {load:.0f} at its end; {how}; "
-        f"{time.monotonic() - began:.0f} s in all.\n\n"
+        f"Written by the command itself on {when}: {where}, load {load:.0f} at the end; {how}; "
+        f"{time.monotonic() - began:.0f} s in total.\n\n"
         f"| stage | time | |\n|---|---|---|\n{rows}\n\n{notes}\n"
     )
 

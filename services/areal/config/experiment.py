@@ -145,8 +145,8 @@ def parse_allocation(text: str) -> Allocation:
             raise ConfigError(f"allocation_mode {text!r}: {match[part]!r} needs d1 or more")
         if int(dims.get("p", 1)) != 1 or (part == "train" and int(dims.get("t", 1)) != 1):
             raise ConfigError(
-                f"allocation_mode {text!r}: {match[part]!r} asks for pipeline or trainer tensor "
-                f"parallelism; only data parallelism is supported there"
+                f"allocation_mode {text!r}: {match[part]!r} asks for pipeline parallelism or "
+                "tensor parallelism of the trainer; expected p1, and t1 for the trainer"
             )
         sizes[part] = int(dims["d"])
     tensor = re.search(r"t(\d+)", match["gen"])
@@ -211,7 +211,7 @@ def _read_yaml(path: Path) -> DictConfig:
         line = " ".join(str(error).split())
         raise ConfigError(f"config file {str(path)!r}: not YAML: {line}") from None
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"config file {str(path)!r}: expected a mapping at the top")
+        raise ConfigError(f"config file {str(path)!r}: expected a mapping at the top level")
     return loaded
 
 
@@ -281,24 +281,24 @@ def validate(config: BaseExperimentConfig) -> None:
 def _check_weights_path(own: WeightSyncConfig) -> None:
     path, url, rest = own.path.partition("://")
     if url and not (in_object_store(own.path) and _BUCKET.fullmatch(rest)):
-        raise ConfigError(  # not the whole value: there may be a password in it
+        raise ConfigError(  # only the start of the value, which may contain a password
             f"weight_sync.path {path[:20]}://…: expected a folder or {{s3,gs,az}}://bucket/prefix; "
             "credentials come from the environment"
         )
     if url and own.encoding == "delta":
         raise ConfigError(
             f"weight_sync.encoding 'delta': expected full with weight_sync.path {path}://{rest}: "
-            "an object store makes no whole files of deltas"
+            "an object store cannot rebuild the full file from deltas"
         )
 
 
 def _complete(config: GRPOConfig) -> None:
-    """Checks what several sections say together, and tells engines what no key of theirs says."""
+    """Checks keys across sections, and passes engines the values that they have no key for."""
     gconfig, overlong = config.gconfig, config.actor.overlong_tokens
     if gconfig.temperature <= 0:
         raise ConfigError(
-            f"gconfig.temperature {gconfig.temperature}: expected a temperature > 0, since greedy "
-            "answers have no probability to weigh them with (an evaluation has its own "
+            f"gconfig.temperature {gconfig.temperature}: expected a temperature > 0, because "
+            "greedy answers have no sampling probability to train on (pass an evaluation its own "
             "GenerationHyperparameters)"
         )
     if overlong > gconfig.max_new_tokens:
@@ -339,7 +339,7 @@ def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, s
     if "--config" in arguments:
         at = arguments.index("--config")
         if at + 1 >= len(arguments):
-            raise ConfigError("--config: expected a file name after it")
+            raise ConfigError("--config: expected a file name")
         file = arguments[at + 1]
         del arguments[at : at + 2]
     return build_config(schema, Path(file) if file else None, arguments), file

@@ -135,8 +135,8 @@ class TrainEngineConfig(EngineConfig):
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batches."""
     gradient_checkpointing: bool | None = None
-    """Recompute each decoder layer in the backward pass, so that activations of one layer at a time
-    are kept; null: on a GPU."""
+    """Recompute each decoder layer in the backward pass, so that only one layer's activations are
+    kept at a time; null: only on a GPU."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a model that is not trained."""
 
@@ -158,7 +158,7 @@ class RefConfig(EngineConfig):
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """Decoupled PPO; `algorithm` sets what makes it GRPO, RLOO, GSPO, ..., each key may differ."""
+    """Decoupled PPO. `algorithm` sets the keys that make it GRPO, RLOO, ...; any can be changed."""
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Optimizer steps a batch is cut into."""
@@ -166,50 +166,52 @@ class PPOActorConfig(TrainEngineConfig):
     """`ppo` (clipped ratio of each token), `gspo` (of each sequence) or `cispo` (clipped, detached
     ratio as weight)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
-    """The ratio is clipped at 1 - eps_clip; 1: not from below."""
+    """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
-    """The ratio is clipped at 1 + eps_clip_higher (null: eps_clip)."""
+    """The ratio is clipped from above at 1 + eps_clip_higher; null: use `eps_clip`."""
     c_clip: Annotated[float | None, Gt(1)] = None
-    """Dual clip: bound of the loss for negative advantages, in |advantage|; > 1."""
+    """Dual clip: for negative advantages the loss is at most c_clip * |advantage|; must be > 1;
+    null turns it off."""
     prox_logp_method: Literal["recompute", "loglinear", "unweighted", "behavior"] = "recompute"
     """What the ratio is clipped around. `recompute`: the policy at the start of the update; each
-    token weighs exp(proximal - behavior) for what has changed since sampling (decoupled PPO).
+    token is weighted by exp(proximal - behavior), for what has changed since it was sampled
+    (decoupled PPO).
     `loglinear`: the same, interpolated by token version, without the extra forward pass.
     `unweighted`: the policy at the start of the update, no weight. `behavior`: the sampler, no
     weight (plain PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
-    """Tokens with a larger behavior weight are left out of the loss (null: none is)."""
+    """Tokens with a larger behavior weight are left out of the loss; null keeps all tokens."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
-    """Factor of each sequence's reward."""
+    """Each sequence's reward is multiplied by this."""
     reward_clip: Annotated[float, Gt(0)] = 20.0
-    """Bound of a sequence's absolute reward after bias and scaling."""
+    """A sequence's reward, after bias and scaling, is clipped to +- this."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
-    """Subtract a penalty that grows linearly over the last so many of `gconfig.max_new_tokens`
-    (DAPO); 0: none."""
+    """Subtract a penalty that grows linearly over the last this many of the
+    `gconfig.max_new_tokens` tokens (DAPO); 0: no penalty."""
     overlong_penalty_factor: float = field(default=1.0, metadata=_NOT_A_KEY)
     """Penalty at `max_response_tokens` and beyond."""
     max_response_tokens: int = field(default=0, metadata=_NOT_A_KEY)
     """Response length at which the overlong penalty is full: `gconfig.max_new_tokens`."""
     mask_no_eos_with_zero: bool = False
-    """The reward of a sequence cut off without end-of-sequence counts 0 (batch key `truncated`)."""
+    """A sequence that was cut off before end-of-sequence gets reward 0 (batch key `truncated`)."""
     reward_norm: RewardNorm | None = None
-    """What is subtracted from a sequence's reward, and what then divides it: MEAN/STD, each of
-    `group`, `batch` and `none`; the mean also `leave1out` (of the group's others; a group of one
-    gets 0). A group of one or of equal rewards counts as std 1. Rewards before the last token are
-    scaled alike."""
+    """MEAN/STD: over what to take the mean that is subtracted from a sequence's reward, and the
+    standard deviation that then divides it. Each is `group`, `batch` or `none`; the mean can also
+    be `leave1out` (the mean of the group's other samples; a group of one gets 0). For a group of
+    one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled alike."""
     kl_ctl: float = 0.0
-    """Weight of the KL penalty of the policy at the start of the update against
-    `reference_logprobs`, in the token rewards."""
+    """Weight, in the token rewards, of the KL penalty between the policy at the start of the update
+    and the reference (`reference_logprobs`)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """`k1`, `k2` or `k3`."""
+    """Which estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's gamma. No recipe has a critic yet, and without one only 1 is in use."""
     gae_lambda: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's lambda."""
     adv_norm: AdvantageNorm | None = "batch/batch"
-    """The same for token advantages, over the batch: MEAN/STD, each `batch` or `none`."""
+    """Like `reward_norm`, for token advantages over the batch: MEAN/STD, each `batch` or `none`."""
 
     @property
     def decoupled(self) -> bool:

@@ -201,8 +201,8 @@ function drawTiles({ ledger, versions, rates, run }) {
   }
   text("kpi-samples", short(rates.samples_per_s));
   text("kpi-tokens", short(rates.tokens_per_s));
-  text("kpi-samples-note", ledger ? `${short(ledger.trajectories)} in all` : "ledger away");
-  text("kpi-tokens-note", ledger ? `${short(ledger.generated_tokens)} in all` : "ledger away");
+  text("kpi-samples-note", ledger ? `${short(ledger.trajectories)} in total` : "ledger away");
+  text("kpi-tokens-note", ledger ? `${short(ledger.generated_tokens)} in total` : "ledger away");
 
   const bound = ledger?.max_head_offpolicyness || run.max_head_offpolicyness;
   if (ledger) {
@@ -227,7 +227,7 @@ const stepAxis = { whole: true, format: (x) => String(Math.round(x)), head: (x) 
 
 function drawSteps({ trainer, run, ledger }) {
   const { rows } = state;
-  const empty = trainer ? "The first step is on its way" : "No training steps yet";
+  const empty = trainer ? "The first step is in progress" : "No training steps yet";
   const raw = column(rows, "reward_mean");
   const smooth = movingMean(raw, MEAN_STEPS);
   const measured = Object.entries(heldOut(trainer?.evaluations ?? [])).map(([name, points], i) => (
@@ -267,7 +267,7 @@ function drawSteps({ trainer, run, ledger }) {
 
   const timed = rows.filter((r) => TIMES.every(([key]) => isNumber(r[key])));
   charts.time.update({
-    empty, x: stepAxis, label: "Where the time of a step goes",
+    empty, x: stepAxis, label: "Time per train step, by phase",
     y: { min: 0, format: (y) => `${trim(y.toFixed(2))} s` },
     series: TIMES.map(([key, label, color]) => ({ label, color, kind: "stack", points: column(timed, key), format: seconds })),
   });

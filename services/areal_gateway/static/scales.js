@@ -1,4 +1,4 @@
-// Numbers of axes, without a page: what a unit test can ask for.
+// Axis numbers. No DOM here, so that unit tests can call these functions.
 
 // About `count` round numbers that span [low, high]; whole ones if `whole` (steps, counts).
 export function ticks(low, high, count, whole = false) {
@@ -13,7 +13,7 @@ export function ticks(low, high, count, whole = false) {
   return result;
 }
 
-// [low, high] around the values with a margin, but not beyond 0 or 1 where none of them is.
+// [low, high] around the values with a margin, which crosses 0 or 1 only if some value does.
 export function fit(values) {
   if (!values.length) return [0, 1];
   const [least, most] = [Math.min(...values), Math.max(...values)];
@@ -22,7 +22,7 @@ export function fit(values) {
   return [low, most <= 1 ? Math.min(1, most + margin) : most + margin];
 }
 
-// Digits after the point that tell apart numbers so far from each other.
+// Digits after the decimal point that distinguish numbers `step` apart.
 export function decimals(step) {
   for (let digits = 0; digits < 8; digits += 1) {
     if (Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) < 1e-6 * 10 ** digits * step) return digits;
@@ -30,7 +30,7 @@ export function decimals(step) {
   return 8;
 }
 
-// {name: [[step, mean]]} of the trainer's evaluations; before and after of one set are one line.
+// {name: [[step, mean]]} from the trainer's evaluations; NAME_before and NAME_after form one line.
 export function heldOut(evaluations) {
   const lines = {};
   for (const { name, step, mean_reward: mean } of evaluations) {

@@ -64,8 +64,8 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     per_node = min(per_node, ranks)
     if ranks % per_node:
         raise ConfigError(
-            f"allocation_mode {config.allocation_mode!r}: {ranks} trainer ranks do not share nodes "
-            f"of {per_node} evenly; set stack.ranks_per_node to a divisor"
+            f"allocation_mode {config.allocation_mode!r}: {ranks} trainer ranks cannot be spread "
+            f"evenly over nodes of {per_node}; set stack.ranks_per_node to a divisor of {ranks}"
         )
     trainer_nodes = ranks // per_node
     if not gpus:

@@ -20,9 +20,9 @@ from areal_launch.view.output import print_event, say
 
 T = TypeVar("T")
 
-# Lines of a traceback for people; its end says most, --json has all.
+# Last lines of a traceback in the printed list; --json has the whole traceback.
 _TRACEBACK_LINES = 12
-# Of a run that has ended.
+# The most dead letters to keep in the folder of a run that has ended.
 _KEPT = 200
 
 
@@ -34,7 +34,7 @@ def describe(row: Mapping[str, Any], now: float) -> str:
     lines += [f"    {line}" for line in row["reason"].splitlines()]
     trace = row["traceback"].rstrip().splitlines()
     if len(trace) > _TRACEBACK_LINES:
-        lines.append(f"      … {len(trace) - _TRACEBACK_LINES} lines before; --json has them")
+        lines.append(f"      … {len(trace) - _TRACEBACK_LINES} earlier lines; --json has them")
     lines += [f"      {line}" for line in trace[-_TRACEBACK_LINES:]]
     return "\n".join(lines)
 
@@ -47,7 +47,7 @@ def _age(seconds: float) -> str:
 
 
 def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
-    """Prints dead letters, newest first; those that an ended run left, from its folder."""
+    """Prints dead letters, newest first; for a run that has ended, those in its folder."""
     if limit < 1:
         raise InvalidInput(f"--limit {limit}: expected 1 or more")
     folder = find_run(run, live=False)

@@ -52,6 +52,6 @@ def _report(findings: list[Finding], *, as_json: bool) -> int:
 
 
 def _empty(file: Path) -> str:
-    """The chart's own recipe then: an empty value asks for it."""
+    """Creates an empty recipe, for which the chart substitutes its own; returns its path."""
     file.touch()
     return str(file)

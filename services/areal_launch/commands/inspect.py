@@ -30,7 +30,7 @@ FOLLOW_INTERVAL_S = 0.3
 
 
 def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
-    """Asks the services of a running stack once."""
+    """Returns the state of a running stack; asks each of its services once."""
 
     async def ask() -> Snapshot:
         config = load_service_config(folder.config_file)
@@ -52,7 +52,7 @@ def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
 
 
 def show_status(run: Path | None, *, as_json: bool) -> int:
-    """Prints the state of a stack; exit code 1 when it does not run."""
+    """Prints the state of a stack; exit code 1 when it is not running."""
     folder = find_run(run)
     stack = folder.read_stack()
     if not folder.held():
@@ -140,10 +140,10 @@ def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) 
 
 
 def stop_stack(run: Path | None) -> int:
-    """Asks the launcher to end the stack, waits, and if it does not, ends everything by force.
+    """Asks the launcher to end the stack; after a deadline, kills every process of the stack.
 
     Raises:
-        WaitTimeout: Something survived even that.
+        WaitTimeout: A process survived even that.
     """
     folder = find_run(run)
     stack = folder.read_stack()
@@ -158,7 +158,7 @@ def stop_stack(run: Path | None) -> int:
     since = time.monotonic()
     _signal(pid, signal.SIGTERM)
     if not _wait_released(folder, STOP_TIMEOUT_S):
-        say(f"launcher {pid} does not stop: killing the stack")
+        say(f"launcher {pid} did not stop in {STOP_TIMEOUT_S:.0f} s: killing the stack")
         _signal(pid, signal.SIGKILL)
         end_tagged(stack["stack_id"], leaders=leaders_of(stack))
         if not _wait_released(folder, KILL_TIMEOUT_S):
@@ -168,7 +168,7 @@ def stop_stack(run: Path | None) -> int:
 
 
 def _end_slurm_job(folder: RunFolder, job: str) -> int:
-    """The same for a stack that a Slurm job runs, from any node."""
+    """Stops a stack that runs in a Slurm job; works from any node."""
     from areal_launch.clusters.slurm import end_job, job_state
 
     since = time.monotonic()
@@ -192,7 +192,7 @@ def _signal(pid: int, signum: signal.Signals) -> None:
 
 
 def _wait_released(folder: RunFolder, timeout: float) -> bool:
-    """Whether the run's lock became free in time: then nothing of the stack lives."""
+    """Whether the run's lock was released in time, and so every process of the stack has ended."""
     deadline = time.monotonic() + timeout
     while folder.held():
         if time.monotonic() > deadline:

@@ -40,9 +40,8 @@ from areal_launch.view.poller import Snapshot
 from areal_launch.view.summary import build_summary
 
 LOOK_INTERVAL_S = 3.0
-# The cluster's API may be away for so long before following is given up.
-PULL_S = 600.0  # images of some GiB come first
-SILENCE_S = 120.0
+PULL_S = 600.0  # time for images of several GiB to be pulled
+SILENCE_S = 120.0  # give up following when the cluster's API is away for longer
 NEEDED = ("buffer", "weight-sync")
 
 
@@ -148,7 +147,7 @@ class ReleaseFollower(Follower):
         return self._release.outcome()
 
     def _look_at_model(self, pods: list[dict[str, Any]]) -> Outcome:
-        """Reports the progress of the Job that makes or brings the model; its failure ends it."""
+        """Reports the progress of the Job that prepares the model; fails when the Job fails."""
         if self._prepared:
             return Outcome()
         outcome = self._release.preparation()

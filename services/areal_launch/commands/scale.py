@@ -1,4 +1,4 @@
-"""`areal scale inference=N`: asks the launcher of a running stack, and prints what it does."""
+"""`areal scale inference=N`: asks the launcher of a running stack to scale; prints its progress."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from areal_launch.run_folder import find_run
 from areal_launch.stack.control_socket import ask
 from areal_launch.view.output import say
 
-# Beside starting (rollout.setup_timeout_s): draining, and an earlier command that still runs.
+# On top of rollout.setup_timeout_s: time to drain, and for an earlier command to end.
 _MARGIN_S = 120.0
 
 
 def scale_stack(run: Path | None, targets: list[str]) -> int:
-    """Returns once there are so many servers, all of them at the current version.
+    """Returns once there are N servers, all at the current version.
 
     Raises:
-        InvalidInput: Not `inference=N`, or the launcher could not do it; with its reason.
-        NotFound: No stack runs there.
+        InvalidInput: `targets` is not `inference=N`, or the launcher could not scale; says why.
+        NotFound: No stack is running in that run folder.
     """
     if len(targets) != 1:
         raise InvalidInput(f"{' '.join(targets)!r}: expected inference=N")

@@ -102,14 +102,14 @@ def read_experiment(
     resolved.recipe = str(recipe.resolve())
     if file is None and not (resolved.model.path or resolved.endpoints.inference):
         raise ConfigError(
-            f"experiment file {str(beside)!r}: not there, and no --config names another, so every "
-            "key has its default and model.path is empty; write it, or give model.path=DIRECTORY"
+            f"experiment file {str(beside)!r}: does not exist and --config is not given, "
+            "so model.path is empty; create the file, or give --config FILE or model.path=DIRECTORY"
         )
     return resolved, module
 
 
 def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -> Resolved:
-    """The same for a stack without trainer, where a recipe is optional."""
+    """Resolves the configuration of a stack without a trainer, where a recipe is optional."""
     if recipe is not None:
         return resolve_run(recipe, config, overrides, with_trainer=False)
     resolved = build_config(GRPOConfig, config, overrides)
@@ -119,7 +119,7 @@ def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -
 def _with_model(config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool) -> Resolved:
     why = "" if config.endpoints.inference else missing_model(config)
     if why and not (can_prepare and config.model.path):
-        # No model named is bad input; one that is not there may be there tomorrow.
+        # An empty model.path is bad input; a path that does not exist may exist later.
         raise (CannotStart if config.model.path else ConfigError)(why)
     check_start(config, will_prepare=bool(why), with_trainer=with_trainer)
     return Resolved(config, prepare=bool(why))
@@ -136,13 +136,13 @@ def run_foreground(
 ) -> int:
     """Runs a stack from this process until it ends; returns the exit code.
 
-    `cluster`: lends the nodes; None: this machine. `accept_changes`: of the configuration, in a
-    trial that has trained already.
+    `cluster`: lends the nodes; None: this machine. `accept_changes`: whether the
+    configuration of a trial that has already trained may change.
     """
     folder = RunFolder(resolved.config.run_dir)
     changes = check_unchanged(resolved.config, accept=accept_changes)
     _make_logs(folder)
-    # Open until this process ends: libraries may log to the very last.
+    # Open until this process ends: libraries may log until then.
     log = folder.log_of("launcher").open("a", buffering=1)
     configure_logging("launcher", resolved.config.namespace, stream=log)
     if changes:
@@ -256,7 +256,7 @@ class Session:
 
     def _handle_signals(self, interrupt: asyncio.Event) -> None:
         def handle() -> None:
-            if interrupt.is_set():  # the second one: no more patience
+            if interrupt.is_set():  # a second signal: kill everything now
                 end_tagged(self._stack.stack_id, leaders=self._stack.leaders())
             interrupt.set()
 
@@ -274,7 +274,7 @@ class Session:
     def _sum_up(
         self, status: str, snapshot: Snapshot, usage: UsageSampler, wall_s: float
     ) -> dict[str, Any]:
-        """Writes summary.json and reward.png; the run's, over all its invocations."""
+        """Writes summary.json and reward.png, which cover all invocations of this run."""
         stack, folder = self._stack, self._stack.folder
         summary = build_summary(
             status=status,
@@ -295,7 +295,7 @@ class Session:
 
 
 def draw_plot(folder: RunFolder) -> None:
-    """Draws reward.png in a process of its own, as far as that succeeds."""
+    """Draws reward.png in a separate process; a failure there is ignored."""
     with contextlib.suppress(subprocess.SubprocessError, OSError):
         subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", "areal_launch.view.plots", str(folder.path)],
@@ -307,13 +307,13 @@ def draw_plot(folder: RunFolder) -> None:
 
 
 def run_detached(resolved: Resolved, arguments: list[str]) -> int:
-    """Starts `areal up` in a session of its own; returns once it is ready.
+    """Starts `areal up` in a separate session; returns once the stack is ready.
 
     Raises:
-        ArealError: What the other process says, or the end of its output.
+        ArealError: The error of that process, or the end of its output.
     """
     folder = RunFolder(resolved.config.run_dir)
-    # Refuses at once what the other one would refuse.
+    # Fails here at once, instead of in the other process.
     check_unchanged(resolved.config, accept="--accept-changes" in arguments)
     _make_logs(folder)
     os.close(folder.lock(wait_s=0.0))
@@ -344,7 +344,7 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
             process.wait(60.0)  # it cleans up by itself
         raise ArealError(answer or f"the stack did not start ({' | '.join(last_lines(output))})")
     stack = folder.read_stack()
-    print(f"ready: {stack['dashboard']}  (its form takes what `areal token` prints)")  # noqa: T201
+    print(f"ready: {stack['dashboard']}  (log in with the output of `areal token`)")  # noqa: T201
     print("next: areal status, areal submit, areal down")  # noqa: T201
     print(f"run folder: {folder.path}")  # noqa: T201
     return 0

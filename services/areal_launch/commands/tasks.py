@@ -29,7 +29,7 @@ from areal.workflows.specs import build_workflow, find_workflow
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_event, say
 
-# The keys that may stand beside "data"; without "data" the whole line is the row.
+# The keys of a line that has "data"; in a line without "data" the whole object is the data.
 _TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
 _TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 # Tasks per call: far below the largest message that a service accepts.
@@ -40,7 +40,7 @@ Describe = Callable[[str], WorkflowSpec]
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What the command line says for all lines."""
+    """Options from the command line, which apply to every line of the file."""
 
     workflow: str = "rlvr"
     reward: str = ""
@@ -101,7 +101,7 @@ def _parse_task(
     task_id = row.get("task_id", name)
     if not isinstance(task_id, str) or not _TASK_ID.fullmatch(task_id):
         raise InvalidInput(
-            f"{where}: task_id {task_id!r}: expected 1 to 200 of letters, digits and ._:-"
+            f"{where}: task_id {task_id!r}: expected 1 to 200 characters: letters, digits, ._:-"
         )
     if not isinstance(row["data"], dict):
         raise InvalidInput(f"{where}: data: expected a JSON object")
@@ -139,7 +139,7 @@ def _parse_workflow(
 
 
 def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
-    """Submits a file's tasks; exit code 1 when some that were waited for were not delivered."""
+    """Submits a file's tasks; exit code 1 if it waited for one that was not delivered."""
     folder = find_run(run)
     if not folder.held():
         raise NotFound(f"{folder.path}: not running")
@@ -209,7 +209,7 @@ async def _submit(
 
 
 class _Submission:
-    """Tasks on their way in, and on their way out: results that are read make room for more tasks.
+    """Submits tasks and reads results at the same time: results that are read make room for tasks.
 
     | wait     | on      | unblocked by                   | deadline  |
     |----------|---------|--------------------------------|-----------|
@@ -231,7 +231,7 @@ class _Submission:
         """What the full ledger said last; empty once there is room."""
 
     async def run(self) -> int:
-        """Submits all, waits if asked to; the exit code."""
+        """Submits all tasks, waits for them if asked to, and returns the exit code."""
         options = self._options
         try:
             async with asyncio.timeout(options.timeout_s), asyncio.TaskGroup() as watchers:

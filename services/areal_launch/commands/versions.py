@@ -44,7 +44,7 @@ def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int
         ],
     )
     if problem:
-        say(f"which servers serve them is unknown: {problem}")
+        say(f"unknown which servers serve these versions: {problem}")
     return 0
 
 
@@ -52,20 +52,20 @@ def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
     """Prints one version's manifest as JSON, and who serves it.
 
     Raises:
-        NotFound: It is not kept.
+        NotFound: The version is not kept.
     """
     versions, serving, _ = _look(run, endpoint)
     found = [each for each in versions if each.version == version]
     if not found:
         kept = ", ".join(str(each.version) for each in versions)
         raise NotFound(f"version {version}: not kept; there are {kept}")
-    # Of several incarnations the last one is the one that counts.
+    # If several incarnations published this version, the last one counts.
     print_json(_as_json(found[-1], serving[version]))
     return 0
 
 
 def encoding(version: PolicyVersion) -> str:
-    """How it travelled."""
+    """Full, or a delta: of which version, and how large."""
     if version.delta is None:
         return "full"
     return f"delta of {version.delta.base}, {version.delta.size_bytes / 2**20:.2f} MiB"
@@ -83,7 +83,7 @@ def kept_versions(config: BaseExperimentConfig) -> list[PolicyVersion]:
 
 
 def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:
-    """Versions, who serves each, and why that is not known."""
+    """Kept versions, the servers of each, and the problem if those servers are unknown."""
     serving: dict[int, list[str]] = defaultdict(list)
     if endpoint:  # a stack on other machines: weight-sync tells both
         return *asyncio.run(_ask(endpoint, Security.load(SecurityConfig()))), ""

@@ -51,7 +51,7 @@ class Scaler:
         plan = self._plan
         if not plan.inference:
             raise InvalidInput(
-                "inference: this stack started no servers, endpoints.inference names them"
+                "inference: this stack started no servers; it uses those of endpoints.inference"
             )
         if not 1 <= count <= MAX_SERVERS:
             raise InvalidInput(f"inference={count}: expected 1 to {MAX_SERVERS}")

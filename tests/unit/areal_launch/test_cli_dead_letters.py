@@ -49,7 +49,7 @@ def test_letter_when_short_then_cause_reason_and_the_whole_traceback() -> None:
 
 def test_letter_when_its_traceback_is_long_then_its_end_and_how_much_is_missing() -> None:
     text = describe(as_row(letter("\n".join(f"line {i}" for i in range(40)))), 2000.0)
-    assert "      … 28 lines before; --json has them\n      line 28\n" in text
+    assert "      … 28 earlier lines; --json has them\n      line 28\n" in text
     assert text.endswith("line 39")
 
 

@@ -36,12 +36,12 @@ def refuse_unsupported(hf: Any, *, flash: bool) -> None:
     if other:
         raise refusal(hf, f"layers of type {', '.join(other)}, not full or sliding attention")
     if hf._is_stateful:
-        raise refusal(hf, "a state that runs on from one packed sequence into the next")
+        raise refusal(hf, "a state that carries over from one packed sequence to the next")
     if "position_ids" not in inspect.signature(decoder_of(hf).forward).parameters:
-        raise refusal(hf, "positions counted from the start of the packed row")
+        raise refusal(hf, "positions are counted from the start of the packed row")
     for module in hf.modules():
         if getattr(module, "is_causal", True) is False:
-            raise refusal(hf, f"tokens see those after them in {type(module).__name__}")
+            raise refusal(hf, f"{type(module).__name__} lets tokens see later tokens")
     if hf.get_output_embeddings() is None:
         raise refusal(hf, "no language-model head")
     if flash and any(name.endswith("sinks") for name, _ in hf.named_parameters()):
@@ -73,7 +73,7 @@ def set_attention(hf: Any, name: str) -> None:
 
     AttentionInterface.register(packed.NAME, packed.packed_attention)
     if not hf._can_set_attn_implementation():
-        raise refusal(hf, "attention of its own, which lets packed sequences see one another")
+        raise refusal(hf, "custom attention, which lets packed sequences see one another")
     hf.set_attn_implementation(name)
     for module in hf.modules():
         kind = type(module).__name__

@@ -229,7 +229,8 @@ def _checked(
     ]
     if unknown:
         raise InvalidInput(
-            f"{name} asks attention for {', '.join(unknown)}: packed attention does not compute it"
+            f"{name} asks attention for {', '.join(unknown)}, "
+            "which packed attention does not compute"
         )
     tokens = len(layout.computed)
     if not query.shape[2] == key.shape[2] == tokens:

@@ -110,12 +110,12 @@ LINEAR |= {"linear_value_head_dim": 8, "head_dim": 8, "num_experts": 4, "num_exp
 REFUSED = {
     "qwen3_next": (LINEAR, "layers of type linear_attention"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
-    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "attention of its own"),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "custom attention"),
     "doge": ({}, "DogeAttention asks attention for attention_mask"),
     "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),
-    "bert": ({}, "see those after them in BertSelfAttention"),
+    "bert": ({}, "BertSelfAttention lets tokens see later tokens"),
     "roberta": ({"is_decoder": True}, "differ by .* nats a token"),
-    "bart": ({"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}, "positions counted"),
+    "bart": ({"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}, "positions are counted"),
 }
 
 
