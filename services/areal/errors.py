@@ -146,10 +146,17 @@ class WaitTimeout(ArealError):
         super().__init__(text)
 
 
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing; of two equally near ones the first."""
+
+    def likeness(option: str) -> float:
+        return difflib.SequenceMatcher(None, name, option).ratio()
+
+    best = max(options, key=likeness, default="")
+    return f"; did you mean {best!r}?" if likeness(best) >= 0.5 else ""
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """The end of an error message: the option that `name` was meant to be, or all of them."""
     known = sorted(options)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there is {', '.join(known)}" if known else ""
+    return did_you_mean(name, known) or (f"; there is {', '.join(known)}" if known else "")

@@ -1,4 +1,4 @@
-"""What the ledger reads from the experiment file."""
+"""What the buffer reads from the experiment file."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
-from areal.clients.stores import connect_redis
+from areal.clients.connections import connect_redis
 from areal.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from areal_buffer.config import BufferConfig
 from areal_buffer.ledger import Ledger
@@ -19,7 +19,7 @@ from areal_buffer.wakes import Wakes
 
 
 class BufferServer(Server):
-    """The ledger's process."""
+    """One replica of the buffer."""
 
     def __init__(self, config: BufferConfig, context: ServiceContext) -> None:
         self._context = context

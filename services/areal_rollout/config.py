@@ -27,7 +27,7 @@ class RolloutConfig:
     worker_id: str
     """Unique among all workers."""
     boot: int = 0
-    """Of a worker whose id outlives its process: larger with each start, so that the ledger takes
+    """Of a worker whose id outlives its process: larger with each start, so that the buffer takes
     back at once what its previous incarnation held."""
     capacity: int
     """Episodes at once in this process; the ledger bounds all processes together."""
@@ -47,7 +47,7 @@ class RolloutConfig:
     """An episode that runs longer is ended: the fault of its workflow, since every wait inside
     agenerate and score has a shorter deadline of its own."""
     report_timeout_s: float = 900.0
-    """How long a finished group is offered to a ledger that is away or full."""
+    """How long a finished group is offered to a buffer that is away or full."""
     drain_s: float = 15.0
     """For running episodes when the service stops."""
     journal_max_bytes: int = 16 * 1024 * 1024

@@ -11,7 +11,7 @@
 |-------------|----------------|------------------------------|------------------------------------|
 | lease loop  | leases         | room, a server, a task       | an end; the table; lease_wait_s    |
 | episode     | its lease      | agenerate, score             | their deadlines; episode_timeout_s |
-| report      | the end        | the ledger                   | its answer; report_timeout_s       |
+| report      | the end        | the buffer                   | its answer; report_timeout_s       |
 | keep_leases | running leases | a third of lease_ttl_s       | the timer                          |
 | drain       | all of them    | partial tokens, then ends    | its deadline                       |
 
@@ -205,7 +205,7 @@ class Executor:
             self.busy_s()
             self._stop_overdue()
             held = list(self._episodes.items())
-            # All at once: one after the other, a slow ledger would let the last ones expire.
+            # All at once: one after the other, a slow buffer would let the last ones expire.
             await asyncio.gather(
                 *(
                     self._renew(held[start : start + _RENEW_CHUNK])
@@ -218,7 +218,7 @@ class Executor:
         try:
             lost = await self._buffer.renew_leases(self._config.worker_id, leases)
         except ArealError as error:
-            # The ledger extends leases after its own outage: continue.
+            # The buffer extends leases after its own outage: continue.
             self._log.warning("renew_failed", leases=len(held), error=str(error))
             return
         for task_id, episode in held:

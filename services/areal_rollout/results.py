@@ -1,4 +1,4 @@
-"""The last step of an episode: its end is reported until the ledger has taken it."""
+"""The last step of an episode: its end is reported until the buffer has taken it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal.protocol.leases import Lease, Return, ReturnCause
 from areal.types import Trajectory, TrajectoryGroup
 from areal_rollout.interfaces import Buffer
 
-# Errors of the ledger that pass: it is away, or near its memory limit.
+# Errors of the buffer that pass: it is away, or near its memory limit.
 RETRYABLE = (Unavailable, CapacityExceeded, WaitTimeout)
 
 
@@ -40,7 +40,7 @@ class Results:
         self._log = get_logger("areal.rollout.results")
 
     async def report(self, lease: Lease, end: End) -> str:
-        """Reports an end until the ledger has taken it; returns the outcome's name."""
+        """Reports an end until the buffer has taken it; returns the outcome's name."""
         with tracing.span("report"):
             return await self._until_taken(lease, end)
 

@@ -1,4 +1,4 @@
-"""Wires the rollout service: ledger, reward, weight-sync, NATS and HTTP around the executor."""
+"""Wires the rollout service: buffer, reward, weight-sync, NATS and HTTP around the executor."""
 
 from __future__ import annotations
 

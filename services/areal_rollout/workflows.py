@@ -36,7 +36,7 @@ class WorkflowCache:
 
         Raises:
             InvalidInput: Unknown recipe, workflow, function or argument; a recipe that fails.
-            Unavailable: The ledger, which keeps the recipes, is away.
+            Unavailable: The buffer, which keeps the recipes, is away.
         """
         workflow = self._workflows.get(spec)
         if workflow is not None:

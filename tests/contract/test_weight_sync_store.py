@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 
 from areal.chassis.waits import Waits
-from areal.clients.stores import connect_redis
+from areal.clients.connections import connect_redis
 from areal.errors import Unavailable
 from areal_weight_sync.interfaces import Totals
 from areal_weight_sync.server_state import ServerRecord

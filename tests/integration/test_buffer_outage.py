@@ -15,7 +15,7 @@ from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import RedisServer
 
-from areal.clients.stores import connect_redis, redis_prefix
+from areal.clients.connections import connect_redis, redis_prefix
 from areal.errors import ArealError, LeaseLost, Unavailable, WaitTimeout
 from areal.protocol.leases import Lease, TakeState
 from areal.types import TaskState

@@ -20,7 +20,7 @@ from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
 from areal.config.experiment import GRPOConfig
-from areal.engines import rollout as remote
+from areal.engines import rollout
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import NotFound, WaitTimeout
 from areal.training.session import TrainerSession
@@ -194,7 +194,7 @@ def test_cursor_when_rows_are_taken_then_it_passes_them_once_their_step_has_ende
 def test_prepare_batch_when_no_more_rows_can_be_submitted_then_it_waits_without_asking_on(
     trial: Trial, full: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "POLL_S", 2.5)
+    monkeypatch.setattr(rollout, "POLL_S", 2.5)
     trial.config.rollout.request_timeout_s = 2.0 / 3
     if full:
         trial.fill()

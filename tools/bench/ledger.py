@@ -7,8 +7,8 @@
 
 Pipelined, as a run is: a rollout process hands groups in while a trainer process takes them, with
 the clients that both really use, through the buffer service as its own process. Four batches are
-being handed in at any time. The trainer takes step k + 1 and fetches it while it commits step k,
-which lets k go. The clock runs from the first hand-in to the last commit, and includes encoding,
+being reported at any time. The trainer takes step k + 1 and fetches it while it commits step k,
+which lets k go. The clock runs from the first report to the last commit, and includes encoding,
 compression, every check, the state machine of each group, and decoding; making the arrays, tasks
 and leases does not count. redis-py gets the same: a writer and a reader process, each with four
 pipelines under way; a SET per group, and the batch's number to a list on which the reader waits;
@@ -21,7 +21,7 @@ process of their own, which checks and remembers nothing. Its writer sends group
 already, in messages as large as our client's; its reader takes a batch with one call, and unpacks
 nothing; four calls each are under way.
 
-One by one: a group is handed in, taken and committed before the next call begins, and each waits
+One by one: a group is reported, taken and committed before the next call begins, and each waits
 for the disk; the relay's is put and taken.
 
 TransferQueue, verl's queue, in its own environment: put and get of rows of 64 KiB, so many at a

@@ -5,7 +5,6 @@ pydantic is imported by the check alone: `areal --help` and recipes in workers n
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -52,13 +51,3 @@ def _adapter(kind: type[DataclassInstance]) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def nearest(value: str, choices: list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing; of two equally near ones the first."""
-
-    def likeness(choice: str) -> float:
-        return difflib.SequenceMatcher(None, value, choice).ratio()
-
-    best = max(choices, key=likeness)
-    return f"; did you mean {best!r}?" if likeness(best) >= 0.5 else ""

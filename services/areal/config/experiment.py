@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal.config.checks import check, nearest
+from areal.config.checks import check
 from areal.config.moved import hint_for
 from areal.config.presets import Algorithm, preset
 from areal.config.server_sources import parse_source
@@ -34,7 +34,7 @@ from areal.config.services import (
     in_object_store,
 )
 from areal.config.training import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
-from areal.errors import ConfigError
+from areal.errors import ConfigError, did_you_mean
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
 
@@ -182,7 +182,7 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
     if key and key not in keys:
         if moved := hint_for(key):
             return ConfigError(f"{source}: unknown key {key!r}: {moved}")
-        hint = nearest(key, keys)
+        hint = did_you_mean(key, keys)
         if not hint:  # the right leaf in the wrong section
             leaf = key.rsplit(".", maxsplit=1)[-1]
             same = [k for k in keys if k.rsplit(".", maxsplit=1)[-1] == leaf]
@@ -190,7 +190,7 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
         return ConfigError(redact(f"{source}: unknown key {key!r}{hint}"))
     if match := _CHOICE.fullmatch(first):
         choices = [str(choice) for choice in ast.literal_eval(match[2])]
-        expected = f"expected one of {', '.join(choices)}{nearest(match[1], choices)}"
+        expected = f"expected one of {', '.join(choices)}{did_you_mean(match[1], choices)}"
         return ConfigError(redact(f"{source}: {key} {match[1]!r}: {expected}"))
     return ConfigError(redact(f"{source}: {key + ': ' if key else ''}{first}"))
 

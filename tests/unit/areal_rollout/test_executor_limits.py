@@ -172,7 +172,7 @@ async def test_lease_loop_when_the_ledger_refuses_then_it_ends_and_says_so():
             rig.tasks.pop(0).result()
 
 
-def testworker_identity_when_named_then_the_same_with_a_larger_number_at_each_start(monkeypatch):
+def test_worker_identity_when_named_then_the_same_with_a_larger_number_at_each_start(monkeypatch):
     monkeypatch.setenv(PROCESS_VARIABLE, "rollout-0")
     (name, first), (again, second) = worker_identity(), worker_identity()
     assert name == again

@@ -31,7 +31,7 @@ from areal.weights.manifest import (
     write_manifest,
 )
 from areal.weights.safetensors import digest_of
-from areal_weight_sync import versions as published
+from areal_weight_sync import versions
 from areal_weight_sync.versions import DigestCache, collect_garbage
 
 
@@ -122,8 +122,8 @@ def test_manifest_when_broken_then_refused(tmp_path):
 def test_verify_when_a_file_is_hashed_once_then_again_only_after_it_changed(tmp_path, monkeypatch):
     version = publish_folder(tmp_path, 1)
     hashed = []
-    real = published.file_digest
-    monkeypatch.setattr(published, "file_digest", lambda f: hashed.append(f.name) or real(f))
+    real = versions.file_digest
+    monkeypatch.setattr(versions, "file_digest", lambda f: hashed.append(f.name) or real(f))
     cache = DigestCache()
     for _ in range(3):
         cache.verify(version)
