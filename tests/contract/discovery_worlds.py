@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.dns_server import DnsServer
-from tests.kubernetes_api import FakeKubernetes
+from tests.kubernetes_endpoints import FakeKubernetes
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeEngine, FakeStore, make_model
 from tests.waiting import until
 

@@ -59,6 +59,7 @@ class RemoteSGLangEngine:
         feeder = self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
         self.session.begin_step()
         self.session.on_rank0(lambda: feeder.refill(spec))
+        self.session.confirm_version()
         return self._take(spec, feeder)
 
     def rollout_batch(
@@ -86,6 +87,7 @@ class RemoteSGLangEngine:
         ]
         if not tasks:
             raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
+        session.confirm_version()  # else servers that are still loading would sample some of it
         submission = Submission(session, tasks, f"step {step}", self.config.batch_timeout_s)
         while not session.on_rank0(submission.proceed):
             session.raise_if_stopped()
@@ -133,7 +135,6 @@ class RemoteSGLangEngine:
 
         session = self.session
         since = time.monotonic()
-        session.confirm_version()
         while True:
             taken = session.on_rank0(lambda: self._poll(spec, feeder, task_ids, since), Take)
             if taken.state is TakeState.TAKEN:

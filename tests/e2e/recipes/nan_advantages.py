@@ -18,6 +18,7 @@ def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
 
 def main(argv):
     config, _ = load_expr_config(argv, GRPOConfig)
+    config.actor.optimizer.max_skipped_steps = 2
     rollout, actor = RemoteSGLangEngine(config.rollout), FSDPPPOActor(config.actor)
     loader = StatefulLoader(addition(1, train=80, heldout=0, seed=0)[0], seed=0)
     workflow = RLVRWorkflow(reward_fn=reward_fn, gconfig=config.gconfig)
