@@ -139,7 +139,8 @@ def prepare_model(config: Config) -> None:
         loss += 0.1 * (engine.train_lm(pack_examples(rng.sample(examples, 128)))["loss"] - loss)
         if step % 25 == 0:
             print(
-                f"warm start, step {step}: loss {loss:.2f} of {config.warm_start_loss}", flush=True
+                f"warm start, step {step}: loss {loss:.2f} (until {config.warm_start_loss})",
+                flush=True,
             )
         if loss <= config.warm_start_loss:
             break

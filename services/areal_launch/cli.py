@@ -156,7 +156,8 @@ def check(
 @app.command()
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(help="The recipe, or a model's folder; default: none.")
+        str | None,  # a Path would turn the // of an override's url into /
+        typer.Argument(help="The recipe, or a model's folder; may be left out."),
     ] = None,
     overrides: Overrides = None,
     config: Config = None,
@@ -169,7 +170,11 @@ def doctor(
     """
     from areal_launch.commands.doctor import examine
 
-    return examine(on, recipe, config, overrides or [], as_json=json)
+    values = overrides or []
+    if recipe is not None and "=" in recipe and "/" not in recipe.partition("=")[0]:
+        values = [recipe, *values]
+        recipe = None
+    return examine(on, Path(recipe) if recipe else None, config, values, as_json=json)
 
 
 @app.command()

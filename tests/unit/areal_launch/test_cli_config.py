@@ -31,3 +31,15 @@ def test_config_when_an_override_is_wrong_then_one_line_and_exit_2(override: str
     assert refused.exit_code == 2
     assert len(refused.stderr.splitlines()) == 1
     assert override.split("=", maxsplit=1)[0] in refused.stderr
+
+
+def test_doctor_when_there_is_no_recipe_then_the_first_argument_may_be_an_override(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "runs"
+    ran = CliRunner().invoke(app, ["doctor", f"run_root={folder}", "gconfig.top_k=20", "--json"])
+    assert "gconfig.top_k 20: answers are drawn" in ran.stdout, ran.output
+    assert str(folder) in ran.stdout
+    refused = CliRunner().invoke(app, ["doctor", "endpoints.redis=redis://a:1", "sed=7"])
+    assert refused.exit_code == 2
+    assert "unknown key 'sed'" in refused.stderr
