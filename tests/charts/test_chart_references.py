@@ -55,7 +55,7 @@ def test_pods_when_rendered_then_what_they_mount_and_read_exists(values):
     objects = render_ci(values)
     made = {(o["kind"], o["metadata"]["name"]): o for o in objects}
     # Secrets named in ci/ that someone else makes, with the keys in them.
-    given = {name: SECRET_KEYS for name in ("areal-own-auth", "areal-tls", "stores")}
+    given = dict.fromkeys(("areal-own-auth", "areal-tls", "stores"), SECRET_KEYS)
     given["bucket"] = {"id", "secret"}
     for pod in pods(objects):
         volumes = {v["name"]: v for v in pod.spec.get("volumes", [])}
