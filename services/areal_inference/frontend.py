@@ -7,7 +7,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,7 @@ class Frontend:
         on_failure: Callable[[Exception], None],
     ):
         dtype = serving_dtype(config.dtype, Path(config.model_path), gpu=False)
-        self.config = config = replace(config, dtype=dtype)
+        self.config = config = config.model_copy(update={"dtype": dtype})
         self.model = model
         self.model_path = config.model_path
         self.context_length = _context_length(config, model)

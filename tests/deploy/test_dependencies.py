@@ -143,7 +143,7 @@ importlib.import_module({module!r})
 """
 
 
-@pytest.mark.parametrize("package", sorted(each for each in LAYER if "inference" not in each))
+@pytest.mark.parametrize("package", sorted(LAYER))
 def test_process_when_its_image_lacks_the_others_packages_then_it_is_imported(package: str) -> None:
     there = installed(LAYER[package])
     missing = {module for module, named in distributions().items() if not named & there}

@@ -8,8 +8,6 @@ from typing import Any
 
 from areal.errors import InvalidInput
 
-SERVING_DTYPES = ("auto", "float32", "bfloat16")
-
 
 def read_model_config(directory: Path) -> dict[str, Any]:
     """config.json; of a model with several parts (text and vision), the text's.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
 from datetime import UTC, datetime
@@ -110,7 +109,7 @@ class _Info:
         scheduler = frontend.scheduler
         return json_response(
             {
-                **dataclasses.asdict(frontend.config),
+                **frontend.config.model_dump(),
                 "status": "ready" if frontend.ready else "starting",
                 "context_length": frontend.context_length,
                 "max_total_num_tokens": frontend.max_total_tokens,

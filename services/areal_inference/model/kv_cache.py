@@ -16,11 +16,6 @@ def round_up(length: int, step: int = _LENGTH_STEP) -> int:
     return -(-length // step) * step
 
 
-def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token over all layers, in bytes."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
 class KVCache:
     """Keys and values, [layers, 2, rows, kv_heads, length, head_dim].
 
