@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from areal.config.checks import nearest
-from areal.errors import ConfigError
+from areal.errors import ConfigError, did_you_mean
 
 # By pydantic's error types; only the port has two bounds.
 _EXPECTED = {
@@ -89,7 +88,7 @@ class InferenceConfig(BaseModel):
         if kind == "missing":
             said = "missing, expected a model folder"
         elif key not in cls.model_fields:
-            said = f"unknown key{nearest(key, list(cls.model_fields))}"
+            said = f"unknown key{did_you_mean(key, cls.model_fields)}"
         elif expected := _EXPECTED.get(kind):
             said = f"{value!r}, expected {expected.format(**first.get('ctx', {}))}"
         else:
