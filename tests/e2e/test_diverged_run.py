@@ -28,7 +28,7 @@ def test_run_when_gradients_stay_not_finite_then_it_ends_with_the_cause_and_the_
             *("run", str(RECIPE), f"model.path={tiny_model}", "model.context_length=64"),
             *("allocation_mode=sglang:d1+fsdp:d2", "trial_name=nan", "total_train_steps=6"),
             *(f"train_dataset.batch_size={BATCH}", "gconfig.n_samples=2"),
-            *("gconfig.max_new_tokens=6"),
+            "gconfig.max_new_tokens=6",
             "rollout.max_head_offpolicyness=1",
             cwd=tmp_path,
             timeout=240.0,
