@@ -66,7 +66,7 @@ async def test_pause_when_resumed_then_request_finishes_in_full(http, mode: str)
     status, answer = await post(http, "/pause_generation", {"mode": mode})
     assert (status, answer["status"]) == (200, "ok")
     assert answer["message"] == "Generation paused successfully."
-    waiting = asyncio.create_task(generate(http, [9], 2))
+    waiting = asyncio.create_task(generate(http, [9], 2, params={**params, "max_new_tokens": 2}))
     done, _ = await asyncio.wait({waiting}, timeout=0.2)
     assert not done
     assert (await get(http, "/health"))[0] == 200
