@@ -123,7 +123,9 @@ def test_resolve_when_no_experiment_file_lies_beside_then_it_is_named(tmp_path: 
     recipe.write_text(RECIPE)
     with pytest.raises(ConfigError) as caught:
         resolve_run(recipe, None, [])
-    assert str(caught.value).startswith(f"experiment file '{tmp_path / 'lonely.yaml'}': not there")
+    assert str(caught.value).startswith(
+        f"experiment file '{tmp_path / 'lonely.yaml'}': does not exist"
+    )
 
 
 def test_resolve_when_only_the_model_is_given_then_no_file_is_needed(
