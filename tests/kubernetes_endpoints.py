@@ -125,7 +125,7 @@ class FakeKubernetes:
         self._emit(kind, self._slice)
 
     def _emit(self, kind: str, item: dict[str, Any]) -> None:
-        if self.mode == "good":  # an API server that is away tells nobody
+        if self.mode == "good":  # an API server that is away tells no one
             self._events.append((self._version, {"type": kind, "object": item}))
         else:
             self._oldest = self._version

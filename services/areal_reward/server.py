@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -64,6 +63,4 @@ class RewardServer(Server):
 
 def main() -> None:
     """Serves until told to stop."""
-    # Workers are started by fork and exec: gRPC need not prepare for a fork, nor warn of one.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     run_service("reward", RewardConfig.from_experiment, RewardServer)

@@ -24,6 +24,7 @@ from areal.engines import rollout
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import NotFound, WaitTimeout
 from areal.training.session import TrainerSession
+from areal.weights.servers import SyncStatus
 from areal.workflows.rlvr import RLVRWorkflow
 
 BATCH, STEPS, MEMORY_MB = 2, 4, 64
@@ -239,6 +240,31 @@ def test_batch_calls_when_the_ledger_is_full_then_they_wait_by_name_and_have_a_d
         with pytest.raises(WaitTimeout, match=said):
             engine.evaluate(rows, workflow, "again")
         trial.empty()
+
+
+def test_rollout_batch_when_servers_still_load_then_nothing_is_submitted(trial: Trial) -> None:
+    workflow, rows = RLVRWorkflow("math"), [row for *_, row in ROWS][:2]
+    with trial.session() as session, trial.worker() as worker:
+        loaded = asyncio.Event()
+        confirmed = session.weight_sync.wait_confirmed
+
+        async def wait_confirmed(version: int, *, timeout: float) -> SyncStatus:
+            await asyncio.wait_for(loaded.wait(), 60)
+            return await confirmed(version, timeout=timeout)
+
+        session.weight_sync.wait_confirmed = wait_confirmed  # type: ignore[method-assign]
+        engine = RemoteSGLangEngine(trial.config.rollout)
+        batch = in_thread(lambda: engine.rollout_batch(rows, workflow))
+        waits_for(session, "a server to confirm version 0")
+        assert sum(session.train_counts().values()) == 0
+        assert not worker.done
+
+        async def load() -> None:
+            loaded.set()
+
+        session.call(load(), "the test's server")
+        batch.result(60)
+        assert len(worker.done) == 2
 
 
 def test_evaluate_when_the_policy_has_moved_then_measured_again_and_else_not(trial: Trial) -> None:

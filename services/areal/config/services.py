@@ -162,7 +162,7 @@ class StackConfig:
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0
-    """Of the gateway and its dashboard; 0: a free one, the same at each run of a trial."""
+    """Port of the gateway and its dashboard; 0: a free one, the same at each run of a trial."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
     """Trainer ranks on one node; 0: as many as it has GPUs, or all of them where it has none."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
