@@ -253,6 +253,7 @@ def test_rollout_batch_when_servers_still_load_then_nothing_is_submitted(trial: 
             return await confirmed(version, timeout=timeout)
 
         session.weight_sync.wait_confirmed = wait_confirmed  # type: ignore[method-assign]
+        session.published_version = 0  # weight-sync has version 0; the stand-in names none
         engine = RemoteSGLangEngine(trial.config.rollout)
         batch = in_thread(lambda: engine.rollout_batch(rows, workflow))
         waits_for(session, "a server to confirm version 0")
