@@ -111,7 +111,7 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         return 1
     finally:
         if listeners is not None:
-            session.call(listeners.stop(0.5), "stopping the status server", timeout=5)
+            session.bridge.call(listeners.stop(0.5), "stopping the status server", timeout=5)
         session.close()
         if watch is not None:
             watch.stop()

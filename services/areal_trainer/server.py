@@ -49,7 +49,9 @@ def serve_status(listen: str, metrics: str, session: TrainerSession) -> Listener
     TrainerCollector(session.status, context.registry)
     context.waits.watch(session.waits.oldest)
     server = TrainerServer(TrainerService(session.status))
-    listeners: Listeners = session.call(listen_in(context, server, metrics), "the status server")
+    listeners: Listeners = session.bridge.call(
+        listen_in(context, server, metrics), "the status server"
+    )
     return listeners
 
 

@@ -200,13 +200,13 @@ def test_prepare_batch_when_no_more_rows_can_be_submitted_then_it_waits_without_
     if full:
         trial.fill()
     with trial.session() as session:
-        looks, take = [], session.buffer.take_batch
+        looks, take = [], session.ledger.buffer.take_batch
 
         async def counted(*arguments: object, **more: object) -> object:
             looks.append(time.monotonic())
             return await take(*arguments, **more)
 
-        session.buffer.take_batch = counted
+        session.ledger.buffer.take_batch = counted
         engine = RemoteSGLangEngine(trial.config.rollout)
         with pytest.raises(WaitTimeout, match="batch of step 1: 0 of 2 groups are completed"):
             engine.prepare_batch(Rows(), RLVRWorkflow("math"))
@@ -257,13 +257,13 @@ def test_rollout_batch_when_servers_still_load_then_nothing_is_submitted(trial: 
         engine = RemoteSGLangEngine(trial.config.rollout)
         batch = in_thread(lambda: engine.rollout_batch(rows, workflow))
         waits_for(session, "a server to confirm version 0")
-        assert sum(session.train_counts().values()) == 0
+        assert sum(session.ledger.train_counts().values()) == 0
         assert not worker.done
 
         async def load() -> None:
             loaded.set()
 
-        session.call(load(), "the test's server")
+        session.bridge.call(load(), "the test's server")
         batch.result(60)
         assert len(worker.done) == 2
 

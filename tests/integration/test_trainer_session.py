@@ -51,12 +51,12 @@ class Session(TrainerSession):
 
     def take_ids(self) -> list[str]:
         """Ids of the next step's batch."""
-        taken = self.take(max_wait_s=5.0)
+        taken = self.ledger.take(self.step + 1, max_wait_s=5.0)
         assert taken.state is TakeState.TAKEN
         return [group.task_id for group in taken.groups]
 
     def committed(self) -> dict[str, int]:
-        stats = self.call(self.buffer.get_stats(), "stats")
+        stats = self.bridge.call(self.ledger.buffer.get_stats(), "stats")
         return {"trained": stats.last_committed_step, "taken": stats.last_taken_step}
 
 
@@ -136,9 +136,9 @@ def test_call_when_nobody_answers_then_the_error_names_the_service_and_its_addre
         await asyncio.Event().wait()
 
     held: list[str] = []
-    buffer = f"buffer {session.buffer.connection.address}"
+    buffer = f"buffer {session.ledger.buffer.connection.address}"
     with pytest.raises(WaitTimeout, match=rf"for the batch on {buffer}$"):
-        session._ask_buffer(never, "the batch", timeout=0.1)
+        session.ledger.ask(never, "the batch", timeout=0.1)
     with pytest.raises(WaitTimeout, match=r"for the version on weight-sync weight-sync\.test:1$"):
         session._ask_weight_sync(never, "the version", timeout=0.1)
     assert held[0].startswith(f"call (the batch) on {buffer} for ")
@@ -151,7 +151,7 @@ def test_evaluation_when_its_groups_pass_a_message_then_read_in_several(begin) -
     tasks = [make_task(i, Purpose.SERVE) for i in ids]
 
     async def deliver() -> None:
-        client = session.buffer
+        client = session.ledger.buffer
         await client.submit_tasks(tasks)
         leases, _ = await client.lease_tasks("w", len(ids), 5.0)
         for number, lease in enumerate(leases):
@@ -160,10 +160,12 @@ def test_evaluation_when_its_groups_pass_a_message_then_read_in_several(begin) -
             group.trajectories[0].rewards[-1] = number
             await client.complete_task(lease.task.task_id, lease.token, group, "w")
 
-    session.call(deliver(), "groups")
+    session.bridge.call(deliver(), "groups")
     assert evaluation.mean_reward(session, tasks, "held-out", 60.0) == 1.0
     with pytest.raises(CapacityExceeded, match=r"the first \d of 3 fill a message"):
-        session.call(session.buffer.get_tasks(ids, include_groups=True), "all at once")
+        session.bridge.call(
+            session.ledger.buffer.get_tasks(ids, include_groups=True), "all at once"
+        )
 
 
 def test_attach_when_an_actor_is_attached_then_a_second_one_is_refused_in_one_line(begin) -> None:

@@ -16,7 +16,8 @@ from areal.config.services import RolloutConfig
 from areal.engines.task_feeder import RowLoader, TaskFeeder
 from areal.protocol.leases import Take, TakeState
 from areal.training import evaluation
-from areal.training.session import POLL_S, TrainerSession, current_session
+from areal.training.ledger import POLL_S
+from areal.training.session import TrainerSession, current_session
 from areal.training.submission import Submission
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
@@ -123,7 +124,7 @@ class RemoteSGLangEngine:
         if id(workflow) not in self._specs:
             spec = describe_workflow(workflow)
             if (recipe := recipe_of(workflow)) is not None:
-                self.session.put_recipe(recipe)
+                self.session.ledger.put_recipe(recipe)
             self._specs[id(workflow)] = spec
         return self._specs[id(workflow)]
 
@@ -164,7 +165,8 @@ class RemoteSGLangEngine:
         """Asks for the batch once, and sees to the rows that are queued meanwhile (rank 0)."""
         session = self.session
         full = feeder is not None and feeder.held_back is not None
-        taken = session.take(
+        taken = session.ledger.take(
+            session.step + 1,
             task_ids,
             max_wait_s=_HELD_BACK_POLL_S if full else POLL_S,
             refill_below=feeder.refill_below if feeder is not None else 0,
@@ -173,7 +175,7 @@ class RemoteSGLangEngine:
         if waiting and time.monotonic() - since > self.config.batch_timeout_s:
             raise errors.WaitTimeout(
                 f"batch of step {session.step + 1}: {taken.waiting_for}",
-                on=f"buffer {session.buffer.connection.address}",
+                on=session.ledger.name,
                 since=since,
                 hint="see `areal status` and the rollout and inference logs"
                 + ("; the ledger is full and refuses more tasks" if full else ""),

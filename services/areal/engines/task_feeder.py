@@ -70,13 +70,13 @@ class TaskFeeder:
 
     def refill(self, spec: WorkflowSpec) -> None:
         """Submits rows until enough are queued; ids seen before do not count (L6)."""
-        counts = self._session.train_counts()
+        counts = self._session.ledger.train_counts()
         self._supply.observe(counts)
         missing = self._supply.target - counts[TaskState.QUEUED]
         while missing > 0 and (self.held_back is not None or not self._sealed):
             tasks = self.held_back or self._draw(spec, min(missing, self._most))
             try:
-                accepted = self._session.submit(tasks, seal=self._sealed)
+                accepted = self._session.ledger.submit(tasks, seal=self._sealed)
             except errors.CapacityExceeded as error:
                 # Then it has enough to do: these go with a later poll, which has the deadline.
                 if self.held_back is None:
@@ -105,7 +105,7 @@ class TaskFeeder:
         session = self._session
         while self._open:
             head = list(itertools.islice(self._open, 500))
-            states = session.states([task_id for _, _, task_id in head])
+            states = session.ledger.states([task_id for _, _, task_id in head])
             for epoch, index, task_id in head:
                 state, step = states.get(task_id, (None, 0))
                 if state in LIVE_STATES and not 0 < step <= session.step:

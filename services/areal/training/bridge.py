@@ -11,9 +11,15 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from areal.chassis.waits import Waits
 from areal.errors import WaitTimeout
 
 T = TypeVar("T")
+
+RETRY_S = 120.0
+"""A service may be away for this long (restart, outage of Redis) before the trainer gives up."""
+CALL_S = RETRY_S + 30.0
+"""A call's deadline: its last try may begin when the time for retries ends."""
 
 
 class AsyncBridge:
@@ -23,7 +29,9 @@ class AsyncBridge:
     never delays keep-alives, status requests or checkpoint commits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits) -> None:
+        """Starts the thread; `waits` names each call while it lasts."""
+        self._waits = waits
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="areal-bridge", daemon=True)
         self._thread.start()
@@ -33,7 +41,12 @@ class AsyncBridge:
         self.loop.run_forever()
 
     def call(
-        self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, on: str = ""
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        what: str,
+        timeout: float = CALL_S,
+        *,
+        on: str = "this process",
     ) -> T:
         """Runs a coroutine and waits for its result.
 
@@ -44,7 +57,8 @@ class AsyncBridge:
         since = time.monotonic()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            return future.result(timeout)
+            with self._waits.on("call", on, what):
+                return future.result(timeout)
         except concurrent.futures.TimeoutError:
             if future.done():  # the coroutine's own TimeoutError
                 raise
@@ -61,7 +75,7 @@ class AsyncBridge:
             await asyncio.gather(*tasks, return_exceptions=True)
 
         try:
-            self.call(cancel_all(), timeout=5.0, what="bridge shutdown")
+            self.call(cancel_all(), "bridge shutdown", 5.0)
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(5.0)

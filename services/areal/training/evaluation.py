@@ -16,8 +16,9 @@ from typing import Any
 from areal import errors
 from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
+from areal.training.ledger import POLL_S
 from areal.training.run_files import MEASURED_AT
-from areal.training.session import POLL_S, TrainerSession
+from areal.training.session import TrainerSession
 from areal.training.status import Evaluation
 from areal.training.submission import Submission
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
@@ -152,7 +153,7 @@ class Measurement:
         session, unsent = self._session, self._submission.unsent
         some = sorted(self._waiting)[:MAX_TASKS_PER_CALL]
         try:
-            ended = session.wait_ended(
+            ended = session.ledger.wait_ended(
                 some, self._submission.next_try_s if unsent else POLL_S, self._what
             )
         except errors.NotFound:
@@ -162,7 +163,9 @@ class Measurement:
             self._waiting.clear()
             return
         if ended:
-            session.read_results(ended, self._read, f"results of {self._what}", self._timeout_s)
+            session.ledger.read_results(
+                ended, self._read, f"results of {self._what}", self._timeout_s
+            )
 
     def _read(self, record: TaskRecord) -> None:
         task = self._waiting.pop(record.task.task_id)

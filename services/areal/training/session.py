@@ -2,14 +2,13 @@
 
     RemoteSGLangEngine ── take batch of step s = finished + 1 ──┐
                                                                  v
-                                                          TrainerSession ── buffer (ledger)
+                                                          TrainerSession ── ledger (buffer)
                                                                  ^      └── weight-sync
     FSDPPPOActor ── publish version s, finish step s ───────────┘
 
 `areal_trainer` opens a session around the recipe's `main`; engines find it by `current_session()`.
-Its verbs (submit, take, publish, …) are synchronous: rank 0 asks the service, every rank gets the
-answer or the error, so every rank makes the same calls in the same order. Only `fetch` is each
-rank's own. What a call waits for is in `waits`, named.
+`ledger` has the verbs of the buffer (submit, take, …); publishing and steps are here. What a call
+waits for is in `waits`, named.
 
 | wait                     | on          | unblocked by            | deadline                |
 |--------------------------|-------------|-------------------------|-------------------------|
@@ -20,10 +19,9 @@ rank's own. What a call waits for is in `waits`, named.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,30 +33,25 @@ from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig
-from areal.protocol.leases import Take, TaskRecord
+from areal.protocol.leases import Take
 from areal.recipe import Recipe
 from areal.security import Security
-from areal.training.bridge import AsyncBridge
+from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
 from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
+from areal.training.ledger import TrainerLedger
 from areal.training.progress_log import ProgressLog
 from areal.training.ranks import Ranks
 from areal.training.run_files import RunFiles
 from areal.training.status import TrainerStatus
 from areal.training.step_trace import StepTrace
-from areal.types import Purpose, Task, TaskState, TrajectoryGroup
+from areal.types import TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
 from areal.weights.servers import SyncStatus
 
 T = TypeVar("T")
-
-RPC_TIMEOUT_S = 30.0
-RETRY_S = 120.0
-"""A service may be away for this long (restart, outage of Redis) before the trainer gives up."""
-POLL_S = 10.0
-"""One long poll; the ranks meet after each, so none idles in a collective for longer."""
 
 
 class TrainerStopped(BaseException):
@@ -96,15 +89,15 @@ class TrainerSession(Ranks):
         super().__init__(rank, world_size)
         self.config = config
         self.security = Security.load(config.security)
-        self.bridge = AsyncBridge()
         self.waits = Waits()
+        self.bridge = AsyncBridge(self.waits)
         self.trace = StepTrace(rank)
-        self.buffer, self.weight_sync = self.call(self._connect(), "opening channels")
+        buffer, self.weight_sync = self.bridge.call(self._connect(), "opening channels")
+        self.ledger = TrainerLedger(self, self.bridge, buffer)
         self.folder = CheckpointFolder(config.run_dir / "checkpoints", config.checkpoint.keep)
         self.status = TrainerStatus(config.total_train_steps, world_size)
         self.step = 0
         """Finished steps."""
-        self.incarnation = 0
         self.resumed: Checkpoint | None = None
         self.published_version = 0
         self.served_version = 0
@@ -119,9 +112,7 @@ class TrainerSession(Ranks):
         """Puts back what a resumed run must not have changed before its loop."""
         self.stop_requested = False
         self.waits.watch(self.status.waits)
-        self._checkpoints = CheckpointWriter(
-            self, self.folder, lambda step: self._commit_step(self.incarnation, step)
-        )
+        self._checkpoints = CheckpointWriter(self, self.folder, self._commit)
         self.waits.watch(self._checkpoints.waits)
         self._files: RunFiles | None = None
         self._progress = ProgressLog(config.total_train_steps)
@@ -135,11 +126,16 @@ class TrainerSession(Ranks):
         weight_sync = WeightSyncClient(endpoints.weight_sync, self.security, retry_s=RETRY_S)
         return BufferTrainer(buffer), weight_sync
 
+    @property
+    def incarnation(self) -> int:
+        """Larger with each start of this trial's trainer; 0 before `open`."""
+        return self.ledger.incarnation
+
     # -- opening and closing -------------------------------------------------------------------
 
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
-        self.resumed, self.incarnation, self.served_version, unstored = self.on_rank0(
+        self.resumed, self.ledger.incarnation, self.served_version, unstored = self.on_rank0(
             self._register, tuple[Checkpoint | None, int, int, bool]
         )
         # One that its trainer's death left unstored is made, and published, again.
@@ -158,19 +154,10 @@ class TrainerSession(Ranks):
         digest = ""
         if self.config.recipe:  # from the registration on workers are given tasks under it
             recipe = Recipe.read(Path(self.config.recipe))
-            self.put_recipe(recipe)
+            self.ledger.put_recipe(recipe)
             digest = recipe.digest
         try:
-            registered = self._ask_buffer(
-                lambda: self.buffer.register_trainer(
-                    resume_step=newest.step if newest else 0,
-                    batch_size=self.config.train_dataset.batch_size,
-                    max_head_offpolicyness=self.config.rollout.max_head_offpolicyness,
-                    max_concurrent_rollouts=self.config.rollout.max_concurrent_rollouts,
-                    recipe_digest=digest,
-                ),
-                "registration with the buffer",
-            )
+            registered = self.ledger.register(self.config, newest.step if newest else 0, digest)
         except errors.WrongStep as error:
             raise errors.InvalidInput(
                 f"{error}; the newest whole checkpoint in {str(self.folder.root)!r} is "
@@ -181,7 +168,7 @@ class TrainerSession(Ranks):
             self._log.info("failed_tasks_retried", tasks=registered.retried)
         self.folder.clean()
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
-            self._commit_step(registered.incarnation, newest.step)
+            self._commit(newest.step)
         versions = self._wait_confirmed(0, "the first inference server to serve")
         return newest, registered.incarnation, versions.current_version, versions.unstored
 
@@ -197,14 +184,7 @@ class TrainerSession(Ranks):
                 self.save_checkpoint()
                 raise
             self.save_checkpoint()
-            cancelled = self._ask_buffer(
-                lambda: self.buffer.tasks.cancel_tasks(
-                    all_of_purpose=Purpose.TRAIN,
-                    reason="run finished",
-                    incarnation=self.incarnation,
-                ),
-                "cancelling surplus tasks",
-            )
+            cancelled = self.ledger.cancel_train_tasks("run finished")
             if self.rank == 0:
                 self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
         finally:
@@ -213,173 +193,10 @@ class TrainerSession(Ranks):
     def close(self) -> None:
         self.trace.end()
         with contextlib.suppress(errors.ArealError):
-            self.call(self.buffer.connection.close(), "closing", timeout=2)
-            self.call(self.weight_sync.close(), "closing", timeout=2)
+            self.bridge.call(self.ledger.buffer.connection.close(), "closing", timeout=2)
+            self.bridge.call(self.weight_sync.close(), "closing", timeout=2)
         self._checkpoints.close()
         self.bridge.close()
-
-    def call(
-        self,
-        coroutine: Coroutine[Any, Any, T],
-        what: str,
-        timeout: float = RETRY_S + RPC_TIMEOUT_S,
-        *,
-        on: str = "this process",
-    ) -> T:
-        """Runs one coroutine from the recipe's thread; `waits` names it meanwhile."""
-        with self.waits.on("call", on, what):
-            return self.bridge.call(coroutine, timeout=timeout, what=what, on=on)
-
-    # -- what the buffer is asked --------------------------------------------------------------
-
-    def _ask_buffer(
-        self,
-        make: Callable[[], Coroutine[Any, Any, T]],
-        what: str,
-        timeout: float = RETRY_S + RPC_TIMEOUT_S,
-        *,
-        shape: Any = Any,
-    ) -> T:
-        on = f"buffer {self.buffer.connection.address}"
-        return self.on_rank0(lambda: self.call(make(), what, timeout, on=on), shape)
-
-    def put_recipe(self, recipe: Recipe) -> None:
-        """Stores a recipe, from which workers rebuild its workflows and rewards."""
-        self._ask_buffer(
-            lambda: self.buffer.recipes.put_recipe(recipe.file_name, recipe.source),
-            "storing the recipe",
-        )
-
-    def submit(self, tasks: Sequence[Task], *, seal: bool = False) -> int:
-        """Queues tasks; with `seal` no more of the rows follow.
-
-        Returns:
-            How many the ledger did not have already.
-
-        Raises:
-            CapacityExceeded: It is full; with `retry_after_s`, for now.
-        """
-        accepted = self._ask_buffer(
-            lambda: self.buffer.tasks.submit_tasks(tasks, incarnation=self.incarnation, seal=seal),
-            f"submission of {len(tasks)} tasks",
-        )
-        return sum(accepted)
-
-    def train_counts(self) -> dict[TaskState, int]:
-        """The numbers of the trial's train tasks by state."""
-
-        async def ask() -> dict[TaskState, int]:
-            return (await self.buffer.tasks.get_stats()).train_counts
-
-        return self._ask_buffer(ask, "ledger statistics", shape=dict[TaskState, int])
-
-    def states(self, task_ids: Sequence[str]) -> dict[str, tuple[TaskState, int]]:
-        """State and step (0: of no batch) of each task that the ledger knows."""
-
-        async def ask() -> dict[str, tuple[TaskState, int]]:
-            records = await self.buffer.tasks.get_tasks(task_ids)
-            return {record.task.task_id: (record.state, record.step) for record in records}
-
-        return self._ask_buffer(ask, "task states", shape=dict[str, tuple[TaskState, int]])
-
-    def take(
-        self,
-        task_ids: Sequence[str] = (),
-        *,
-        max_wait_s: float = POLL_S,
-        refill_below: int = 0,
-    ) -> Take:
-        """Asks for the batch of the next step; see `BufferTrainer.take_batch`."""
-        step = self.step + 1
-        return self._ask_buffer(
-            lambda: self.buffer.take_batch(
-                self.incarnation,
-                step,
-                max_wait_s,
-                task_ids=task_ids,
-                with_groups=self.world_size == 1,
-                refill_below=refill_below,
-            ),
-            f"batch of step {step}",
-            shape=Take,
-        )
-
-    def fetch(self, taken: Take) -> list[TrajectoryGroup]:
-        """This rank's share of a batch that was taken; describes the batch in the step's row."""
-        from areal.algorithms.packing import assign_groups
-
-        self.trace.taking()
-        shares = assign_groups([sum(g.lengths) for g in taken.groups], self.world_size)
-        mine = [taken.groups[i].task_id for i in shares[self.rank]]
-        groups = self.call(
-            self.buffer.fetch_groups(self.incarnation, self.step + 1, mine),
-            f"{len(mine)} groups of step {self.step + 1}",
-            on=f"buffer {self.buffer.connection.address}",
-        )
-        self.batch_tasks = mine
-        if self._files is not None:
-            self._files.append_batch(
-                step=self.step + 1,
-                incarnation=self.incarnation,
-                replay=taken.replay,
-                task_ids=[g.task_id for g in taken.groups],
-            )
-        self.trace.took(groups, taken)
-        staleness = [self.step - g.head_version for g in taken.groups]
-        self.row.update(
-            groups=len(taken.groups),
-            samples=sum(len(g.lengths) for g in taken.groups),
-            tokens_total=sum(sum(g.lengths) for g in taken.groups),
-            staleness_mean=sum(staleness) / len(staleness),
-            staleness_max=max(staleness),
-            replay=taken.replay,
-            queued=taken.queued,
-        )
-        return groups
-
-    def wait_ended(self, task_ids: Sequence[str], max_wait_s: float, what: str) -> list[str]:
-        """Those of at most 10,000 tasks that have ended; waits for the first of them.
-
-        Raises:
-            NotFound: One was released, or never submitted.
-        """
-        return self._ask_buffer(
-            lambda: self.buffer.tasks.wait_tasks(
-                task_ids, max_wait_s, incarnation=self.incarnation
-            ),
-            what,
-        )
-
-    def read_results(
-        self,
-        task_ids: Sequence[str],
-        visit: Callable[[TaskRecord], None],
-        what: str,
-        timeout: float,
-    ) -> None:
-        """Calls `visit` (on rank 0) with each record and its group, one message at a time."""
-
-        async def read() -> None:
-            async for record in self.buffer.tasks.read_tasks(task_ids, include_groups=True):
-                visit(record)
-
-        self._ask_buffer(read, what, timeout)
-
-    def pause(self, seconds: float, what: str) -> None:
-        """Lets time pass for the buffer to make `what` possible."""
-        self._ask_buffer(lambda: asyncio.sleep(seconds), what)
-
-    def _commit_step(self, incarnation: int, step: int) -> None:
-        """Tells the ledger of a whole checkpoint (rank 0, in any thread)."""
-        self.call(
-            self.buffer.commit_step(
-                incarnation=incarnation,
-                step=step,
-                oldest_retained_step=self.folder.list()[0].step,
-            ),
-            f"commit of step {step}",
-            on=f"buffer {self.buffer.connection.address}",
-        )
 
     # -- what weight-sync is asked -------------------------------------------------------------
 
@@ -387,10 +204,10 @@ class TrainerSession(Ranks):
         self,
         make: Callable[[], Coroutine[Any, Any, T]],
         what: str,
-        timeout: float = RETRY_S + RPC_TIMEOUT_S,
+        timeout: float = CALL_S,
     ) -> T:
         on = f"weight-sync {self.weight_sync.address}"
-        return self.call(make(), what, timeout, on=on)
+        return self.bridge.call(make(), what, timeout, on=on)
 
     def _wait_confirmed(self, version: int, what: str) -> SyncStatus:
         limit = self.config.rollout.setup_timeout_s
@@ -451,6 +268,35 @@ class TrainerSession(Ranks):
         self.status.waiting(f"batch of step {self.step + 1}")
         self.trace.begin(self.step + 1)
 
+    def fetch(self, taken: Take) -> list[TrajectoryGroup]:
+        """This rank's share of a batch that was taken; describes the batch in the step's row."""
+        from areal.algorithms.packing import assign_groups
+
+        self.trace.taking()
+        shares = assign_groups([sum(g.lengths) for g in taken.groups], self.world_size)
+        mine = [taken.groups[i].task_id for i in shares[self.rank]]
+        groups = self.ledger.fetch(self.step + 1, mine)
+        self.batch_tasks = mine
+        if self._files is not None:
+            self._files.append_batch(
+                step=self.step + 1,
+                incarnation=self.incarnation,
+                replay=taken.replay,
+                task_ids=[g.task_id for g in taken.groups],
+            )
+        self.trace.took(groups, taken)
+        staleness = [self.step - g.head_version for g in taken.groups]
+        self.row.update(
+            groups=len(taken.groups),
+            samples=sum(len(g.lengths) for g in taken.groups),
+            tokens_total=sum(sum(g.lengths) for g in taken.groups),
+            staleness_mean=sum(staleness) / len(staleness),
+            staleness_max=max(staleness),
+            replay=taken.replay,
+            queued=taken.queued,
+        )
+        return groups
+
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
         self.trace.end()
@@ -495,6 +341,9 @@ class TrainerSession(Ranks):
         self._snapshot()
         self._checkpoints.seal()
         self._checkpoints.settle(wait=True)
+
+    def _commit(self, step: int) -> None:
+        self.ledger.commit(step, self.folder.list()[0].step)
 
     def _snapshot(self) -> None:
         """Begins a checkpoint of the current step, unless there is one."""

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 
 from areal import errors
 from areal.chassis.logging import get_logger
-from areal.training.session import POLL_S, TrainerSession
+from areal.training.ledger import POLL_S
+from areal.training.session import TrainerSession
 from areal.types import Task
 
 _CHUNK = 500
@@ -64,7 +65,7 @@ class Submission:
         while self.unsent and time.monotonic() >= self._not_before:
             ids = list(self.unsent)[:_CHUNK]
             try:
-                self._session.submit([self.unsent[task_id] for task_id in ids])
+                self._session.ledger.submit([self.unsent[task_id] for task_id in ids])
                 self.refused = None
             except errors.CapacityExceeded as error:
                 if error.retry_after_s is None:
@@ -73,7 +74,7 @@ class Submission:
                     self._log.warning("submission_held_back", tasks=len(ids), cause=str(error))
                 self.refused = error
                 self._not_before = time.monotonic() + error.retry_after_s
-                ids = list(self._session.states(ids))  # the first may have found room
+                ids = list(self._session.ledger.states(ids))  # the first may have found room
             sent |= {task_id: self.unsent.pop(task_id) for task_id in ids}
         return sent
 
@@ -84,7 +85,7 @@ class Submission:
 
     def pause(self) -> None:
         """Waits until then."""
-        self._session.pause(self.next_try_s, self._room)
+        self._session.ledger.pause(self.next_try_s, self._room)
 
     def check_deadline(self, what: str) -> None:
         """Raises WaitTimeout if the time has passed: for room, or else for `what`."""
@@ -94,8 +95,9 @@ class Submission:
         if self.refused is not None:
             what = f"{self._room}: {self.refused}"
             hint = "raise buffer.max_memory_mb, or checkpoint more often"
-        on = f"buffer {self._session.buffer.connection.address}"
-        raise errors.WaitTimeout(what, on=on, since=self.since, hint=hint) from None
+        raise errors.WaitTimeout(
+            what, on=self._session.ledger.name, since=self.since, hint=hint
+        ) from None
 
     @property
     def _room(self) -> str:

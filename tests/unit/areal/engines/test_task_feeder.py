@@ -74,13 +74,14 @@ class Rows:
 
 
 class Session:
-    """A trainer's session with a ledger in a dict: task id -> (state, step)."""
+    """A trainer's session, and its ledger, in a dict: task id -> (state, step)."""
 
     def __init__(self, cursor: list[int] | None = None) -> None:
         self.config = GRPOConfig()
         self.config.train_dataset.batch_size = 2
         self.config.rollout.max_head_offpolicyness = 0
         self.resumed = SimpleNamespace(extra={"dataset": cursor}) if cursor else None
+        self.ledger = self
         self.checkpoint_extra = {}
         self.step = 0
         self.full = False

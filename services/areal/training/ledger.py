@@ -1,0 +1,190 @@
+"""The ledger as a trainer's ranks ask it: rank 0 asks the buffer, all get its answer or error.
+
+Every call is synchronous, and made by all ranks in the same order; only `fetch` and `commit` are
+each rank's own. What a call waits for is the wait `call` on the buffer, with what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from areal.clients.buffer.trainer import BufferTrainer
+from areal.config.experiment import GRPOConfig
+from areal.protocol.leases import Registration, Take, TaskRecord
+from areal.recipe import Recipe
+from areal.training.bridge import CALL_S, AsyncBridge
+from areal.training.ranks import Ranks
+from areal.types import Purpose, Task, TaskState, TrajectoryGroup
+
+T = TypeVar("T")
+
+POLL_S = 10.0
+"""One long poll; the ranks meet after each, so none idles in a collective for longer."""
+
+
+class TrainerLedger:
+    """What one incarnation of a trainer submits, takes and commits."""
+
+    def __init__(self, ranks: Ranks, bridge: AsyncBridge, buffer: BufferTrainer) -> None:
+        """Asks nothing yet; the first call is `register`."""
+        self.buffer = buffer
+        self.name = f"buffer {buffer.connection.address}"
+        """For waits and errors."""
+        self.incarnation = 0
+        self._ranks = ranks
+        self._bridge = bridge
+
+    def ask(
+        self,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        what: str,
+        timeout: float = CALL_S,
+        *,
+        shape: Any = Any,
+    ) -> T:
+        """Runs a call of the buffer's client on rank 0; `shape` as in `Ranks.on_rank0`."""
+        return self._ranks.on_rank0(
+            lambda: self._bridge.call(make(), what, timeout, on=self.name), shape
+        )
+
+    def register(self, config: GRPOConfig, resume_step: int, recipe_digest: str) -> Registration:
+        """Begins a new incarnation, which continues after `resume_step` (rank 0).
+
+        Raises:
+            WrongStep: Batches after that step were released, or it was never taken.
+        """
+        registered = self.ask(
+            lambda: self.buffer.register_trainer(
+                resume_step=resume_step,
+                batch_size=config.train_dataset.batch_size,
+                max_head_offpolicyness=config.rollout.max_head_offpolicyness,
+                max_concurrent_rollouts=config.rollout.max_concurrent_rollouts,
+                recipe_digest=recipe_digest,
+            ),
+            "registration with the buffer",
+            shape=Registration,
+        )
+        self.incarnation = registered.incarnation
+        return registered
+
+    def put_recipe(self, recipe: Recipe) -> None:
+        """Stores a recipe, from which workers rebuild its workflows and rewards."""
+        self.ask(
+            lambda: self.buffer.recipes.put_recipe(recipe.file_name, recipe.source),
+            "storing the recipe",
+        )
+
+    def submit(self, tasks: Sequence[Task], *, seal: bool = False) -> int:
+        """Queues tasks; with `seal` no more of the rows follow.
+
+        Returns:
+            How many the ledger did not have already.
+
+        Raises:
+            CapacityExceeded: It is full; with `retry_after_s`, for now.
+        """
+        accepted = self.ask(
+            lambda: self.buffer.tasks.submit_tasks(tasks, incarnation=self.incarnation, seal=seal),
+            f"submission of {len(tasks)} tasks",
+        )
+        return sum(accepted)
+
+    def train_counts(self) -> dict[TaskState, int]:
+        """The numbers of the trial's train tasks by state."""
+
+        async def ask() -> dict[TaskState, int]:
+            return (await self.buffer.tasks.get_stats()).train_counts
+
+        return self.ask(ask, "ledger statistics", shape=dict[TaskState, int])
+
+    def states(self, task_ids: Sequence[str]) -> dict[str, tuple[TaskState, int]]:
+        """State and step (0: of no batch) of each task that the ledger knows."""
+
+        async def ask() -> dict[str, tuple[TaskState, int]]:
+            records = await self.buffer.tasks.get_tasks(task_ids)
+            return {record.task.task_id: (record.state, record.step) for record in records}
+
+        return self.ask(ask, "task states", shape=dict[str, tuple[TaskState, int]])
+
+    def take(
+        self,
+        step: int,
+        task_ids: Sequence[str] = (),
+        *,
+        max_wait_s: float = POLL_S,
+        refill_below: int = 0,
+    ) -> Take:
+        """Asks for the batch of a step; see `BufferTrainer.take_batch`."""
+        return self.ask(
+            lambda: self.buffer.take_batch(
+                self.incarnation,
+                step,
+                max_wait_s,
+                task_ids=task_ids,
+                with_groups=self._ranks.world_size == 1,
+                refill_below=refill_below,
+            ),
+            f"batch of step {step}",
+            shape=Take,
+        )
+
+    def fetch(self, step: int, task_ids: Sequence[str]) -> list[TrajectoryGroup]:
+        """Groups of a batch that was taken, in the order asked (this rank alone)."""
+        return self._bridge.call(
+            self.buffer.fetch_groups(self.incarnation, step, task_ids),
+            f"{len(task_ids)} groups of step {step}",
+            on=self.name,
+        )
+
+    def wait_ended(self, task_ids: Sequence[str], max_wait_s: float, what: str) -> list[str]:
+        """Those of at most 10,000 tasks that have ended; waits for the first of them.
+
+        Raises:
+            NotFound: One was released, or never submitted.
+        """
+        return self.ask(
+            lambda: self.buffer.tasks.wait_tasks(
+                task_ids, max_wait_s, incarnation=self.incarnation
+            ),
+            what,
+        )
+
+    def read_results(
+        self,
+        task_ids: Sequence[str],
+        visit: Callable[[TaskRecord], None],
+        what: str,
+        timeout: float,
+    ) -> None:
+        """Calls `visit` (on rank 0) with each record and its group, one message at a time."""
+
+        async def read() -> None:
+            async for record in self.buffer.tasks.read_tasks(task_ids, include_groups=True):
+                visit(record)
+
+        self.ask(read, what, timeout)
+
+    def pause(self, seconds: float, what: str) -> None:
+        """Lets time pass for the buffer to make `what` possible."""
+        self.ask(lambda: asyncio.sleep(seconds), what)
+
+    def commit(self, step: int, oldest_retained_step: int) -> None:
+        """Tells of a whole checkpoint of `step` (rank 0, in any thread)."""
+        self._bridge.call(
+            self.buffer.commit_step(
+                incarnation=self.incarnation, step=step, oldest_retained_step=oldest_retained_step
+            ),
+            f"commit of step {step}",
+            on=self.name,
+        )
+
+    def cancel_train_tasks(self, reason: str) -> int:
+        """Cancels all that no step will train on any more; returns how many were live."""
+        return self.ask(
+            lambda: self.buffer.tasks.cancel_tasks(
+                all_of_purpose=Purpose.TRAIN, reason=reason, incarnation=self.incarnation
+            ),
+            "cancelling surplus tasks",
+        )
