@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -72,6 +72,13 @@ sglang: .venv-sglang/.set-up ## Real SGLang for a CPU in .venv-sglang (downloads
 
 .venv-sglang/.set-up: tools/sglang_cpu/requirements.txt tools/sglang_cpu/install.sh
 	PYTHON=$(PYTHON) tools/sglang_cpu/install.sh .venv-sglang
+	@touch $@
+
+sglang-gpu: .venv-sglang-gpu/.set-up ## SGLang with its CUDA build of torch in .venv-sglang-gpu, where `areal run` looks for it
+
+.venv-sglang-gpu/.set-up:
+	$(PYTHON) -m venv .venv-sglang-gpu
+	.venv-sglang-gpu/bin/python -m pip install --quiet --disable-pip-version-check sglang==0.5.23
 	@touch $@
 
 test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embedded engine and real SGLang

@@ -29,7 +29,7 @@ from areal_launch.doctor.preflight import (
     weights_problem,
 )
 from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
-from areal_launch.stack.plan import missing_model
+from areal_launch.stack.plan import inference_command, missing_model
 from areal_launch.stack.stores import find_nats_server, find_redis_server
 from areal_launch.view.output import CheckResult
 
@@ -108,6 +108,8 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             devices["trainer memory"] = partial(_trainer_memory, training, shape)
         if not config.endpoints.inference:
             devices["server memory"] = partial(_server_memory, config, shape)
+    if config.stack.gpus_per_node and not config.endpoints.inference:
+        devices["engine"] = partial(_engine, config)
     checks: dict[str, Check] = {
         # An older Python would not have come this far: pyproject.toml refuses it.
         "python": lambda: ok("python", f"{platform.python_version()} in {sys.prefix}"),
@@ -257,6 +259,13 @@ def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
         "reference": "ref.offload=true",
     }.get(largest, "more trainer ranks in allocation_mode (fsdp:dN), or a smaller model")
     return missing("trainer memory", found, fix)
+
+
+def _engine(config: BaseExperimentConfig) -> Finding:
+    if command := inference_command(config):
+        return ok("engine", " ".join(command))
+    fix = "make sglang-gpu, or stack.inference_command='PYTHON -m sglang.launch_server'"
+    return note("engine", "areal_inference, which computes on the CPU", fix)
 
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:

@@ -30,6 +30,9 @@ _SERVICES = {
     "reward": ("areal_reward", "reward"),
 }
 
+# Of `make sglang-gpu`, beside the environment that this command runs in.
+SGLANG = ".venv-sglang-gpu/bin/python"
+
 # organization/model, as the Hub writes it.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -177,7 +180,7 @@ class _Planner:
         name = f"inference-{index}"
         port = self.picker.pick(name)
         node = self.placement.inference[index % len(self.placement.inference)]
-        command = self._inference_command()
+        command = inference_command(config)
         arguments = {
             "model-path": config.model.path,
             "host": self.placement.bind,
@@ -207,13 +210,6 @@ class _Planner:
             environment=_devices(node),
             nodes=_remote(node),
         )
-
-    def _inference_command(self) -> list[str]:
-        command = self.config.stack.inference_command
-        try:
-            return shlex.split(command)
-        except ValueError as error:
-            raise ConfigError(f"stack.inference_command {command!r}: {error}") from None
 
     def _dtype(self, *, own_engine: bool) -> str:
         """For `--dtype`. The CPU engine decides when it loads the model, which may come later."""
@@ -255,6 +251,20 @@ class _Planner:
             nodes=_remote(*self.placement.trainer),
             verdict=folder.verdict_file,
         )
+
+
+def inference_command(config: BaseExperimentConfig) -> list[str]:
+    """How the user starts a server; empty: by our CPU engine.
+
+    With GPUs the default is the SGLang of `make sglang-gpu`, in an environment beside this one.
+    """
+    command, sglang = config.stack.inference_command, Path(sys.prefix).parent / SGLANG
+    if not command and config.stack.gpus_per_node and sglang.exists():
+        return [str(sglang), "-m", "sglang.launch_server"]
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"stack.inference_command {command!r}: {error}") from None
 
 
 def _devices(node: Node) -> dict[str, str]:

@@ -93,6 +93,26 @@ def test_plan_when_made_again_then_servers_differ_in_seed_and_keep_theirs(tmp_pa
     assert not set(seeds()) & set(first)
 
 
+def test_plan_when_there_are_gpus_then_servers_are_the_sglang_beside_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    config, folder = make(tmp_path, "stack.gpus_per_node=4", "model.dtype=bfloat16")
+
+    def command() -> tuple[str, ...]:
+        return plan_stack(config, folder, with_trainer=False).inference[0].argv[:3]
+
+    assert command()[2] == "areal_inference", "nothing else is there"
+    python = tmp_path / ".venv-sglang-gpu/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert command() == (str(python), "-m", "sglang.launch_server")
+    config.stack.inference_command = "serve --now"
+    assert command()[:2] == ("serve", "--now")
+    config.stack.inference_command, config.stack.gpus_per_node = "", 0
+    assert command()[2] == "areal_inference", "it computes on CPUs"
+
+
 @pytest.mark.parametrize(
     ("gpus", "stored", "expected"),
     [(0, "float32", "float32"), (0, "bfloat16", "bfloat16"), (4, "float32", "bfloat16")],
