@@ -79,16 +79,37 @@ class FakeSGLang:
             return (
                 special if isinstance(special, web.StreamResponse) else web.json_response(special)
             )
-        prompt, params = len(body["input_ids"]), body["sampling_params"]
-        if self.hold:
-            event = self._held.setdefault(body["rid"], asyncio.Event())
-            await event.wait()
-            count = min(self.partial, params["max_new_tokens"])
-            return web.json_response(answer(prompt, count, self.version, "abort"))
-        whole = answer(prompt, params["max_new_tokens"], self.version)
+        if isinstance(body["input_ids"][0], list):
+            return await self._batch(body)
         if body["stream"]:
+            prompt, params = len(body["input_ids"]), body["sampling_params"]
+            whole = answer(prompt, params["max_new_tokens"], self.version)
             return await self._stream(request, prompt, whole)
-        return web.json_response(whole)
+        return web.json_response(
+            await self._one(body["rid"], body["input_ids"], body["sampling_params"])
+        )
+
+    async def _batch(self, body: dict[str, Any]) -> web.Response:
+        """As SGLang: an array in the order of the prompts, when all have ended."""
+        assert not body["stream"], "not built: a batch as a stream"
+        params = body["sampling_params"]
+        if isinstance(params, dict):
+            params = [params] * len(body["input_ids"])
+        answers = await asyncio.gather(
+            *(
+                self._one(rid, ids, each)
+                for rid, ids, each in zip(body["rid"], body["input_ids"], params, strict=True)
+            )
+        )
+        return web.json_response(answers)
+
+    async def _one(self, rid: str, prompt_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        prompt, most = len(prompt_ids), params["max_new_tokens"]
+        if self.hold:
+            event = self._held.setdefault(rid, asyncio.Event())
+            await event.wait()
+            return answer(prompt, min(self.partial, most), self.version, "abort")
+        return answer(prompt, most, self.version)
 
     async def _stream(
         self, request: web.Request, prompt: int, whole: dict[str, Any]

@@ -18,6 +18,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -70,11 +71,27 @@ class Server:
         return 0.0, None
 
     def generate(self, body: dict[str, Any], answer: Callable[[Any], None]) -> None:
-        """Answers when the request has had its time, or is aborted."""
-        most = body["sampling_params"]["max_new_tokens"]
+        """Answers when the request has had its time, or is aborted; a batch when all have."""
+        params, rid = body["sampling_params"], body.get("rid", "")
+        if not isinstance(body["input_ids"][0], list):
+            self._generate(params["max_new_tokens"], rid, answer)
+            return
+        count = len(body["input_ids"])
+        answers: dict[int, Any] = {}
+
+        def collect(index: int, one: Any) -> None:
+            answers[index] = one
+            if len(answers) == count:
+                answer([answers[each] for each in range(count)])
+
+        for index in range(count):
+            each = params[index] if isinstance(params, list) else params
+            self._generate(each["max_new_tokens"], rid[index], partial(collect, index))
+
+    def _generate(self, most: int, rid: str, answer: Callable[[Any], None]) -> None:
         count = 1 if most == 1 else max(1, min(self._length(), most))  # 1: weight-sync's probe
         loop = asyncio.get_running_loop()
-        began, seconds, rid = loop.time(), count / self.speed, body.get("rid", "")
+        began, seconds = loop.time(), count / self.speed
         self.running += 1
 
         def end(reason: str) -> None:

@@ -97,7 +97,7 @@ class LLMRequest:
     input_ids: list[int]
     """Token ids of the prompt."""
     gconfig: GenerationHyperparameters
-    """How to sample; `n_samples` is not read here: one request is one answer."""
+    """How to sample; `agenerate` gives one answer, `agenerate_group` gives `n_samples`."""
     rid: str = ""
     """Unique id; the engine makes one when empty."""
     affinity_key: str = ""

@@ -159,7 +159,8 @@ class Frontend:
             taken = next((r for r in rids if r in self.live), rids[0])
             raise RequestError(f"rid: {taken!r} is already in use by a running request")
         limit = self.config.max_running_requests + self.config.max_queued_requests
-        if len(self.live) + len(rids) > limit:
+        # A call larger than the whole queue is let in when it is alone.
+        if self.live and len(self.live) + len(rids) > limit:
             raise Unavailable(
                 f"The request queue is full: {len(self.live)} in progress, expected at most {limit}"
             )

@@ -75,21 +75,30 @@ class EpisodeEngine:
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """See `areal.workflows.base.InferenceEngine`."""
-        response = self._recall(request)
-        self._calls.append((request, response))
-        if response.stop_reason is not StopReason.ABORT:
-            return response
+        [response] = await self._generate(request, 1)
+        return response
+
+    async def agenerate_group(self, request: LLMRequest) -> list[LLMResponse]:
+        """See `areal.workflows.base.InferenceEngine`."""
+        return await self._generate(request, request.gconfig.n_samples)
+
+    async def _generate(self, request: LLMRequest, count: int) -> list[LLMResponse]:
+        responses = [self._recall(request) for _ in range(count)]
+        self._calls += [(request, response) for response in responses]
+        if all(response.stop_reason is not StopReason.ABORT for response in responses):
+            return responses
         if not request.affinity_key:
             request = LLMRequest(request.input_ids, request.gconfig, request.rid, self._group)
         task = asyncio.current_task()
         assert task is not None  # a coroutine runs in a task
         self._running.add(task)
         try:
-            return await self._generation.generate(
-                request, response, min_version=self._min_version, avoid=self._avoid
+            await self._generation.generate(
+                request, responses, min_version=self._min_version, avoid=self._avoid
             )
         finally:
             self._running.discard(task)
+        return responses
 
     async def score(
         self,

@@ -74,12 +74,12 @@ class Generation(Protocol):
     async def generate(
         self,
         request: LLMRequest,
-        response: LLMResponse,
+        responses: Sequence[LLMResponse],
         *,
         min_version: int,
         avoid: Collection[str],
-    ) -> LLMResponse:
-        """Completes a request."""
+    ) -> None:
+        """Completes those of the answers to a request that have not ended."""
         ...
 
     async def wait_ready(self, timeout: float) -> bool:

@@ -36,7 +36,7 @@ class RolloutMetrics:
         )
         self._requests = Histogram(
             "areal_rollout_request_seconds",
-            "From choosing the first server to the last token.",
+            "From choosing the first server to the last token, of an answer or a whole group.",
             registry=registry,
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
         )

@@ -82,6 +82,12 @@ async def client_of(http: Http, version: int = 0):
         await client.close()
 
 
+async def generate(client: SGLangClient, request: LLMRequest, response: LLMResponse):
+    """One answer."""
+    await client.generate(request, [response])
+    return response
+
+
 def empty() -> LLMResponse:
     return LLMResponse(list(PROMPT), [], [], [], StopReason.ABORT)
 
@@ -116,16 +122,18 @@ def check(http: Http, response: LLMResponse, tokens: int) -> None:
 
 async def test_client_when_generating_then_all_that_we_promise(http: Http):
     async with client_of(http) as (client, failures):
-        responses = await asyncio.gather(*(client.generate(request(40), empty()) for _ in range(8)))
+        responses = await asyncio.gather(
+            *(generate(client, request(40), empty()) for _ in range(8))
+        )
         for response in responses:
             assert response.stop_reason is StopReason.LENGTH
             assert response.interruptions == 0
             check(http, response, 40)
         greedy = GenerationHyperparameters(max_new_tokens=20, greedy=True, min_new_tokens=20)
-        one = await client.generate(LLMRequest(list(PROMPT), greedy), empty())
+        one = await generate(client, LLMRequest(list(PROMPT), greedy), empty())
         stop = one.output_tokens[5]
         stopping = GenerationHyperparameters(max_new_tokens=20, greedy=True, stop_token_ids=[stop])
-        response = await client.generate(LLMRequest(list(PROMPT), stopping), empty())
+        response = await generate(client, LLMRequest(list(PROMPT), stopping), empty())
         assert response.stop_reason is StopReason.STOP
         assert response.output_tokens[-1] in (stop, 1)
         assert failures == []
@@ -135,7 +143,7 @@ async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(htt
     long = http.engine.long
     async with client_of(http) as (client, _):
         partial = [empty() for _ in range(4)]
-        tasks = [asyncio.create_task(client.generate(request(long), each)) for each in partial]
+        tasks = [asyncio.create_task(generate(client, request(long), each)) for each in partial]
         await http.running(4)
         await http.advance(4)
         await client.interrupt(20.0)
@@ -144,7 +152,7 @@ async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(htt
     assert all(0 < len(response.output_tokens) < long for response in partial)
     async with client_of(http) as (client, failures):
         responses = await asyncio.gather(
-            *(client.generate(request(long), each) for each in partial)
+            *(generate(client, request(long), each) for each in partial)
         )
         for response in responses:
             check(http, response, long)
@@ -155,7 +163,7 @@ async def test_client_when_more_run_than_the_server_takes_then_the_waiting_end_e
     """An abort reaches requests of which no token exists yet: no failure, just nothing."""
     async with client_of(http) as (client, failures):
         partial, long = [empty() for _ in range(24)], http.engine.long
-        tasks = [asyncio.create_task(client.generate(request(long), each)) for each in partial]
+        tasks = [asyncio.create_task(generate(client, request(long), each)) for each in partial]
         await http.until(lambda load: load["num_waiting_reqs"] == 8)
         await http.advance(16, 5)
         # Else those that wait would take the places of the first that are aborted.
@@ -176,7 +184,7 @@ async def test_client_when_more_run_than_the_server_takes_then_the_waiting_end_e
 
 async def test_client_when_cancelled_then_the_server_stops_working_on_it(http: Http):
     async with client_of(http) as (client, _):
-        task = asyncio.create_task(client.generate(request(3000), empty()))
+        task = asyncio.create_task(generate(client, request(3000), empty()))
         await http.running(1)
         task.cancel()
         await http.until(lambda load: not load["num_running_reqs"])
@@ -201,7 +209,7 @@ async def test_client_when_a_server_is_killed_then_its_tokens_are_kept_and_anoth
         dying, survivor = victim.url, http.engine.url
         client.table.update([InferenceServer(dying, dying, ServerState.SERVING, 0, "")])
         responses = [empty() for _ in range(4)]
-        tasks = [asyncio.create_task(client.generate(request(tokens), r)) for r in responses]
+        tasks = [asyncio.create_task(generate(client, request(tokens), r)) for r in responses]
         async with aiohttp.ClientSession(dying) as session:
             await Http(victim, session).running(4)
             await Http(victim, session).advance(4, tokens * 2 // 5)
@@ -369,7 +377,7 @@ async def test_coordinator_when_versions_come_while_requests_run_then_none_is_lo
             await coordinator.publish(version_of(http, 0))
             await confirmed(coordinator, 0)
             tasks = [
-                asyncio.create_task(client.generate(request(long), empty())) for _ in range(12)
+                asyncio.create_task(generate(client, request(long), empty())) for _ in range(12)
             ]
             await http.running(12)
             for version in (1, 2, 3):

@@ -55,6 +55,12 @@ async def serving(
         yield client
 
 
+async def generate(client, request, response, **more):
+    """One answer."""
+    await client.generate(request, [response], **more)
+    return response
+
+
 def empty(prompt=PROMPT):
     return LLMResponse(list(prompt), [], [], [], StopReason.ABORT)
 

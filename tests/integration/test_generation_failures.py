@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from aiohttp import web
 from tests.fake_sglang import FakeSGLang, answer
-from tests.integration.generation_rig import PROMPT, check, empty, request, serving
+from tests.integration.generation_rig import PROMPT, check, empty, generate, request, serving
 from tests.waiting import until
 
 from areal.errors import WaitTimeout
@@ -27,7 +27,7 @@ async def test_generate_when_a_stream_breaks_then_goes_on_elsewhere_from_its_tok
     dying, good = FakeSGLang(version="4", breaks_after=events), FakeSGLang(version="6")
     async with serving(dying, good) as client:
         client.table.update([dying.listed()])
-        task = asyncio.create_task(client.generate(request(600), empty(), min_version=4))
+        task = asyncio.create_task(generate(client, request(600), empty(), min_version=4))
         await until(lambda: client.reports, "a report")
         client.table.update([dying.listed(), good.listed()])
         response = await task
@@ -48,13 +48,15 @@ async def test_generate_when_a_queue_is_full_then_another_answers_and_nobody_is_
     busy, other = FakeSGLang(behave=full), FakeSGLang()
     async with serving(busy, other) as client:
         client.table.update([busy.listed()])
-        task = asyncio.create_task(client.generate(request(6), empty()))
+        task = asyncio.create_task(generate(client, request(6), empty()))
         await until(lambda: busy.requests)
         check(await task, 6)  # back to the same one, a moment later
         assert len(busy.requests) == 2
         busy.behave = full
         client.table.update([busy.listed(), other.listed()])
-        responses = await asyncio.gather(*[client.generate(request(6), empty()) for _ in range(20)])
+        responses = await asyncio.gather(
+            *[generate(client, request(6), empty()) for _ in range(20)]
+        )
     for response in responses:
         check(response, 6)
         assert response.interruptions == 0
@@ -67,7 +69,7 @@ async def test_generate_when_server_aborts_everything_then_does_not_spin():
     server.behave = lambda body: answer(3, 0, "0", "abort")
     async with serving(server, request_timeout_s=0.5) as client:
         with pytest.raises(WaitTimeout, match="only aborts came"):
-            await client.generate(request(6), empty())
+            await generate(client, request(6), empty())
     assert len(server.requests) < 12
 
 
@@ -90,7 +92,7 @@ async def test_generate_when_a_server_misbehaves_then_reports_it_and_another_ans
     broken, good = FakeSGLang(version="3", behave=bad), FakeSGLang(version="3")
     async with serving(broken, good) as client:
         client.table.update([broken.listed()])
-        task = asyncio.create_task(client.generate(request(6), empty(), min_version=3))
+        task = asyncio.create_task(generate(client, request(6), empty(), min_version=3))
         await until(lambda: client.reports, "a report")
         client.table.update([broken.listed(), good.listed()])
         response = await task
@@ -110,7 +112,9 @@ async def test_generate_when_server_is_dead_then_another_answers():
     async with serving(good) as client:
         dead = InferenceServer("d", "http://127.0.0.1:9", ServerState.SERVING, 0)
         client.table.update([dead, good.listed()])
-        responses = await asyncio.gather(*[client.generate(request(6), empty()) for _ in range(50)])
+        responses = await asyncio.gather(
+            *[generate(client, request(6), empty()) for _ in range(50)]
+        )
         await until(lambda: client.reports, "a report")
     for response in responses:
         check(response, 6)
@@ -134,7 +138,7 @@ async def test_generate_when_a_server_answers_between_two_failures_then_both_blo
 
         client.table.failed = counted
         for _ in range(2):  # each fails, and is answered by the same one a moment later
-            check(await client.generate(request(6), empty()), 6)
+            check(await generate(client, request(6), empty()), 6)
     assert failures == [1, 1]
 
 
@@ -147,7 +151,7 @@ async def test_generate_when_every_try_fails_then_all_causes_are_kept():
         client.table._servers[servers[0].url].failures = -10  # short blocks: the test is quick
         client.table._servers[servers[1].url].failures = -10
         with pytest.raises(GenerationFailed) as caught:
-            await client.generate(request(6), empty())
+            await generate(client, request(6), empty())
     assert "failed 8 times" in str(caught.value)
     assert "no a" in str(caught.value)
     assert "no b" in str(caught.value)
@@ -158,10 +162,10 @@ async def test_generate_when_earlier_attempts_failed_somewhere_then_goes_elsewhe
     servers = [FakeSGLang(), FakeSGLang()]
     async with serving(*servers) as client:
         for _ in range(6):
-            await client.generate(request(6), empty(), avoid=[servers[0].url])
+            await generate(client, request(6), empty(), avoid=[servers[0].url])
         assert len(servers[1].requests) == 6
         client.table.update([servers[0].listed()])
-        await client.generate(request(6), empty(), avoid=[servers[0].url])
+        await generate(client, request(6), empty(), avoid=[servers[0].url])
         assert len(servers[0].requests) == 1
 
 
@@ -169,7 +173,7 @@ async def test_generate_when_server_hangs_and_is_quarantined_then_another_answer
     hangs, good = FakeSGLang(hold=True), FakeSGLang()
     async with serving(hangs, good) as client:
         client.table.update([hangs.listed()])
-        task = asyncio.create_task(client.generate(request(6), empty()))
+        task = asyncio.create_task(generate(client, request(6), empty()))
         await until(lambda: hangs.requests)
         client.table.update([hangs.listed(ServerState.QUARANTINED, "no answer"), good.listed()])
         check(await asyncio.wait_for(task, 30.0), 6)
@@ -181,6 +185,6 @@ async def test_generate_when_no_answer_in_time_then_names_the_server_and_reports
     server = FakeSGLang(hold=True)
     async with serving(server, request_timeout_s=0.2) as client:
         with pytest.raises(WaitTimeout, match=rf"0\.2 s for its tokens on {server.url}"):
-            await client.generate(request(6), empty())
+            await generate(client, request(6), empty())
         await until(lambda: client.reports and server.aborted)
     assert server.aborted == [server.requests[0]["rid"]]

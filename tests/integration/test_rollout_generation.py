@@ -6,7 +6,7 @@ import time
 import pytest
 from aiohttp import web
 from tests.fake_sglang import FakeSGLang, answer, token_at
-from tests.integration.generation_rig import EOS, PROMPT, check, empty, request, serving
+from tests.integration.generation_rig import EOS, PROMPT, check, empty, generate, request, serving
 from tests.waiting import until
 
 from areal.errors import InvalidInput, WaitTimeout
@@ -19,7 +19,7 @@ async def test_generate_when_all_is_well_then_sends_and_reads_the_protocol():
     server = FakeSGLang(version="4")
     asked = request(6, min_new_tokens=2, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=[5])
     async with serving(server) as client:
-        response = await client.generate(asked, empty(), min_version=4)
+        response = await generate(client, asked, empty(), min_version=4)
     check(response, 6)
     assert response.output_versions == [4] * 6
     assert response.stop_reason is StopReason.LENGTH
@@ -44,7 +44,7 @@ async def test_generate_when_greedy_then_temperature_is_zero_and_stop_is_read():
     server = FakeSGLang()
     server.behave = lambda body: answer(3, 2, "0", "stop")
     async with serving(server) as client:
-        response = await client.generate(request(6, greedy=True), empty())
+        response = await generate(client, request(6, greedy=True), empty())
     assert server.requests[0]["sampling_params"]["temperature"] == 0.0
     assert response.stop_reason is StopReason.STOP
     check(response, 2)
@@ -54,7 +54,7 @@ async def test_generate_when_updated_in_place_then_each_token_keeps_its_version(
     server = FakeSGLang(version="7")
     server.behave = lambda body: answer(3, 6, "8", old=(4, "7"))
     async with serving(server) as client:
-        response = await client.generate(request(6), empty(), min_version=7)
+        response = await generate(client, request(6), empty(), min_version=7)
     assert response.output_versions == [7, 7, 7, 7, 8, 8]
 
 
@@ -63,7 +63,7 @@ async def test_generate_when_a_streaming_server_freezes_then_its_tokens_are_kept
     dying.freezes = True
     async with serving(dying, good) as client:
         client.table.update([dying.listed()])
-        task = asyncio.create_task(client.generate(request(600), empty()))
+        task = asyncio.create_task(generate(client, request(600), empty()))
         await until(lambda: dying.frozen)
         client.table.update([dying.listed(ServerState.QUARANTINED, "no answer"), good.listed()])
         check(await asyncio.wait_for(task, 30.0), 600)
@@ -74,7 +74,7 @@ async def test_generate_when_aborted_then_continues_elsewhere_from_its_tokens():
     first, second = FakeSGLang(version="1", hold=True), FakeSGLang(version="2")
     async with serving(first, second) as client:
         client.table.update([first.listed()])
-        task = asyncio.create_task(client.generate(request(6, min_new_tokens=4), empty()))
+        task = asyncio.create_task(generate(client, request(6, min_new_tokens=4), empty()))
         await until(lambda: first.requests)
         client.table.update([first.listed(ServerState.DRAINING), second.listed()])
         first.abort_all()
@@ -92,7 +92,7 @@ async def test_generate_when_no_server_is_new_enough_then_waits_and_says_for_wha
     server = FakeSGLang(version="2")
     async with serving(server, setup_timeout_s=0.2) as client:
         with pytest.raises(WaitTimeout) as caught:
-            await client.generate(request(6), empty(), min_version=3)
+            await generate(client, request(6), empty(), min_version=3)
     assert "an inference server at version 3 or newer on weight-sync" in str(caught.value)
     assert f"{server.url} serving at version 2" in str(caught.value)
     assert server.requests == []
@@ -103,7 +103,7 @@ async def test_generate_when_the_version_arrives_then_starts_within_milliseconds
     async with serving(server, setup_timeout_s=5.0) as client:
         took = []
         for version in (3, 4, 5):
-            task = asyncio.create_task(client.generate(request(6), empty(), min_version=version))
+            task = asyncio.create_task(generate(client, request(6), empty(), min_version=version))
             await asyncio.sleep(0.02)
             server.version = str(version)
             start = time.monotonic()
@@ -122,7 +122,7 @@ async def test_generate_when_400_then_it_is_the_requests_fault():
         with pytest.raises(
             InvalidInput, match="refuses the request: max_new_tokens must be positi"
         ):
-            await client.generate(request(6), empty())
+            await generate(client, request(6), empty())
     assert client.reports == []
     assert len(server.requests) == 1
 
@@ -141,14 +141,14 @@ async def test_generate_when_the_request_is_wrong_then_no_server_sees_it(prompt,
     server = FakeSGLang()
     async with serving(server, context=50) as client:
         with pytest.raises(InvalidInput, match=message):
-            await client.generate(request(n, prompt), empty(prompt))
+            await generate(client, request(n, prompt), empty(prompt))
     assert server.requests == []
 
 
 async def test_generate_when_context_is_short_then_asks_for_what_fits():
     server = FakeSGLang()
     async with serving(server, context=50) as client:
-        response = await client.generate(request(100, [1] * 40), empty([1] * 40))
+        response = await generate(client, request(100, [1] * 40), empty([1] * 40))
     assert server.requests[0]["sampling_params"]["max_new_tokens"] == 4  # of 50, 6 stay free
     assert response.stop_reason is StopReason.LENGTH
 
@@ -157,22 +157,22 @@ async def test_interrupt_when_requests_run_then_their_tokens_are_kept_and_contin
     first = FakeSGLang(version="1", hold=True)
     async with serving(first) as client:
         responses = [empty() for _ in range(20)]
-        tasks = [asyncio.create_task(client.generate(request(6), r)) for r in responses]
+        tasks = [asyncio.create_task(generate(client, request(6), r)) for r in responses]
         late = empty()
-        tasks.append(asyncio.create_task(client.generate(request(6), late, min_version=9)))
+        tasks.append(asyncio.create_task(generate(client, request(6), late, min_version=9)))
         await until(lambda: len(first.requests) == 20)
         await client.interrupt(5.0)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(r, Interrupted) for r in results)
         assert sorted(first.aborted) == sorted(r["rid"] for r in first.requests)
         with pytest.raises(Interrupted):
-            await client.generate(request(6), empty())
+            await generate(client, request(6), empty())
     for response in responses:
         check(response, 2)
     assert late.output_tokens == []
     second = FakeSGLang(version="2")
     async with serving(second) as client:
-        response = await client.generate(request(6), responses[0])
+        response = await generate(client, request(6), responses[0])
     check(response, 6)
     assert response.output_versions == [1, 1, 2, 2, 2, 2]
 
@@ -184,7 +184,7 @@ async def test_interrupt_when_a_server_never_answers_then_gives_up_at_the_deadli
     server = FakeSGLang(behave=lambda body: never(body))
     async with serving(server) as client:
         response = empty()
-        task = asyncio.create_task(client.generate(request(6), response))
+        task = asyncio.create_task(generate(client, request(6), response))
         await until(lambda: server.requests)
         start = time.monotonic()
         await client.interrupt(0.2)
@@ -196,7 +196,7 @@ async def test_interrupt_when_a_server_never_answers_then_gives_up_at_the_deadli
 async def test_generate_when_cancelled_then_the_server_is_told():
     server = FakeSGLang(hold=True)
     async with serving(server) as client:
-        task = asyncio.create_task(client.generate(request(6), empty()))
+        task = asyncio.create_task(generate(client, request(6), empty()))
         await until(lambda: server.requests)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -210,6 +210,6 @@ async def test_generate_when_many_run_then_no_id_begins_another():
     server = FakeSGLang()
     async with serving(server) as client:
         for _ in range(12):
-            await client.generate(request(1), empty())
+            await generate(client, request(1), empty())
     rids = [r["rid"] for r in server.requests]
     assert not [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]

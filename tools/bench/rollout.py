@@ -99,7 +99,7 @@ class _NoGeneration:
     async def wait_ready(self, timeout: float) -> bool:
         return True
 
-    async def generate(self, *_: Any, **__: Any) -> LLMResponse:
+    async def generate(self, *_: Any, **__: Any) -> None:
         raise AssertionError
 
     async def interrupt(self, timeout: float) -> None:
@@ -235,6 +235,8 @@ ANSWER = json.dumps(
     }
 ).encode()
 
+SAMPLES = 8
+
 
 class _Answering(asyncio.Protocol):
     """The smallest HTTP server: four tokens, 20 ms after each request."""
@@ -251,7 +253,10 @@ class _Answering(asyncio.Protocol):
         if len(rest) < length:
             return
         self.buffer = rest[length:]
-        reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+        answer = ANSWER
+        if b'"input_ids":[[' in rest[:length]:
+            answer = b"[" + b",".join([ANSWER] * SAMPLES) + b"]"
+        reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
         asyncio.get_running_loop().call_later(0.02, self.transport.write, reply)
 
 
@@ -302,13 +307,13 @@ async def measure(repeats: int, port: int, peer: Peer | None) -> dict[str, Any]:
         chosen[size] = round(statistics.median(costs), 2)
     result["routing_us"] = chosen
     print(f"routing a request among 10, 100, 1000 servers: {list(chosen.values())} µs CPU")
-    samples, groups = 8, 512
-    await run_requests(port, 64, samples, 64)
-    costs = [await run_requests(port, groups, samples, 64) for _ in range(repeats)]
+    groups = 512
+    await run_requests(port, 64, SAMPLES, 64)
+    costs = [await run_requests(port, groups, SAMPLES, 64) for _ in range(repeats)]
     episode = statistics.median(costs) / groups * 1e6
-    result["rlvr"] = {"group_us": round(episode, 1), "request_us": round(episode / samples, 1)}
-    print(f"RLVR, {samples} samples, 64 groups at once: {episode:.0f} µs CPU per group,")
-    print(f"    {episode / samples:.0f} µs per sample (request, decode, score in memory, arrays)")
+    result["rlvr"] = {"group_us": round(episode, 1), "request_us": round(episode / SAMPLES, 1)}
+    print(f"RLVR, {SAMPLES} samples, 64 groups at once: {episode:.0f} µs CPU per group,")
+    print(f"    {episode / SAMPLES:.0f} µs per sample (request, decode, score in memory, arrays)")
     return result
 
 

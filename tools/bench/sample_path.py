@@ -4,8 +4,8 @@
     python tools/bench/sample_path.py --base v0.3.0      # this tree against a commit, alternating
     python tools/bench/sample_path.py --steps 80 --repeat 3
 
-Each contender is `areal run examples/arithmetic_grpo.py`: 64 problems x 8 answers a step, on a model
-so small that most of the time is plumbing. CPU is user and system time of a process and all its
+Each contender is `areal run examples/arithmetic_grpo.py`: 64 problems x 8 answers a step, on a
+model so small that most of the time is plumbing. CPU is user and system time of a process and all its
 children, from the WARM_UP-th step to the last but one, divided by the steps; medians of the runs.
 """
 

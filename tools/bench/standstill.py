@@ -90,7 +90,7 @@ async def generate(client: SGLangClient, tokens: int) -> None:
     prompt = list(range(5, 25))
     request = LLMRequest(prompt, GenerationHyperparameters(max_new_tokens=tokens))
     while True:
-        await client.generate(request, LLMResponse(list(prompt), [], [], [], StopReason.ABORT))
+        await client.generate(request, [LLMResponse(list(prompt), [], [], [], StopReason.ABORT)])
 
 
 async def measure(

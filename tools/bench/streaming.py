@@ -72,7 +72,7 @@ async def measure(url: str, pid: int, interval: int, options: argparse.Namespace
     async def one() -> None:
         prompt = list(range(5, 25))
         await client.generate(
-            LLMRequest(prompt, params), LLMResponse(prompt, [], [], [], StopReason.ABORT)
+            LLMRequest(prompt, params), [LLMResponse(prompt, [], [], [], StopReason.ABORT)]
         )
 
     await asyncio.gather(*[one() for _ in range(options.requests)])

@@ -59,6 +59,13 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def agenerate_group(self, request: LLMRequest) -> list[LLMResponse]:
+        """Generates `request.gconfig.n_samples` answers to one prompt, asked for in one call.
+
+        As `agenerate` otherwise. An answer that is interrupted continues from its own tokens.
+        """
+        ...
+
     async def score(
         self,
         reward_fn: RewardFn,

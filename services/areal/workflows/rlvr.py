@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from areal.errors import InvalidInput
@@ -77,10 +76,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """One group: n samples of one prompt."""
         input_ids = self.prompt_ids(engine, data)
-        request = LLMRequest(input_ids, self.gconfig)
-        responses = await asyncio.gather(
-            *[engine.agenerate(request) for _ in range(self.gconfig.n_samples)]
-        )
+        responses = await engine.agenerate_group(LLMRequest(input_ids, self.gconfig))
         texts = engine.tokenizer.decode_batch(
             [r.output_tokens for r in responses], skip_special_tokens=True
         )

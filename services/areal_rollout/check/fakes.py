@@ -44,13 +44,17 @@ class FakePolicy:
     async def generate(
         self,
         request: LLMRequest,
-        response: LLMResponse,
+        responses: Sequence[LLMResponse],
         *,
         min_version: int,
         avoid: Collection[str],
-    ) -> LLMResponse:
-        """The next answer; refuses what the servers' client refuses."""
+    ) -> None:
+        """The next answers; refuses what the servers' client refuses."""
         self._limits.check(request)
+        for response in responses:
+            self._answer(request, response, min_version)
+
+    def _answer(self, request: LLMRequest, response: LLMResponse, version: int) -> None:
         gconfig = request.gconfig
         most = min(gconfig.max_new_tokens, self._limits.room(len(request.input_ids)))
         text = _ANSWERS[self.answers % len(_ANSWERS)]
@@ -72,9 +76,8 @@ class FakePolicy:
             reason = StopReason.LENGTH
         response.output_tokens += words
         response.output_logprobs += [-1.0] * len(words)
-        response.output_versions += [min_version] * len(words)
+        response.output_versions += [version] * len(words)
         response.stop_reason = reason
-        return response
 
     async def wait_ready(self, timeout: float) -> bool:
         """Always."""

@@ -25,6 +25,7 @@ STREAM_FROM = 256
 EVENTS = 32
 """Of a request that uses all its tokens. The bytes are those of one answer times half of this."""
 
+_INDEX = re.compile(rb'"index":\s*(\d+)')
 _VERSION = re.compile(rb'"weight_version":\s*"([^"]*)"')
 
 
@@ -38,23 +39,25 @@ class Answer:
 
     Args:
         version: What the server had confirmed when the request was sent.
+        count: Sequences that were asked for; the events of several say which one by an index.
     """
 
-    __slots__ = ("partial", "version")
+    __slots__ = ("_count", "partial", "version")
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, count: int = 1) -> None:
         self.version = version
-        self.partial: bytes | None = None
-        """The newest event whose tokens are all of that version."""
+        self._count = count
+        self.partial: dict[int, bytes] = {}
+        """By sequence: the newest event whose tokens are of known versions."""
 
     async def read(self, http: aiohttp.ClientResponse) -> bytes:
-        """The whole answer as JSON.
+        """The whole answer as JSON: an object for one sequence, else an array.
 
         Raises:
             ServerError: Too long, or the stream ended without saying so.
         """
         if http.content_type == "text/event-stream":
-            return await self._last_event(http)
+            return await self._last_events(http)
         length = http.content_length
         if length is not None and length <= MAX_ANSWER_BYTES:
             return await http.read()
@@ -64,8 +67,10 @@ class Answer:
             _check_size(whole)
         return bytes(whole)
 
-    async def _last_event(self, http: aiohttp.ClientResponse) -> bytes:
-        buffer, seen, newest, known = bytearray(), 0, b"", True
+    async def _last_events(self, http: aiohttp.ClientResponse) -> bytes:
+        buffer, seen = bytearray(), 0
+        newest: dict[int, bytes] = {}
+        unknown: set[int] = set()
         version = str(self.version).encode()
         async for part in http.content.iter_any():
             buffer += part
@@ -74,16 +79,36 @@ class Answer:
                 del buffer[: end + 2]
                 seen = 0
                 if event == b"[DONE]":
-                    self.partial = None
-                    return newest
-                newest = event
+                    self.partial.clear()
+                    return self._joined(newest)
+                index = self._index(event)
+                newest[index] = event
                 found = _VERSION.search(event)
-                known = known and found is not None and found[1] == version
-                if known:
-                    self.partial = event
+                if found is None or found[1] != version:
+                    unknown.add(index)
+                # The last event of a sequence says the version of each of its tokens.
+                if index not in unknown or b'"weight_versions"' in event:
+                    self.partial[index] = event
             seen = len(buffer)
             _check_size(buffer)
         raise ServerError("the stream ended before [DONE]")
+
+    def _index(self, event: bytes) -> int:
+        """The event's sequence; -1: it is of none, which an error is."""
+        if self._count == 1:
+            return 0
+        found = _INDEX.match(event, event.rfind(b'"index"'))
+        return -1 if found is None else int(found[1])
+
+    def _joined(self, newest: dict[int, bytes]) -> bytes:
+        if self._count == 1:
+            return newest.get(0, b"")
+        if -1 in newest:
+            return newest[-1]
+        missing = [index for index in range(self._count) if index not in newest]
+        if missing:
+            raise ServerError(f"the stream ended without sequence {missing[0]}")
+        return b"[" + b",".join(newest[index] for index in range(self._count)) + b"]"
 
 
 def _check_size(body: bytearray) -> None:

@@ -12,7 +12,8 @@
 | interrupt | running requests  | their partial answers    | /abort_request, its deadline          |
 
 Every token keeps the version that sampled it (`meta_info.weight_versions`), whatever happened in
-between: a continued request sends prompt + tokens so far and asks for the rest.
+between: a continued request sends prompt + tokens so far and asks for the rest. The answers of a
+group are asked for in one call; after an interruption, those that have not ended are.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import aiohttp
-import orjson
 
 from areal.chassis import tracing
 from areal.chassis.logging import get_logger
@@ -35,15 +35,14 @@ from areal_rollout.generation import trace
 from areal_rollout.generation.answer import Answer, stream_interval
 from areal_rollout.generation.connections import Connections
 from areal_rollout.generation.protocol import (
-    FINAL,
     ModelLimits,
     ServerBusy,
     ServerError,
-    append_answer,
-    append_partial,
+    append_answers,
+    append_event,
     error_message,
     refusal,
-    sampling_params,
+    request_body,
 )
 from areal_rollout.generation.routing import Server
 from areal_rollout.generation.server_table import ServerTable, give_up
@@ -72,7 +71,7 @@ class GenerationObserver(Protocol):
     """Where the client's figures go."""
 
     def request_done(self, seconds: float, tokens: int) -> None:
-        """A request has ended well."""
+        """A request has ended well; a group is one."""
 
     def interruption(self, kind: str) -> None:
         """A running request was aborted, failed, lost its server, or found a full queue."""
@@ -116,7 +115,7 @@ class SGLangClient:
         self._setup_timeout_s = setup_timeout_s
         self._connections = Connections(headers or {}, connections)
         self._log = get_logger("areal_rollout.generation.client")
-        self._running: dict[str, tuple[Server, asyncio.Timeout]] = {}
+        self._running: dict[str, tuple[Server, asyncio.Timeout, list[str]]] = {}
         self._idle = asyncio.Event()
         self._draining = False
         self._reports: dict[str, asyncio.Task[None]] = {}
@@ -144,22 +143,19 @@ class SGLangClient:
     async def generate(
         self,
         request: LLMRequest,
-        response: LLMResponse,
+        responses: Sequence[LLMResponse],
         *,
         min_version: int = 0,
         avoid: Collection[str] = (),
-    ) -> LLMResponse:
-        """Completes a request.
+    ) -> None:
+        """Completes a request for one answer or a group of them, all by one server at a time.
 
         Args:
             request: What to generate.
-            response: Filled in; may already hold tokens of an earlier attempt, and holds what was
-                generated so far whenever this raises.
+            responses: Filled in; those with stop reason ABORT, which may already hold tokens of an
+                earlier attempt. They hold what was generated so far whenever this raises.
             min_version: Version below which no server may work on it.
             avoid: Servers on which it failed before; taken only if there is no other.
-
-        Returns:
-            The same response.
 
         Raises:
             InvalidInput: See `ModelLimits.check`, or the server refused it as malformed.
@@ -170,15 +166,16 @@ class SGLangClient:
         self.limits.check(request)
         began = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
-        with trace.generation(self.limits.model, request, response):
+        with trace.generation(self.limits.model, request, responses):
             await self._connections.take(deadline)
             try:
-                await self._complete(request, response, min_version, avoid, deadline)
+                await self._complete(request, responses, min_version, avoid, deadline)
             finally:
                 self._connections.free()
-        response.latency_s += time.monotonic() - began
-        self._observer.request_done(response.latency_s, len(response.output_tokens))
-        return response
+        seconds = time.monotonic() - began
+        for response in responses:
+            response.latency_s += seconds
+        self._observer.request_done(seconds, sum(len(r.output_tokens) for r in responses))
 
     async def interrupt(self, timeout: float) -> None:
         """Stops all generation for good; running requests end with the tokens they have.
@@ -188,15 +185,15 @@ class SGLangClient:
         """
         self._draining = True
         self.table.wake()
-        for rid, (server, _) in list(self._running.items()):
-            self._abort(server, rid)
+        for server, _, rids in list(self._running.values()):
+            self._abort(server, rids)
         try:
             async with asyncio.timeout(timeout):
                 while self._running:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
-            for _, scope in self._running.values():
+            for _, scope, _ in self._running.values():
                 give_up(scope)
 
     # ------------------------------------------------------------ inside
@@ -204,29 +201,30 @@ class SGLangClient:
     async def _complete(
         self,
         request: LLMRequest,
-        response: LLMResponse,
+        responses: Sequence[LLMResponse],
         min_version: int,
         avoid: Collection[str],
         deadline: float,
     ) -> None:
-        """Server after server, until the last token."""
+        """Server after server, until the last token of the last answer."""
         began = time.monotonic()
         prompt = len(request.input_ids)
         most = min(request.gconfig.max_new_tokens, self.limits.room(prompt))
+        cost = prompt + most
         failures: list[str] = []
         fruitless = 0
         while True:
-            sampled = len(response.output_tokens)
-            if sampled >= most:
-                response.stop_reason = StopReason.LENGTH
-                break
-            cost = prompt + most
+            pending = _unfinished(responses, most)
+            if not pending:
+                return
+            sampled = sum(len(response.output_tokens) for response in pending)
             server = await self._server(min_version, request.affinity_key, cost, avoid)
-            server.outstanding += cost
+            load = cost * len(pending)
+            server.outstanding += load
             try:
-                with trace.segment(self.limits.model, server, request, response):
-                    finish = await self._post(
-                        server, request, response, min_version, most, deadline
+                with trace.segment(self.limits.model, server, request, pending):
+                    finished = await self._post(
+                        server, request, pending, min_version, most, deadline
                     )
             except ServerBusy:  # a moment later, or elsewhere
                 self._observer.interruption("busy")
@@ -241,20 +239,20 @@ class SGLangClient:
                         f"generation failed {len(failures)} times: {'; '.join(failures)}",
                         server.url,
                     ) from None
-                response.interruptions += 1
+                _count_interruption(pending)
                 avoid = {*avoid, server.url}
                 continue
             finally:
-                server.outstanding -= cost
-            if finish != "abort":
-                response.stop_reason = FINAL[finish]
-                break
+                server.outstanding -= load
+            if finished:
+                return
             self._observer.interruption("abort")
             if self._draining:
                 raise Interrupted("the worker is draining")
-            response.interruptions += 1
+            _count_interruption(pending)
             # A server that aborts everything at once (it is leaving) must not spin us.
-            fruitless = 0 if len(response.output_tokens) > sampled else fruitless + 1
+            gained = sum(len(response.output_tokens) for response in pending) > sampled
+            fruitless = 0 if gained else fruitless + 1
             if fruitless:
                 with tracing.span("wait_server"):
                     await self.table.changed(min(0.02 * 2**fruitless, 1.0))
@@ -291,56 +289,54 @@ class SGLangClient:
         self,
         server: Server,
         request: LLMRequest,
-        response: LLMResponse,
+        responses: Sequence[LLMResponse],
         min_version: int,
         most: int,
         deadline: float,
-    ) -> str:
-        """One /generate call; appends its tokens and returns the finish reason's type."""
-        sampled = len(response.output_tokens)
+    ) -> bool:
+        """One /generate call; appends its tokens and returns whether every answer has ended."""
         # The number first: SGLang aborts by prefix, so no id may begin another.
-        rid = f"{next(self._numbers)}-{self._name}-{request.rid or 'areal'}"
-        interval = stream_interval(most - sampled)
-        body = orjson.dumps(
-            {
-                "rid": rid,
-                "input_ids": [*request.input_ids, *response.output_tokens],
-                "extra_key": str(server.version),
-                "sampling_params": sampling_params(
-                    request.gconfig, self.limits, sampled, most - sampled, interval
-                ),
-                "return_logprob": True,
-                "stream": interval > 0,
-            }
+        tail = f"{self._name}-{request.rid or 'areal'}"
+        rids = [f"{next(self._numbers)}-{tail}" for _ in responses]
+        body = request_body(
+            request,
+            responses,
+            rids,
+            extra_key=str(server.version),
+            limits=self.limits,
+            most=most,
+            stream_interval=stream_interval(
+                most - min(len(response.output_tokens) for response in responses)
+            ),
         )
         began = time.monotonic()
-        answer = Answer(server.version)
+        answer = Answer(server.version, len(responses))
         scope = asyncio.timeout_at(deadline)
-        self._running[rid] = (server, scope)
+        self._running[rids[0]] = (server, scope, rids)
         server.running.add(scope)
         try:
             async with scope:
                 raw = await self._exchange(server, body, answer)
-            finish = append_answer(response, raw, min_version, self.limits.vocab_size)
-            trace.finished(finish)
+            finished = append_answers(responses, raw, min_version, self.limits.vocab_size)
+            trace.finished(finished)
         except BaseException as error:
-            self._salvage(response, answer, server)
+            self._salvage(responses, answer, server, min_version)
             if isinstance(error, ServerBusy):
                 self.table.failed(server)
                 raise
             if isinstance(error, asyncio.CancelledError) or scope.expired():
-                self._abort(server, rid)
+                self._abort(server, rids)
             failure = self._judged(error, server, scope, deadline, began)
             if failure is error:
                 raise
             raise failure from None
         finally:
             server.running.discard(scope)
-            self._running.pop(rid, None)
+            self._running.pop(rids[0], None)
             if not self._running:
                 self._idle.set()
         server.failures = 0
-        return finish
+        return "abort" not in finished
 
     async def _exchange(self, server: Server, body: bytes, answer: Answer) -> bytes:
         session = self._connections.session
@@ -376,16 +372,19 @@ class SGLangClient:
             self._failed(server, str(error))
         return error
 
-    def _salvage(self, response: LLMResponse, answer: Answer, server: Server) -> None:
+    def _salvage(
+        self, responses: Sequence[LLMResponse], answer: Answer, server: Server, min_version: int
+    ) -> None:
         """Keeps what a broken stream has brought."""
-        if answer.partial is None:
-            return
-        vocabulary = self.limits.vocab_size
+        kept = 0
         try:
-            kept = append_partial(response, answer.partial, answer.version, vocabulary)
-        except ServerError as error:
+            for index, event in answer.partial.items():
+                kept += append_event(
+                    responses[index], event, answer.version, min_version, self.limits.vocab_size
+                )
+        except (ServerError, IndexError) as error:
             self._log.warning("partial_answer_dropped", url=server.url, cause=str(error)[:500])
-        else:
+        if kept:
             self._observer.salvaged(kept)
 
     def _failed(self, server: Server, cause: str) -> None:
@@ -403,8 +402,28 @@ class SGLangClient:
         except Exception as error:  # its own probes will find out
             self._log.info("server_report_failed", url=url, error=str(error))
 
-    def _abort(self, server: Server, rid: str) -> None:
-        """Tells a server, in the background, that no one waits for a request any more."""
-        task = asyncio.create_task(self._connections.abort(server.abort_url, rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def _abort(self, server: Server, rids: Sequence[str]) -> None:
+        """Tells a server, in the background, that no one waits for some answers any more."""
+        for rid in rids:
+            task = asyncio.create_task(self._connections.abort(server.abort_url, rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+
+def _unfinished(responses: Sequence[LLMResponse], most: int) -> list[LLMResponse]:
+    """Those that may still get tokens; `most` is the number that ends one."""
+    pending = []
+    for response in responses:
+        if response.stop_reason is not StopReason.ABORT:
+            continue
+        if len(response.output_tokens) >= most:
+            response.stop_reason = StopReason.LENGTH
+        else:
+            pending.append(response)
+    return pending
+
+
+def _count_interruption(responses: Sequence[LLMResponse]) -> None:
+    for response in responses:
+        if response.stop_reason is StopReason.ABORT:
+            response.interruptions += 1

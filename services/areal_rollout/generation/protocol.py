@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import orjson
 from areal.errors import InvalidInput
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 
-FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+_FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 class ServerError(Exception):
@@ -94,59 +94,150 @@ def sampling_params(
     return params
 
 
-def append_answer(response: LLMResponse, raw: bytes, min_version: int, vocab_size: int) -> str:
-    """Checks one /generate answer and appends its tokens.
+def request_body(
+    request: LLMRequest,
+    responses: Sequence[LLMResponse],
+    rids: Sequence[str],
+    *,
+    extra_key: str,
+    limits: ModelLimits,
+    most: int,
+    stream_interval: int,
+) -> bytes:
+    """The body of /generate for what is left of some answers to one prompt.
+
+    Several are a batch with an id each, and not SGLang's `n`: its samples get ids of their own,
+    which /abort_request does not know, and all begin at the prompt.
 
     Args:
-        response: Gets the tokens, logprobs and versions.
-        raw: Body of the answer.
+        request: What to generate.
+        responses: Of the same request; what they have is where they continue.
+        rids: One per response.
+        extra_key: Requests share prompt work only below the same one.
+        limits: Of the model.
+        most: Tokens of one whole answer.
+        stream_interval: Tokens between two events; 0: no stream.
+    """
+    prompts = [[*request.input_ids, *response.output_tokens] for response in responses]
+    sampled = [len(response.output_tokens) for response in responses]
+    params = [
+        sampling_params(request.gconfig, limits, count, most - count, stream_interval)
+        for count in (sampled if any(sampled) else sampled[:1])
+    ]
+    single = len(responses) == 1
+    return orjson.dumps(
+        {
+            "rid": rids[0] if single else rids,
+            "input_ids": prompts[0] if single else prompts,
+            "extra_key": extra_key,
+            "sampling_params": params[0] if len(params) == 1 else params,
+            "return_logprob": True,
+            "stream": stream_interval > 0,
+        }
+    )
+
+
+def append_answers(
+    responses: Sequence[LLMResponse], raw: bytes, min_version: int, vocab_size: int
+) -> list[str]:
+    """Checks the answer to a /generate call, and appends its tokens.
+
+    Args:
+        responses: Get the tokens, logprobs, versions, and the stop reason unless it was aborted.
+        raw: Body of the answer: an object for one response, else an array of them.
         min_version: A token of an older version means that the server lied about its own.
         vocab_size: Token ids are below it.
 
     Returns:
-        Type of the finish reason: "stop", "length" or "abort".
+        Types of the finish reasons: "stop", "length" or "abort".
 
     Raises:
         ServerError: The answer is not what the protocol says; nothing was appended.
     """
     with _believing(raw):
+        answers = orjson.loads(raw)
+        if isinstance(answers, dict):
+            answers = [answers]
+            if "error" in answers[0]:  # how a stream says it, with status 200
+                raise ServerError(error_message(raw))
+        if len(answers) != len(responses):
+            raise ServerError(f"{len(answers)} answers, expected {len(responses)}")
+        segments = [_Segment.read(answer, vocab_size) for answer in answers]
+    for segment in segments:
+        segment.check(min_version)
+    for response, segment in zip(responses, segments, strict=True):
+        segment.append_to(response)
+    return [segment.finish for segment in segments]
+
+
+def append_event(
+    response: LLMResponse, raw: bytes, version: int, min_version: int, vocab_size: int
+) -> int:
+    """Appends what the newest event of a broken stream says of one answer, perhaps all of it.
+
+    Args:
+        response: As in `append_answers`.
+        raw: The event.
+        version: That sampled its tokens, if it is not the last one, which says so itself.
+        min_version: As in `append_answers`.
+        vocab_size: As there.
+
+    Returns:
+        How many tokens.
+
+    Raises:
+        ServerError: As `append_answers`.
+    """
+    with _believing(raw):
         answer = orjson.loads(raw)
-        if "error" in answer:  # how a stream says it, with status 200
-            raise ServerError(error_message(raw))
-        finish: str = answer["meta_info"]["finish_reason"]["type"]
+        if answer["meta_info"]["finish_reason"] is not None:
+            segment = _Segment.read(answer, vocab_size)
+        else:
+            tokens, logprobs = _sampled(answer, vocab_size)
+            segment = _Segment("abort", tokens, logprobs, [version] * len(tokens))
+    segment.check(min_version)
+    segment.append_to(response)
+    return len(segment.tokens)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """What one call brought of one answer."""
+
+    finish: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+    @classmethod
+    def read(cls, answer: Any, vocab_size: int) -> _Segment:
+        """Of a finished answer."""
+        meta = answer["meta_info"]
         versions: list[int] = []
-        for span in answer["meta_info"].get("weight_versions") or ():
+        for span in meta.get("weight_versions") or ():
             if span["start"] != len(versions) or span["end"] < span["start"]:
                 raise ServerError(f"weight_versions {span!r} leave a gap")
             versions += [int(span["version"])] * (span["end"] - span["start"])
         tokens, logprobs = _sampled(answer, vocab_size)
-    if len(versions) != len(tokens):
-        raise ServerError(f"weight_versions cover {len(versions)} of {len(tokens)} tokens")
-    if versions and min(versions) < min_version:
-        raise ServerError(f"sampled at version {min(versions)}, listed at {min_version} or more")
-    if finish != "abort" and finish not in FINAL:
-        raise ServerError(f"unknown finish_reason {finish!r}")
-    response.output_tokens += tokens
-    response.output_logprobs += logprobs
-    response.output_versions += versions
-    return finish
+        return cls(meta["finish_reason"]["type"], tokens, logprobs, versions)
 
+    def check(self, min_version: int) -> None:
+        """Raises ServerError for what no healthy server says."""
+        versions = self.versions
+        if len(versions) != len(self.tokens):
+            raise ServerError(f"weight_versions cover {len(versions)} of {len(self.tokens)} tokens")
+        if versions and min(versions) < min_version:
+            raise ServerError(
+                f"sampled at version {min(versions)}, listed at {min_version} or more"
+            )
+        if self.finish != "abort" and self.finish not in _FINAL:
+            raise ServerError(f"unknown finish_reason {self.finish!r}")
 
-def append_partial(response: LLMResponse, raw: bytes, version: int, vocab_size: int) -> int:
-    """Appends the tokens of an event of a stream that broke, all of one version.
-
-    Returns:
-        How many.
-
-    Raises:
-        ServerError: As `append_answer`.
-    """
-    with _believing(raw):
-        tokens, logprobs = _sampled(orjson.loads(raw), vocab_size)
-    response.output_tokens += tokens
-    response.output_logprobs += logprobs
-    response.output_versions += [version] * len(tokens)
-    return len(tokens)
+    def append_to(self, response: LLMResponse) -> None:
+        response.output_tokens += self.tokens
+        response.output_logprobs += self.logprobs
+        response.output_versions += self.versions
+        response.stop_reason = _FINAL.get(self.finish, StopReason.ABORT)
 
 
 def _sampled(answer: Any, vocab_size: int) -> tuple[list[int], list[float]]:

@@ -6,7 +6,7 @@ https://opentelemetry.io/docs/specs/semconv/registry/attributes/gen-ai/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -22,16 +22,18 @@ _NOT_TRACED: AbstractContextManager[None] = nullcontext()
 
 
 def generation(
-    model: str, request: LLMRequest, response: LLMResponse
+    model: str, request: LLMRequest, responses: Sequence[LLMResponse]
 ) -> AbstractContextManager[None]:
-    """The span `generate` around all segments of a request."""
-    return _generation(model, request, response) if tracing.recording() else _NOT_TRACED
+    """The span `generate` around all segments of a request, for one answer or a group."""
+    return _generation(model, request, responses) if tracing.recording() else _NOT_TRACED
 
 
 @contextmanager
-def _generation(model: str, request: LLMRequest, response: LLMResponse) -> Iterator[None]:
+def _generation(
+    model: str, request: LLMRequest, responses: Sequence[LLMResponse]
+) -> Iterator[None]:
     gconfig = request.gconfig
-    known = len(response.output_tokens)
+    known = _tokens(responses)
     with tracing.span("generate") as span:
         if span is None:
             yield
@@ -46,32 +48,32 @@ def _generation(model: str, request: LLMRequest, response: LLMResponse) -> Itera
                     "gen_ai.request.max_tokens": gconfig.max_new_tokens,
                     "gen_ai.request.temperature": 0.0 if gconfig.greedy else gconfig.temperature,
                     "gen_ai.request.top_p": gconfig.top_p,
-                    "gen_ai.usage.input_tokens": len(request.input_ids),
-                    "gen_ai.usage.output_tokens": len(response.output_tokens),
-                    _FINISH: [response.stop_reason.value],
+                    "gen_ai.usage.input_tokens": len(request.input_ids) * len(responses),
+                    "gen_ai.usage.output_tokens": _tokens(responses),
+                    _FINISH: [response.stop_reason.value for response in responses],
                     "areal.resumed_tokens": known,
-                    "areal.interruptions": response.interruptions,
+                    "areal.interruptions": sum(response.interruptions for response in responses),
                 }
             )
 
 
 def segment(
-    model: str, server: Server, request: LLMRequest, response: LLMResponse
+    model: str, server: Server, request: LLMRequest, responses: Sequence[LLMResponse]
 ) -> AbstractContextManager[None]:
     """The span `segment` around one request to a server, with what it brought."""
-    return _segment(model, server, request, response) if tracing.recording() else _NOT_TRACED
+    return _segment(model, server, request, responses) if tracing.recording() else _NOT_TRACED
 
 
-def finished(reason: str) -> None:
-    """Notes the finish reason of the segment."""
-    tracing.note({_FINISH: [reason]})
+def finished(reasons: list[str]) -> None:
+    """Notes the finish reasons of the segment, one per answer."""
+    tracing.note({_FINISH: reasons})
 
 
 @contextmanager
 def _segment(
-    model: str, server: Server, request: LLMRequest, response: LLMResponse
+    model: str, server: Server, request: LLMRequest, responses: Sequence[LLMResponse]
 ) -> Iterator[None]:
-    known = len(response.output_tokens)
+    known = [len(response.output_tokens) for response in responses]
     failure = ""
     with tracing.span("segment", client=True) as span:
         try:
@@ -81,20 +83,30 @@ def _segment(
             raise
         finally:
             if span is not None:
-                span.set_attributes(_of_segment(model, server, request, response, known, failure))
+                span.set_attributes(_of_segment(model, server, request, responses, known, failure))
 
 
 def _of_segment(
-    model: str, server: Server, request: LLMRequest, response: LLMResponse, known: int, failure: str
+    model: str,
+    server: Server,
+    request: LLMRequest,
+    responses: Sequence[LLMResponse],
+    known: Sequence[int],
+    failure: str,
 ) -> dict[str, Any]:
     """What a segment brought beyond the tokens `known` before it."""
     at = urlsplit(server.url)
-    versions = response.output_versions[known:]
+    # A server's version only rises.
+    versions = sorted(
+        version
+        for response, count in zip(responses, known, strict=True)
+        for version in response.output_versions[count:]
+    )
     runs = [(version, len(list(run))) for version, run in groupby(versions)]
     attributes = {
         "gen_ai.operation.name": _OPERATION,
         "gen_ai.request.model": model,
-        "gen_ai.usage.input_tokens": len(request.input_ids) + known,
+        "gen_ai.usage.input_tokens": len(request.input_ids) * len(responses) + sum(known),
         "gen_ai.usage.output_tokens": len(versions),
         "server.address": at.hostname or "",
         "server.port": at.port or 0,
@@ -102,3 +114,7 @@ def _of_segment(
         "areal.token_version_counts": [count for _, count in runs],
     }
     return attributes | {"error.type": failure} if failure else attributes
+
+
+def _tokens(responses: Sequence[LLMResponse]) -> int:
+    return sum(len(response.output_tokens) for response in responses)

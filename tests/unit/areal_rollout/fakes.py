@@ -126,7 +126,11 @@ class FakeGeneration:
             await asyncio.sleep(min(timeout, 0.01))
         return self.ready
 
-    async def generate(self, request, response, *, min_version, avoid):
+    async def generate(self, request, responses, *, min_version, avoid):
+        pending = [each for each in responses if each.stop_reason is StopReason.ABORT]
+        await asyncio.gather(*(self._one(request, each, min_version, avoid) for each in pending))
+
+    async def _one(self, request, response, min_version, avoid):
         self.requests.append((request, len(response.output_tokens), min_version, avoid))
         if self.error is not None:
             raise self.error
@@ -145,7 +149,6 @@ class FakeGeneration:
         finally:
             self.running -= 1
         response.stop_reason = StopReason.LENGTH
-        return response
 
     async def interrupt(self, timeout):
         self._interrupted.set()

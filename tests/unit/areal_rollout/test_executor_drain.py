@@ -96,7 +96,7 @@ async def test_drain_when_the_workflow_is_not_replayable_then_no_journal():
     assert rig.ledger.returned["a"][1]["partial"] == b""
 
     answer = LLMResponse([1, 2], [], [], [], StopReason.ABORT)
-    await FakeGeneration().generate(request(), answer, min_version=0, avoid=())
+    await FakeGeneration().generate(request(), [answer], min_version=0, avoid=())
     async with Rig(one_sample, Unreplayable) as again:
         again.ledger.add(lease("a", partial=encode([(request(), answer)], 1 << 20)))
         await again.ended(1)

@@ -17,10 +17,18 @@ class Engine:
         )
         self.requests, self.scored, self.fail = [], [], None
 
-    async def agenerate(self, request):
+    async def agenerate_group(self, request):
         self.requests.append(request)
-        output = [*str(len(self.requests)).encode(), END_ID]
-        return LLMResponse(list(request.input_ids), output, [-1.0] * 2, [5] * 2, StopReason.STOP)
+        return [
+            LLMResponse(
+                list(request.input_ids),
+                [*b"%d" % number, END_ID],
+                [-1.0] * 2,
+                [5] * 2,
+                StopReason.STOP,
+            )
+            for number in range(1, request.gconfig.n_samples + 1)
+        ]
 
     async def score(self, reward_fn, **item):
         if self.fail is not None:
@@ -37,7 +45,7 @@ async def test_rlvr_when_run_then_samples_a_group_and_scores_it_in_one_call():
     engine, row = Engine(), {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
     group = await RLVRWorkflow("math", gconfig(), reward_kwargs={"x": 1}).arun_episode(engine, row)
     prompt = [USER_ID, *b"1+1=", ASSISTANT_ID]
-    assert [r.input_ids for r in engine.requests] == [prompt] * 3
+    assert [r.input_ids for r in engine.requests] == [prompt]
     [(reward_fn, item)] = engine.scored
     assert reward_fn == "math"
     assert item == {

@@ -100,18 +100,14 @@ async def test_generate_when_more_than_connections_then_the_rest_waits_and_no_se
     )
     await client.start()
     request = LLMRequest([1], GenerationHyperparameters(max_new_tokens=4))
-    running = [
-        asyncio.create_task(
-            client.generate(request, LLMResponse([1], [], [], [], StopReason.ABORT))
-        )
-        for _ in range(10)
-    ]
+    answers = [LLMResponse([1], [], [], [], StopReason.ABORT) for _ in range(10)]
+    running = [asyncio.create_task(client.generate(request, [answer])) for answer in answers]
     while server.now < 3:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert server.now == 3
     server.open.set()
-    answers = await asyncio.wait_for(asyncio.gather(*running), 30)
+    await asyncio.wait_for(asyncio.gather(*running), 30)
     await client.close()
     assert [answer.output_tokens for answer in answers] == [[7]] * 10
     assert (server.most, blamed) == (3, [])
