@@ -60,6 +60,8 @@ class FakeSGLang:
     behave: Callable[[dict[str, Any]], Any] | None = None
     breaks_after: list[tuple[int, str]] | None = None
     """Of a stream: (tokens so far, weight_version) of each event; then the connection breaks."""
+    ends_before: tuple[int, ...] = ()
+    """Sequences of a batch that have ended when the stream breaks."""
     freezes: bool = False
     """It stays open instead."""
     frozen: bool = False
@@ -79,29 +81,26 @@ class FakeSGLang:
             return (
                 special if isinstance(special, web.StreamResponse) else web.json_response(special)
             )
-        if isinstance(body["input_ids"][0], list):
-            return await self._batch(body)
-        if body["stream"]:
-            prompt, params = len(body["input_ids"]), body["sampling_params"]
-            whole = answer(prompt, params["max_new_tokens"], self.version)
-            return await self._stream(request, prompt, whole)
-        return web.json_response(
-            await self._one(body["rid"], body["input_ids"], body["sampling_params"])
-        )
-
-    async def _batch(self, body: dict[str, Any]) -> web.Response:
-        """As SGLang: an array in the order of the prompts, when all have ended."""
-        assert not body["stream"], "not built: a batch as a stream"
+        batch = isinstance(body["input_ids"][0], list)
+        if not batch:
+            body = {**body, "rid": [body["rid"]], "input_ids": [body["input_ids"]]}
         params = body["sampling_params"]
         if isinstance(params, dict):
             params = [params] * len(body["input_ids"])
+        if body["stream"]:
+            wholes = [
+                answer(len(ids), each["max_new_tokens"], self.version)
+                for ids, each in zip(body["input_ids"], params, strict=True)
+            ]
+            prompts = [len(ids) for ids in body["input_ids"]]
+            return await self._stream(request, prompts, wholes, batch)
         answers = await asyncio.gather(
             *(
                 self._one(rid, ids, each)
                 for rid, ids, each in zip(body["rid"], body["input_ids"], params, strict=True)
             )
         )
-        return web.json_response(answers)
+        return web.json_response(answers if batch else answers[0])
 
     async def _one(self, rid: str, prompt_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         prompt, most = len(prompt_ids), params["max_new_tokens"]
@@ -112,18 +111,28 @@ class FakeSGLang:
         return answer(prompt, most, self.version)
 
     async def _stream(
-        self, request: web.Request, prompt: int, whole: dict[str, Any]
+        self, request: web.Request, prompts: list[int], wholes: list[dict[str, Any]], batch: bool
     ) -> web.StreamResponse:
-        """As SGLang: cumulative, versions of tokens in the last event only."""
+        """As SGLang: cumulative, versions of tokens in the last event only, an index in a batch."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for count, version in (
-            [(1, self.version)] if self.breaks_after is None else self.breaks_after
-        ):
-            event = answer(prompt, count, version)
-            event["meta_info"]["finish_reason"] = None
-            del event["meta_info"]["weight_versions"]
+
+        async def send(index: int, event: dict[str, Any]) -> None:
+            event = {**event, "index": index} if batch else event
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        events = [(1, self.version)] if self.breaks_after is None else self.breaks_after
+        for count, version in events:
+            for index, prompt in enumerate(prompts):
+                if index in self.ends_before:
+                    continue
+                event = answer(prompt, count, version)
+                event["meta_info"]["finish_reason"] = None
+                del event["meta_info"]["weight_versions"]
+                await send(index, event)
+        for index, whole in enumerate(wholes):
+            if self.breaks_after is None or index in self.ends_before:
+                await send(index, whole)
         if self.breaks_after is not None:
             await response.write(b'data: {"output_ids": [1, 2')
             self.frozen = self.freezes
@@ -131,7 +140,7 @@ class FakeSGLang:
             assert request.transport is not None
             request.transport.abort()
             return response
-        await response.write(b"data: " + json.dumps(whole).encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write(b"data: [DONE]\n\n")
         return response
 
     async def abort(self, request: web.Request) -> web.Response:

@@ -88,6 +88,18 @@ async def generate(client: SGLangClient, request: LLMRequest, response: LLMRespo
     return response
 
 
+@pytest.fixture(params=["alone", "group"])
+def ask(request: pytest.FixtureRequest):
+    """Starts generation for several answers, each by a call of its own or all by one."""
+    alone = request.param == "alone"
+
+    def start(client: SGLangClient, asked: LLMRequest, responses: list[LLMResponse]):
+        calls = [[each] for each in responses] if alone else [responses]
+        return [asyncio.create_task(client.generate(asked, call)) for call in calls]
+
+    return start
+
+
 def empty() -> LLMResponse:
     return LLMResponse(list(PROMPT), [], [], [], StopReason.ABORT)
 
@@ -120,11 +132,11 @@ def check(http: Http, response: LLMResponse, tokens: int) -> None:
 # ------------------------------------------------------------------ generation
 
 
-async def test_client_when_generating_then_all_that_we_promise(http: Http):
+async def test_client_when_generating_then_all_that_we_promise(http: Http, ask):
     async with client_of(http) as (client, failures):
-        responses = await asyncio.gather(
-            *(generate(client, request(40), empty()) for _ in range(8))
-        )
+        responses = [empty() for _ in range(8)]
+        await asyncio.gather(*ask(client, request(40), responses))
+        assert len({tuple(response.output_tokens) for response in responses}) > 1
         for response in responses:
             assert response.stop_reason is StopReason.LENGTH
             assert response.interruptions == 0
@@ -139,11 +151,11 @@ async def test_client_when_generating_then_all_that_we_promise(http: Http):
         assert failures == []
 
 
-async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(http: Http):
+async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(http: Http, ask):
     long = http.engine.long
     async with client_of(http) as (client, _):
         partial = [empty() for _ in range(4)]
-        tasks = [asyncio.create_task(generate(client, request(long), each)) for each in partial]
+        tasks = ask(client, request(long), partial)
         await http.running(4)
         await http.advance(4)
         await client.interrupt(20.0)
@@ -151,10 +163,8 @@ async def test_client_when_the_worker_drains_then_partials_go_on_in_the_next(htt
             assert isinstance(outcome, Interrupted)
     assert all(0 < len(response.output_tokens) < long for response in partial)
     async with client_of(http) as (client, failures):
-        responses = await asyncio.gather(
-            *(generate(client, request(long), each) for each in partial)
-        )
-        for response in responses:
+        await asyncio.gather(*ask(client, request(long), partial))
+        for response in partial:
             check(http, response, long)
         assert failures == []
 
@@ -182,11 +192,12 @@ async def test_client_when_more_run_than_the_server_takes_then_the_waiting_end_e
     assert sum(not response.output_tokens for response in partial) == 8
 
 
-async def test_client_when_cancelled_then_the_server_stops_working_on_it(http: Http):
+async def test_client_when_cancelled_then_the_server_stops_working_on_it(http: Http, ask):
     async with client_of(http) as (client, _):
-        task = asyncio.create_task(generate(client, request(3000), empty()))
-        await http.running(1)
-        task.cancel()
+        tasks = ask(client, request(3000), [empty() for _ in range(3)])
+        await http.running(3)
+        for task in tasks:
+            task.cancel()
         await http.until(lambda load: not load["num_running_reqs"])
 
 
@@ -200,7 +211,7 @@ def victim(
 
 
 async def test_client_when_a_server_is_killed_then_its_tokens_are_kept_and_another_goes_on(
-    http: Http, victim: EngineUnderTest
+    http: Http, victim: EngineUnderTest, ask
 ):
     """It dies by kill -9 while it streams; the other one continues at version 1."""
     await http.update(1)
@@ -209,7 +220,7 @@ async def test_client_when_a_server_is_killed_then_its_tokens_are_kept_and_anoth
         dying, survivor = victim.url, http.engine.url
         client.table.update([InferenceServer(dying, dying, ServerState.SERVING, 0, "")])
         responses = [empty() for _ in range(4)]
-        tasks = [asyncio.create_task(generate(client, request(tokens), r)) for r in responses]
+        tasks = ask(client, request(tokens), responses)
         async with aiohttp.ClientSession(dying) as session:
             await Http(victim, session).running(4)
             await Http(victim, session).advance(4, tokens * 2 // 5)

@@ -5,7 +5,7 @@
     python tools/bench/sample_path.py --steps 80 --repeat 3
 
 Each contender is `areal run examples/arithmetic_grpo.py`: 64 problems x 8 answers a step, on a
-model so small that most of the time is plumbing. CPU is user and system time of a process and all its
+model so small that most of the time is plumbing. CPU is user and system time of a process and its
 children, from the WARM_UP-th step to the last but one, divided by the steps; medians of the runs.
 """
 

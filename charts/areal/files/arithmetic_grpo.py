@@ -8,7 +8,6 @@ supervised steps; `reward_fn` scores one answer; `AdditionWorkflow` turns a prob
 samples; `main` is the training loop. Rollout and reward workers load this same file, without torch.
 """
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,10 +68,7 @@ class AdditionWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         """One problem in, one group of scored trajectories out."""
         prompt_ids = engine.tokenizer.apply_chat_template(data["messages"])
-        request = LLMRequest(prompt_ids, self.gconfig)
-        responses = await asyncio.gather(
-            *[engine.agenerate(request) for _ in range(self.gconfig.n_samples)]
-        )
+        responses = await engine.agenerate_group(LLMRequest(prompt_ids, self.gconfig))
         outputs = [response.output_tokens for response in responses]
         texts = engine.tokenizer.decode_batch(outputs, skip_special_tokens=True)
         rewards = await engine.score(reward_fn, completions=texts, data=data)
