@@ -1,6 +1,7 @@
 """A transformers causal language model under FSDP2: its life, its weights, its checkpoints.
 
-    initialize: load -> test -> shard -> TrainStep (step.py: what happens to a batch)
+    initialize: build (shapes) -> shard -> memory -> weights -> test -> TrainStep (step.py: what
+                happens to a batch)
 
 | consumes | waits for | unblocked by |
 |---|---|---|
@@ -27,7 +28,7 @@ from areal.config.checks import check
 from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import checkpoint
 from areal.engines.export.directory import write_directory
-from areal.engines.model import hub_names, source
+from areal.engines.model import fill, hub_names, source
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.parallel.apply import DTYPES, resolve_precision, shard
@@ -78,29 +79,30 @@ class FSDPEngine(TrainEngine):
             backend="gloo", timeout=timedelta(seconds=config.distributed_timeout_seconds)
         )
         compute, master, flash = resolve_precision(config, self.device)
-        hf = source.load_model(
-            config.path,
-            master,
-            flash=flash,
-            from_scratch=config.init_from_scratch,
-            seed=config.seed,
-        )
+        hf = source.build(config.path, master, flash=flash)
         if checkpoints_activations(config, self.device):
             recompute_layers(hf)
         if config.optimizer is None:
             hf.requires_grad_(False)
         model = PackedCausalLM(hf, flash=flash, chunk_elements=config.logits_chunk_elements)
-        tested = self_test(model, self.device, compute)
-        if self.rank == 0:
-            get_logger("areal.engines.fsdp").info("self_test_passed", **asdict(tested))
         offload = isinstance(config, RefConfig) and config.offload
         self._sharded = (
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
         )
         if self._sharded:
             shard(model, self.device, compute, master, offload=offload)
-        if not offload:
-            model.to(self.device)
+        fill.materialize(model, self.device, torch.device("cpu") if offload else self.device)
+        source.fill_weights(
+            hf,
+            config.path,
+            master,
+            flash=flash,
+            from_scratch=config.init_from_scratch,
+            seed=config.seed,
+        )
+        tested = self_test(model, self.device, compute)
+        if self.rank == 0:
+            get_logger("areal.engines.fsdp").info("self_test_passed", **asdict(tested))
         self._step = TrainStep(
             model,
             config,
@@ -209,18 +211,9 @@ class FSDPEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        hf = self.model.hf
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
-        live = hub_names.live_tensors(hf)
-        with source.TensorDirectory(Path(directory)) as tensors:
-            try:
-                steps = hub_names.import_steps(hf, tensors)
-            except InvalidInput as error:
-                raise InvalidInput(f"directory {str(directory)!r}: {error}") from None
-            for step in steps:
-                for name, tensor in step.run(hf, map(tensors.read, step.names)):
-                    live[name].copy_(_shard_like(tensor, live[name]))
+        fill.load_own(self.model.hf, Path(directory))
 
     def save_checkpoint(
         self,
@@ -266,12 +259,3 @@ class FSDPEngine(TrainEngine):
                 "the background checkpoint", on="the file system", since=since
             ) from None
         self._pending_save = None
-
-
-def _shard_like(tensor: Tensor, live: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    tensor = tensor.to(live.dtype)
-    if not isinstance(live, DTensor):
-        return tensor
-    return distribute_tensor(tensor.to(live.device), live.device_mesh, live.placements)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.engines.model.source import TensorDirectory
+from areal.engines.model.tensor_directory import TensorDirectory
 from areal.errors import InvalidInput
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -115,18 +115,19 @@ def export_steps(hf: Any) -> list[Step]:
     return list(steps.values())
 
 
-def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
+def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[Any]]:
     """How the tensors of a Hub directory become `live_tensors`; checks all of them first.
 
     Returns:
-        Steps that make every live tensor. What transformers ignores is left out (rotary
-        frequencies, layers for speculative decoding), and so is a second name of a tied tensor.
+        Steps that make every live tensor, and transformers' conversions that take part. What
+        transformers ignores is left out (rotary frequencies, layers for speculative decoding), and
+        so is a second name of a tied tensor.
 
     Raises:
         InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently.
     """
     found = directory.shapes
-    steps, unknown = _targets(hf, found)
+    steps, unknown, used = _targets(hf, found)
     for second, kept in _tied(hf).items():
         if second not in steps:
             continue
@@ -136,8 +137,8 @@ def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
             steps[kept] = step
         elif not _same(directory, step, steps[kept]):
             raise InvalidInput(
-                f"{step.names[0]!r} differs from {steps[kept].names[0]!r}: expected the same "
-                "values, since the model ties them"
+                f"{step.names[0]!r} differs from {steps[kept].names[0]!r}, but config.json ties them: "
+                "expected the same values, or tie_word_embeddings: false"
             )
     wanted = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
     made: dict[str, tuple[int, ...]] = {}
@@ -152,7 +153,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> list[Step]:
                 hf, found, wrong, [name for name, target in unknown.items() if target in unexpected]
             )
         )
-    return list(steps.values())
+    return list(steps.values()), used
 
 
 def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +173,7 @@ def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str,
         return
     with directory:
         others = {n: shape for n, shape in directory.shapes.items() if n not in exported}
-        _, unknown = _targets(hf, others)
+        _, unknown, _ = _targets(hf, others)
         _, unexpected = _heeded(hf, (), unknown.values())
         for name, target in unknown.items():
             # Frequencies are computed, and manifests leave them out.
@@ -180,13 +181,14 @@ def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str,
                 yield name, directory.read(name)
 
 
-def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str]]:
-    """Steps by what they make; and what fits no tensor of the model: name -> target."""
+def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], list[Any]]:
+    """Steps by what they make; what fits no tensor of the model: name -> target; conversions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     state = _state(hf)
-    renamings, converters, by_pattern = _sorted_out(get_model_conversion_mapping(hf))
+    conversions = get_model_conversion_mapping(hf)
+    renamings, converters, by_pattern = _sorted_out(conversions)
     steps: dict[str, Step] = {}
     unknown: dict[str, str] = {}
     for name in sorted(found, key=dot_natural_key):
@@ -202,7 +204,7 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str]]:
         if step.sources and (step.converter is None or pattern is None):
             raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
         step.sources.append((name, pattern or name))
-    return steps, unknown
+    return steps, unknown, [each for each in conversions if each.was_used()]
 
 
 def _state(hf: Any) -> dict[str, Tensor]:
@@ -233,8 +235,15 @@ def _sorted_out(conversions: Sequence[Any]) -> tuple[list[Any], list[Any], dict[
 
 
 def _same(directory: TensorDirectory, one: Step, other: Step) -> bool:
-    a, b = (directory.read(step.names[0]) for step in (one, other))
-    return torch.equal(a, b)
+    a, b = one.names[0], other.names[0]
+    if directory.shapes[a] != directory.shapes[b]:
+        return False
+    rows, *rest = (slice(0, size) for size in directory.shapes[a])
+    parts = (slice(at, min(at + 1024, rows.stop)) for at in range(0, rows.stop, 1024))
+    return all(
+        torch.equal(directory.read(a, (part, *rest)), directory.read(b, (part, *rest)))
+        for part in parts
+    )
 
 
 def _shapes_made(hf: Any, step: Step, given: Shapes) -> dict[str, tuple[int, ...]]:

@@ -5,13 +5,12 @@
                                              mean difference above the tolerance: no run
 
 An architecture that was never tried, or a new version of transformers, then ends a run in its first
-seconds instead of training it on wrong gradients. Of a big model the first layers are enough, at
-least one of each kind.
+seconds instead of training it on wrong gradients. Of a big model on one device the first layers are
+enough, at least one of each kind.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.engines.model.attention.packed import build_layout
+from areal.engines.model.attention.packed import NAME, build_layout
 from areal.engines.model.guards import decoder_of, refusal, set_attention
 from areal.engines.model.heads import logprobs_of
 from areal.engines.model.packed import PackedCausalLM
@@ -56,37 +56,41 @@ class SelfTest:
 
 
 def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype) -> SelfTest:
-    """Compare packed logprobs with those of each sequence alone.
+    """Compare packed logprobs with those of each sequence alone; collective if it is sharded.
 
     Args:
-        model: on the CPU, not yet sharded; its weights stay as they are.
-        device: that it will be trained on; flash attention is tried there.
-        compute: precision of flash attention.
+        model: with its weights, on `device` or sharded; its weights stay as they are.
+        device: that it is trained on.
+        compute: precision of its forward pass.
 
     Raises:
         InvalidInput: they differ, or the model does not run on packed sequences.
     """
-    if not model.flash:
-        with _first_layers(model.hf) as layers:
-            return _compare(model, layers)
-    # The flash kernel takes any argument without a word: ours, which does not, is asked first.
-    kernel = model.hf.config._attn_implementation
-    packed = PackedCausalLM(model.hf, flash=False, chunk_elements=model.chunk_elements)
-    with _first_layers(model.hf) as layers:
-        _compare(packed, layers)
-        set_attention(model.hf, kernel)
-        probe = copy.deepcopy(model).to(device, compute)
-        return _compare(probe, layers)
+    with _first_layers(model) as layers:
+        if not model.flash:
+            return _compare(model, device, compute, layers)
+        # The flash kernel takes any argument without a word: ours, which does not, is asked first.
+        kernel = model.hf.config._attn_implementation
+        model.flash = False
+        set_attention(model.hf, NAME)
+        try:
+            _compare(model, device, compute, layers)
+        finally:
+            model.flash = True
+            set_attention(model.hf, kernel)
+        return _compare(model, device, compute, layers)
 
 
-def _compare(model: PackedCausalLM, layers: int) -> SelfTest:
+def _compare(
+    model: PackedCausalLM, device: torch.device, compute: torch.dtype, layers: int
+) -> SelfTest:
     started = time.perf_counter()
-    weight = next(model.hf.parameters())
     batch = _batch(model.hf.config.get_text_config().vocab_size)
-    batch = {key: value.to(weight.device) for key, value in batch.items()}
+    batch = {key: value.to(device) for key, value in batch.items()}
     try:
-        expected = _alone(model.hf, batch)
+        # First, so that FSDP takes the whole model for the root of its tree.
         found = _packed(model, batch)
+        expected = _alone(model, batch)
     except InvalidInput as error:
         raise refusal(model.hf, str(error)) from None
     except Exception as error:
@@ -95,10 +99,10 @@ def _compare(model: PackedCausalLM, layers: int) -> SelfTest:
     result = SelfTest(
         architecture=type(model.hf).__name__,
         attention=model.hf.config._attn_implementation,
-        dtype=str(weight.dtype).removeprefix("torch."),
+        dtype=str(compute).removeprefix("torch."),
         layers=layers,
         difference=float((found - expected).abs().mean()),
-        tolerance=TOLERANCE[weight.dtype],
+        tolerance=TOLERANCE[compute],
         seconds=time.perf_counter() - started,
     )
     if not result.difference <= result.tolerance:  # NaN is not
@@ -135,7 +139,10 @@ def _packed(model: PackedCausalLM, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def _alone(hf: Any, batch: Batch) -> Tensor:
+def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
+    hf = model.hf
+    if isinstance(model, FSDPModule):
+        model.unshard()  # what the root gathers: embedding and head
     attention = hf.config._attn_implementation
     hf.set_attn_implementation("eager")
     parts = []
@@ -146,14 +153,21 @@ def _alone(hf: Any, batch: Batch) -> Tensor:
             parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
     finally:
         hf.set_attn_implementation(attention)
+        if isinstance(model, FSDPModule):
+            model.reshard()
     return torch.cat(parts)
 
 
 @contextmanager
-def _first_layers(hf: Any) -> Iterator[int]:
-    """Leave a big model its first layers only, inside the context; yields how many."""
+def _first_layers(model: PackedCausalLM) -> Iterator[int]:
+    """Leave a big model its first layers only, inside the context; yields how many.
+
+    A sharded one keeps all: FSDP makes its plan at the first forward pass.
+    """
+    hf = model.hf
     layers = _layers_of(hf)
-    if layers is None or sum(p.numel() for p in hf.parameters()) <= WHOLE:
+    small = sum(p.numel() for p in hf.parameters()) <= WHOLE
+    if layers is None or small or isinstance(model, FSDPModule):
         yield len(layers or ())
         return
     kinds = [_kind(hf, number, layer) for number, layer in enumerate(layers)]

@@ -1,0 +1,163 @@
+"""From a model on the meta device to one with weights: each rank makes and reads its own part.
+
+    source.build ──> parallel.apply ──> materialize ──> load_own, from a directory
+    (shapes only)    (who has what)     (memory)        draw_own, from a seed
+
+A rank holds its shards and, while it reads, one tensor more (one conversion's, where transformers
+keeps tensors in another shape than files do: the experts of one layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from areal.engines.model import hub_names
+from areal.engines.model.tensor_directory import TensorDirectory
+from areal.errors import InvalidInput
+
+
+def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+    """Give a meta model memory for its own shards; what it holds is undefined until it is filled.
+
+    Tied parameters stay tied, and buffers that have values (rotary frequencies) keep them.
+
+    Args:
+        model: sharded already, if it is to be.
+        device: of buffers.
+        parameters_on: of parameters: the same, or the host for offloaded ones.
+    """
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    keep = []  # so that no id is used twice
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                keep.append(parameter)
+                places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=parameters_on)
+    for module, name, buffer in buffers:
+        made = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        module._buffers[name] = made
+    for (first, name), *others in places.values():
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+@torch.no_grad()
+def load_own(hf: Any, directory: Path) -> list[Any]:
+    """Read this rank's part of every tensor of a Hub directory.
+
+    Returns:
+        transformers' conversions that took part, to be reverted when the weights leave.
+
+    Raises:
+        InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently;
+            nothing is changed.
+    """
+    live = hub_names.live_tensors(hf)
+    with TensorDirectory(directory) as tensors:
+        try:
+            steps, used = hub_names.import_steps(hf, tensors)
+        except InvalidInput as error:
+            raise InvalidInput(f"directory {str(directory)!r}: {error}") from None
+        for step in steps:
+            if step.converter is None:
+                target = live[step.target]
+                local(target).copy_(tensors.read(step.names[0], own_box(target)))
+                continue
+            for name, tensor in step.run(hf, map(tensors.read, step.names)):
+                local(live[name]).copy_(tensor[own_box(live[name])])
+    return used
+
+
+@torch.no_grad()
+def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
+    """Fill a model with random weights, the same ones on any number of ranks, in any layout.
+
+    Each module's are drawn whole, as transformers draws them, by a generator that is seeded with
+    its name; then every rank takes its part.
+
+    Args:
+        hf: the model; its tensors have memory.
+        skeleton: the same model on the meta device.
+        seed: of the run.
+    """
+    live = hub_names.live_tensors(hf)
+    for prefix, module, owner in _modules(skeleton, "", skeleton):
+        owned = {
+            name: f"{prefix}.{name}" if prefix else name
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and (f"{prefix}.{name}" if prefix else name) in live
+        }
+        if not owned:
+            continue
+        device = local(live[next(iter(owned.values()))]).device
+        for name in owned:
+            _replace(module, name, device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {prefix}".encode()) >> 1)
+            owner._init_weights(module)
+        for name, full in owned.items():
+            local(live[full]).copy_(getattr(module, name)[own_box(live[full])])
+            _replace(module, name, torch.device("meta"))
+
+
+@torch.no_grad()
+def make_buffers(hf: Any) -> None:
+    """Compute what a meta model keeps outside its files: rotary frequencies, scales of embeddings.
+
+    transformers does the same at the end of `from_pretrained`.
+    """
+    for _, module, owner in _modules(hf, "", hf):
+        missing = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        for name in missing:
+            _replace(module, name, torch.device("cpu"))
+        if missing:
+            owner._init_weights(module)  # on parameters, which are meta, this does nothing
+
+
+def own_box(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of a tensor this rank has: a range of each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory of that part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _modules(module: nn.Module, prefix: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """(name, module, the innermost transformers model around it, which knows how to draw it)."""
+    from transformers import PreTrainedModel
+
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield prefix, module, owner
+    for name, child in module.named_children():
+        yield from _modules(child, f"{prefix}.{name}" if prefix else name, owner)
+
+
+def _replace(module: nn.Module, name: str, device: torch.device) -> None:
+    """Put zeros, or nothing on the meta device, in the place of a module's own tensor."""
+    where = module._parameters if name in module._parameters else module._buffers
+    tensor = where[name]
+    assert tensor is not None
+    made = torch.zeros_like(tensor, device=device)
+    where[name] = nn.Parameter(made, tensor.requires_grad) if where is module._parameters else made  # type: ignore[assignment]
