@@ -137,8 +137,8 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
             steps[kept] = step
         elif not _same(directory, step, steps[kept]):
             raise InvalidInput(
-                f"{step.names[0]!r} differs from {steps[kept].names[0]!r}, but config.json ties them: "
-                "expected the same values, or tie_word_embeddings: false"
+                f"{step.names[0]!r} differs from {steps[kept].names[0]!r}, but config.json ties "
+                "them: expected the same values, or tie_word_embeddings: false"
             )
     wanted = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
     made: dict[str, tuple[int, ...]] = {}

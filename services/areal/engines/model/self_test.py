@@ -183,7 +183,10 @@ def _first_layers(model: PackedCausalLM) -> Iterator[int]:
 def _layers_of(hf: Any) -> nn.ModuleList | None:
     classes = set(hf._no_split_modules or ())
     for module in decoder_of(hf).modules():
-        if isinstance(module, nn.ModuleList) and {type(each).__name__ for each in module} & classes:
+        if not isinstance(module, nn.ModuleList):
+            continue
+        # FSDP makes a subclass of each layer's class.
+        if {kind.__name__ for each in module for kind in type(each).__mro__} & classes:
             return module
     return None
 

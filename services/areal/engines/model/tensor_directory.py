@@ -86,7 +86,7 @@ class TensorDirectory:
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
             return out
-        memory = memoryview(out.view(-1).view(torch.uint8).numpy())
+        memory = out.view(-1).view(torch.uint8).numpy().data
         filled = 0
         for first, count in _runs(place.shape, box):
             begin = place.begin + first * dtype.itemsize
