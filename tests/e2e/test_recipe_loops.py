@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests.integration.stack_tools import RunningStack, areal
 
+from areal.models.tiny import make_tiny_model
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,42 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
     assert [row["groups"] for row in rows] == [8, 8, 8]
     assert summary["staleness"] == {"max": 0, "mean": 0.0}
     assert summary["accounting"]["trained"] == summary["accounting"]["submitted"] == 24
+
+
+def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agree(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "gsm8k"
+    data.mkdir()
+    for name, count in (("train", 16), ("test", 4)):
+        rows = [
+            {"question": f"{n} + {n}?", "answer": f"Twice {n} is {2 * n}.\n#### {2 * n}"}
+            for n in range(count)
+        ]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_tiny_model(tmp_path / "model", seed=0)
+    stack = RunningStack(tmp_path / "runs" / "gsm8k" / "trial0")
+    summary, rows = run(
+        stack,
+        tmp_path,
+        str(ROOT / "examples" / "gsm8k_grpo.py"),
+        f"model.path={tmp_path / 'model'}",
+        f"train_dataset.path={data / 'train.jsonl'}",
+        "model.context_length=256",
+        "total_train_steps=3",
+        "train_dataset.batch_size=4",
+        "gconfig.n_samples=4",
+        "gconfig.max_new_tokens=16",
+        "heldout_rows=4",
+    )
+    assert summary["status"] == "finished"
+    assert [(row["step"], row["groups"], row["samples"]) for row in rows] == [
+        (step, 4, 16) for step in (1, 2, 3)
+    ]
+    assert None not in (summary["heldout_before"], summary["heldout_after"])
+    # Version 0 sampled all of the first step.
+    assert rows[0]["mismatch/kl"] < 1e-4
+    assert rows[0]["mismatch/max"] < 1e-2
 
 
 @pytest.mark.parametrize("eta", [0, 2])

@@ -94,6 +94,49 @@ def behavior_weight(
     return weight, stats
 
 
+def mismatch(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    token_versions: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    version: int,
+) -> dict[str, Tensor]:
+    """Compare the sampler's logprobs with the trainer's where the same weights gave both.
+
+    That is in sequences of which `version` sampled every token. In any other one the weights have
+    changed since, or the keys and values of earlier tokens come from older weights: its logprobs
+    differ rightly, and `behavior_weight` corrects for it.
+
+    Args:
+        policy_logprobs: of the weights `version`, [T].
+        behavior_logprobs: the server's, [T].
+        token_versions: of the sampler, [T]; any number where not sampled.
+        loss_mask: the sampled tokens, [T] bool.
+        cu_seqlens: of the packed sequences, [n + 1].
+        version: the trainer's, before the update.
+
+    Returns:
+        Sums over the tokens compared: `mismatch_kl` (of sampler || trainer, r - 1 - log r with
+        r = trainer / sampler, in nats), `mismatch_tokens` (their number); and `mismatch_max`, the
+        largest difference of two logprobs. All 0 where there is none to compare.
+    """
+    owner = sequence_index(cu_seqlens)
+    stale = loss_mask & (token_versions != version)
+    counts = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=loss_mask.device)
+    counts.index_add_(0, owner, stale.long())
+    compared = loss_mask & (counts == 0)[owner]
+    with torch.no_grad():
+        difference = _masked_difference(policy_logprobs, behavior_logprobs, compared)
+        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        size = difference.abs()
+        return {
+            "mismatch_kl": (difference.exp() - 1.0 - difference).sum(),
+            "mismatch_max": size.amax() if len(size) else size.sum(),
+            "mismatch_tokens": compared.sum(),
+        }
+
+
 def ppo_actor_loss(
     policy_logprobs: Tensor,
     proximal_logprobs: Tensor,

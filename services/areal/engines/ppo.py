@@ -114,7 +114,9 @@ class PPOActor:
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
             averaged over minibatches by loss tokens (`behavior_weight`: over those below its cap),
-            and `reward`, `response_tokens` (means over sequences), `advantage_abs`, `staleness`,
+            `mismatch/kl` and `mismatch/max` of the first minibatch (see `losses.mismatch`; not
+            there when no sequence of it is wholly of the current version), and `reward`,
+            `response_tokens` (means over sequences), `advantage_abs`, `staleness`,
             `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
             `update_seconds`.
 
@@ -137,6 +139,12 @@ class PPOActor:
         if "behavior_weight" in stats:
             kept = (1.0 - stats["behavior_weight_capped_ratio"]) * stats["n_loss_tokens"]
             stats["behavior_weight"] *= stats["n_loss_tokens"] / max(round(kept), 1)
+        if compared := results[0].get("mismatch_tokens", 0.0):
+            # Later minibatches have other weights than those that sampled.
+            stats["mismatch/kl"] = results[0]["mismatch_kl"] / compared
+            stats["mismatch/max"] = results[0]["mismatch_max"]
+        for name in ("mismatch_kl", "mismatch_max", "mismatch_tokens"):
+            stats.pop(name, None)
         stats["update_seconds"] = time.perf_counter() - started
         return stats
 
@@ -172,6 +180,19 @@ class PPOActor:
 
     def _loss(self, policy_logprobs: Tensor, entropies: Tensor, batch: Batch) -> losses.LossResult:
         del entropies  # reported by the engine
+        loss, stats = self._policy_loss(policy_logprobs, batch)
+        if "token_versions" in batch:
+            stats |= losses.mismatch(
+                policy_logprobs,
+                batch["behavior_logprobs"],
+                batch["token_versions"],
+                batch["loss_mask"],
+                batch["cu_seqlens"],
+                self.engine.get_version(),
+            )
+        return loss, stats
+
+    def _policy_loss(self, policy_logprobs: Tensor, batch: Batch) -> losses.LossResult:
         config = self.config
         proximal = self._proximal(policy_logprobs, batch)
         tensors = (

@@ -18,7 +18,7 @@ from areal.types import TaskState
 from areal.weights.servers import ServerState
 from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
-from areal_launch.view.rows import WINDOW, column, mean, recent_mean
+from areal_launch.view.rows import WINDOW, column, mean, mismatch_alarm, recent_mean
 
 if TYPE_CHECKING:
     from areal_launch.processes.usage import UsageSampler
@@ -248,6 +248,8 @@ class LiveView:
         ]
         if self.snapshot.failures:
             lines.append(Text("areal dead-letters list shows failed tasks", _MUTED))
+        if alarm := mismatch_alarm(self.snapshot.rows):
+            lines.append(Text(alarm, "bold red", overflow="fold"))
         lines += [
             Text(
                 f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}",

@@ -34,6 +34,7 @@ from areal.errors import ArealError
 from areal.protocol.leases import LedgerStats, WorkflowFailure
 from areal.security import Security
 from areal.weights.servers import InferenceServer, SyncStatus
+from areal_launch.view.rows import mismatch_alarm
 
 _WINDOW_S = 15.0
 
@@ -182,6 +183,8 @@ class StackPoller:
         news = {failure.site: str(failure) for failure in snapshot.failures}
         if snapshot.retried:
             news["retried"] = f"{snapshot.retried} tasks that the recipe had failed are tried again"
+        if alarm := mismatch_alarm(snapshot.rows):
+            news["mismatch"] = alarm
         for what, text in news.items():
             if what not in self._noticed:
                 self._noticed.add(what)

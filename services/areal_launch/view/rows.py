@@ -10,6 +10,9 @@ from typing import Any
 # Steps over which rewards are averaged, everywhere they are shown.
 WINDOW = 20
 
+# Of engine || trainer, in nats per token: bfloat16 on both sides stays below 0.01.
+MISMATCH_BOUND = 0.05
+
 Row = dict[str, Any]
 
 
@@ -27,6 +30,21 @@ def read_rows(file: Path) -> list[Row]:
             except (ValueError, KeyError, TypeError):
                 continue
     return [rows[step] for step in sorted(rows)]
+
+
+def mismatch_alarm(rows: Sequence[Row]) -> str:
+    """A line when the newest comparison of engine and trainer passes the bound; "": it does not."""
+    for row in reversed(rows):
+        kl = row.get("mismatch/kl")
+        if kl is None:
+            continue
+        if float(kl) <= MISMATCH_BOUND:
+            return ""
+        return (
+            f"step {int(row['step'])}: engine and trainer disagree on logprobs, mismatch/kl "
+            f"{float(kl):.3g} above {MISMATCH_BOUND:g} (docs/runbooks/logprob-mismatch.md)"
+        )
+    return ""
 
 
 def column(rows: Sequence[Row], key: str) -> list[float]:

@@ -105,6 +105,16 @@ def test_view_when_training_then_everything_is_on_one_screen() -> None:
     assert len(text.splitlines()) <= 24
 
 
+def test_view_when_engine_and_trainer_disagree_then_a_line_says_so_until_they_agree() -> None:
+    stack, snapshot = make_stack(trainer=("up", 0)), make_snapshot()
+    snapshot.rows[-2]["mismatch/kl"] = 0.09  # the last step had nothing to compare
+    text = draw(stack, snapshot, width=160)
+    assert "step 39: engine and trainer disagree on logprobs, mismatch/kl 0.09" in text
+    assert "docs/runbooks/logprob-mismatch.md" in text
+    snapshot.rows[-1]["mismatch/kl"] = 0.004
+    assert "disagree" not in draw(stack, snapshot, width=160)
+
+
 def test_view_when_nothing_is_known_yet_then_it_still_draws() -> None:
     text = draw(make_stack(redis=("starting", 0)), Snapshot())
     assert "redis" in text

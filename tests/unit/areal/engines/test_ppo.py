@@ -224,3 +224,42 @@ def test_ppo_update_when_a_behavior_logprob_is_a_placeholder_then_steps_with_fin
     assert stats["skipped_steps"] == 0.0
     assert stats["behavior_weight"] == pytest.approx(float(weight[kept].mean()), rel=1e-4)
     assert all(math.isfinite(value) for value in stats.values())
+
+
+def test_ppo_update_when_sequences_are_of_the_current_version_then_only_they_are_compared(
+    make_actor,
+):
+    actor = make_actor(mb_spec=MicroBatchSpec(max_tokens_per_mb=80))
+    batch = ready_batch(actor)
+    mask, owner = batch["loss_mask"], packing.sequence_index(batch["cu_seqlens"])
+    behavior = actor.compute_logprobs(batch)
+    batch["token_versions"] = torch.where(mask, 4, -1)
+    batch["behavior_logprobs"] = behavior
+    same = actor.ppo_update(dict(batch))
+    assert same["mismatch/kl"] < 1e-9
+    assert same["mismatch/max"] < 1e-4
+
+    behavior = actor.compute_logprobs(batch)
+    # The sampler of sequence 0 was wrong by 0.5 everywhere; one older token hides sequence 1.
+    wrong = behavior - 0.5 * (mask & (owner == 0)) - 3.0 * (mask & (owner == 1))
+    versions = batch["token_versions"].clone()
+    versions[(mask & (owner == 1)).nonzero()[0]] = 3
+    stats = actor.ppo_update({**batch, "behavior_logprobs": wrong, "token_versions": versions})
+    compared = mask & (owner != 1)
+    share = float((mask & (owner == 0)).sum() / compared.sum())
+    assert stats["mismatch/max"] == pytest.approx(0.5, abs=1e-4)
+    assert stats["mismatch/kl"] == pytest.approx(share * (math.exp(0.5) - 1.5), rel=1e-3)
+
+    stats = actor.ppo_update({**batch, "token_versions": torch.full_like(versions, 3)})
+    assert not [name for name in stats if name.startswith("mismatch")]
+
+
+def test_ppo_update_when_there_are_minibatches_then_the_first_is_compared(make_actor):
+    actor = make_actor(ppo_n_minibatches=3, optimizer=OptimizerConfig(lr=5e-2))
+    batch = ready_batch(actor)
+    batch["behavior_logprobs"] = actor.compute_logprobs(batch)
+    batch["token_versions"] = torch.where(batch["loss_mask"], 4, -1)
+    stats = actor.ppo_update(batch)
+    moved = (actor.compute_logprobs(batch) - batch["behavior_logprobs"]).abs().max()
+    assert moved > 1e-2, "the later minibatches have other weights"
+    assert stats["mismatch/max"] < 1e-4
