@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal.config.allocation import parse_allocation
 from areal.config.checks import check
 from areal.config.moved import hint_for
 from areal.config.presets import Algorithm, preset
@@ -63,7 +64,8 @@ class BaseExperimentConfig:
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
-    """Inference servers and trainer ranks; the older `sglang.d2p1t1+d1p1t1` is read too."""
+    """Inference servers, and the trainer's ranks: `d8` shares of a batch, `s4` of which shard the
+    weights, `t2` tensor, `c2` context, `e4` expert parallel; `sglang.d2p1t1+d1p1t1` is read too."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -109,52 +111,6 @@ class GRPOConfig(BaseExperimentConfig):
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A parsed allocation string."""
-
-    inference_replicas: int
-    trainer_ranks: int
-    inference_gpus: int = 1
-    """Of each inference server: its tensor parallelism."""
-
-
-_TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)\+fsdp:(?P<train>[dpt\d]+)")
-_SEED = re.compile(r"sglang\.(?P<gen>[dpt\d]+)\+(?P<train>[dpt\d]+)")
-
-
-def parse_allocation(text: str) -> Allocation:
-    """Reads `sglang:d12p1t1+fsdp:d4` or `sglang.d12p1t1+d4p1t1`.
-
-    Raises:
-        ConfigError: The string has another form, or asks for pipeline or tensor parallelism,
-            which the trainer does not have.
-    """
-    match = _TODAY.fullmatch(text) or _SEED.fullmatch(text)
-    if match is None:
-        raise ConfigError(
-            f"allocation_mode {text!r}: expected e.g. 'sglang:d2+fsdp:d1' or "
-            f"'sglang.d12p1t1+d4p1t1'"
-        )
-    sizes = {}
-    for part in ("gen", "train"):
-        dims = dict(re.findall(r"([dpt])(\d+)", match[part]))
-        if int(dims.get("d", 0)) < 1:
-            raise ConfigError(f"allocation_mode {text!r}: {match[part]!r} needs d1 or more")
-        if int(dims.get("p", 1)) != 1 or (part == "train" and int(dims.get("t", 1)) != 1):
-            raise ConfigError(
-                f"allocation_mode {text!r}: {match[part]!r} asks for pipeline parallelism or "
-                "tensor parallelism of the trainer; expected p1, and t1 for the trainer"
-            )
-        sizes[part] = int(dims["d"])
-    tensor = re.search(r"t(\d+)", match["gen"])
-    return Allocation(
-        inference_replicas=sizes["gen"],
-        trainer_ranks=sizes["train"],
-        inference_gpus=max(1, int(tensor[1])) if tensor else 1,
-    )
 
 
 def known_keys(schema: type) -> list[str]:
@@ -265,7 +221,7 @@ def validate(config: BaseExperimentConfig) -> None:
             raise ConfigError(
                 f"{key} {getattr(config, key)!r}: expected lower-case letters, digits and dashes"
             )
-    parse_allocation(config.allocation_mode)
+    layout = parse_allocation(config.allocation_mode).layout
     for entry in config.endpoints.inference:
         parse_source(entry)
     _check_weights_path(config.weight_sync)
@@ -276,6 +232,10 @@ def validate(config: BaseExperimentConfig) -> None:
         )
     if isinstance(config, GRPOConfig):
         _complete(config)
+        for engine in (config.actor, config.ref):
+            if engine is not None:
+                # Plain shares fit any number of ranks: a run may resume on fewer.
+                engine.layout = "" if layout.plain else str(layout)
 
 
 def _check_weights_path(own: WeightSyncConfig) -> None:

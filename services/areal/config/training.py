@@ -122,6 +122,9 @@ class EngineConfig:
     the others wait in one."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec, metadata=_NOT_A_KEY)
     """Micro-batches."""
+    layout: str = field(default="", metadata=_NOT_A_KEY)
+    """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
+    batch and of the weights for each."""
 
 
 @dataclass

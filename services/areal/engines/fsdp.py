@@ -33,7 +33,13 @@ from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.parallel.apply import DTYPES, resolve_precision, shard
 from areal.engines.parallel.memory import checkpoints_activations, recompute_layers
-from areal.engines.parallel.mesh import data_group, join_process_group, local_device, reduce_scalars
+from areal.engines.parallel.mesh import (
+    Mesh,
+    join_process_group,
+    local_device,
+    make_mesh,
+    reduce_scalars,
+)
 from areal.engines.step import TrainStep
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
 from areal.errors import InvalidInput, WaitTimeout
@@ -61,6 +67,7 @@ class FSDPEngine(TrainEngine):
         self.config = config
         self._version = 0
         self._owns_group = False
+        self._mesh: Mesh | None = None
         self._step: TrainStep | None = None
         self._sharded = False
         self._checkpoint_group: Any = None
@@ -78,6 +85,7 @@ class FSDPEngine(TrainEngine):
         self._checkpoint_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.distributed_timeout_seconds)
         )
+        self._mesh = make_mesh(config.layout, self.device)
         compute, master, flash = resolve_precision(config, self.device)
         hf = source.build(config.path, master, flash=flash)
         if checkpoints_activations(config, self.device):
@@ -90,7 +98,7 @@ class FSDPEngine(TrainEngine):
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
         )
         if self._sharded:
-            shard(model, self.device, compute, master, offload=offload)
+            shard(model, self._mesh, compute, master, offload=offload)
         fill.materialize(model, self.device, torch.device("cpu") if offload else self.device)
         source.fill_weights(
             hf,
@@ -107,6 +115,7 @@ class FSDPEngine(TrainEngine):
             model,
             config,
             self.device,
+            self._mesh,
             sharded=self._sharded,
             total_train_steps=total_train_steps,
         )
@@ -144,8 +153,19 @@ class FSDPEngine(TrainEngine):
         return dist.get_world_size()
 
     @property
+    def mesh(self) -> Mesh:
+        """The ranks that share model and batch.
+
+        Raises:
+            InvalidInput: before `initialize`.
+        """
+        if self._mesh is None:
+            raise InvalidInput("the engine has no ranks: expected initialize() first")
+        return self._mesh
+
+    @property
     def process_group(self) -> Any:
-        return data_group()
+        return self.mesh.data_group
 
     def get_version(self) -> int:
         return self._version
@@ -169,7 +189,7 @@ class FSDPEngine(TrainEngine):
         return self.step.forward(batch, temperature=temperature)
 
     def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-        return reduce_scalars(sums)
+        return reduce_scalars(sums, self.mesh.data_group)
 
     # -- weights and checkpoints ---------------------------------------------------------------
 

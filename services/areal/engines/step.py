@@ -6,8 +6,8 @@
     forward, packed, prefixes once -> logprobs at loss tokens -> loss_fn -> loss sum
           |
           v
-    backward of loss sum x world_size / W      (W: loss tokens of all micro-batches of all
-          |                                     ranks; FSDP averages gradients over ranks)
+    backward of loss sum x ranks / W           (W: loss tokens of all micro-batches of all
+          |                                     shares; FSDP averages gradients over ranks)
           v
     global gradient norm -> clip -> AdamW, or skip if it is not finite; several in a row: the end
 
@@ -31,7 +31,7 @@ from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines import finite
 from areal.engines.model.attention.packed import build_layout
 from areal.engines.model.packed import PackedCausalLM
-from areal.engines.parallel.mesh import reduce_scalars
+from areal.engines.parallel.mesh import Mesh, reduce_scalars
 from areal.engines.train_api import LossFn, LossWeightFn
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.training.ranks import gather_json
@@ -53,6 +53,7 @@ class TrainStep:
         model: PackedCausalLM,
         config: TrainEngineConfig | RefConfig,
         device: torch.device,
+        mesh: Mesh,
         *,
         sharded: bool,
         total_train_steps: int | None,
@@ -63,6 +64,7 @@ class TrainStep:
             model: on its device, sharded if it is to be.
             config: the engine's.
             device: that batches are computed on.
+            mesh: the ranks that share model and batch.
             sharded: gradients are averaged over ranks.
             total_train_steps: for the learning-rate schedule; None: a constant rate.
         """
@@ -73,6 +75,7 @@ class TrainStep:
         self.steps_taken = 0
         self._config = config
         self._device = device
+        self._mesh = mesh
         self._sharded = sharded
         self._total_train_steps = total_train_steps
         self._skipped_in_a_row = 0
@@ -94,11 +97,12 @@ class TrainStep:
         weigh = loss_weight_fn or count_loss_tokens
         weight_of = [0 if index is None else weigh(mb) for index, mb in micro_batches]
         counts = reduce_scalars(
-            {"weight": float(sum(weight_of)), "tokens": float(len(batch["input_ids"]))}
+            {"weight": float(sum(weight_of)), "tokens": float(len(batch["input_ids"]))},
+            self._mesh.data_group,
         )
         total_weight = counts["weight"]
-        # FSDP averages gradients over ranks; the loss is a sum over them.
-        scale = (dist.get_world_size() if self._sharded else 1) / max(total_weight, 1.0)
+        # FSDP averages gradients over ranks; the loss is a sum over their tokens.
+        scale = (self._mesh.layout.averaged if self._sharded else 1) / max(total_weight, 1.0)
         sums: dict[str, Tensor] = {}
         bad_logprobs: Tensor | int = 0
         for (index, mb), weight in zip(micro_batches, weight_of, strict=True):
@@ -119,7 +123,7 @@ class TrainStep:
             self._skipped_in_a_row = 0
         elif total_weight > 0:
             self._note_skipped(batch, int(bad_logprobs), float(sums["loss"]), grad_norm)
-        reduced = reduce_scalars(sums)
+        reduced = reduce_scalars(sums, self._mesh.data_group)
         result = {
             name: value if name.endswith("_max") else value / max(total_weight, 1.0)
             for name, value in reduced.items()
@@ -200,8 +204,9 @@ class TrainStep:
         # of any rank.
         while True:
             split = packing.split_micro_batches(batch, spec.max_tokens_per_mb, count)
-            largest = int(reduce_scalars({"n_max": float(max(len(split), 1))})["n_max"])
-            if largest <= count or dist.get_world_size() == 1:
+            needed = {"n_max": float(max(len(split), 1))}
+            largest = int(reduce_scalars(needed, self._mesh.data_group)["n_max"])
+            if largest <= count or self._mesh.data_group is None:
                 break
             count = largest
         chosen: list[tuple[list[int] | None, Batch]] = []

@@ -45,7 +45,7 @@ class TrainEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def process_group(self) -> Any:
-        """Data-parallel torch.distributed group for CPU tensors; None on a single rank."""
+        """The ranks with one share of a batch each, for CPU tensors; None: there is one share."""
 
     @abc.abstractmethod
     def initialize(self, total_train_steps: int | None = None) -> None:

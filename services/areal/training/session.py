@@ -32,6 +32,7 @@ from areal.chassis.waits import Waits
 from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
+from areal.config.allocation import Layout
 from areal.config.experiment import GRPOConfig
 from areal.protocol.leases import Take
 from areal.recipe import Recipe
@@ -273,8 +274,10 @@ class TrainerSession(Ranks):
         from areal.algorithms.packing import assign_groups
 
         self.trace.taking()
-        shares = assign_groups([sum(g.lengths) for g in taken.groups], self.world_size)
-        mine = [taken.groups[i].task_id for i in shares[self.rank]]
+        # Ranks that share matrices or the tokens of a sequence compute the same share.
+        layout = Layout.parse(self.config.actor.layout or f"d{self.world_size}")
+        shares = assign_groups([sum(g.lengths) for g in taken.groups], layout.data)
+        mine = [taken.groups[i].task_id for i in shares[self.rank // layout.per_share]]
         groups = self.ledger.fetch(self.step + 1, mine)
         self.batch_tasks = mine
         if self._files is not None:

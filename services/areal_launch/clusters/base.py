@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal.config.experiment import BaseExperimentConfig, parse_allocation
+from areal.config.allocation import parse_allocation
+from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart, ConfigError
 from areal_launch.processes.process import Child, Life, Node, ProcessSpec
 

@@ -18,8 +18,9 @@ from typing import Any, cast
 import yaml
 from omegaconf import OmegaConf
 
+from areal.config.allocation import parse_allocation
 from areal.config.clusters import KubernetesConfig, SlurmConfig
-from areal.config.experiment import BaseExperimentConfig, GRPOConfig, parse_allocation
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.config.presets import preset
 from areal.config.services import EndpointsConfig
 from areal.errors import ArealError, ConfigError, NotFound

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.chassis.process_name import PROCESS_VARIABLE
-from areal.config.experiment import BaseExperimentConfig, parse_allocation
+from areal.config.allocation import parse_allocation
+from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, CannotStart, WaitTimeout
 from areal_launch.clusters.base import EVERYWHERE, HOST, Cluster, Placement, count_nodes
 from areal_launch.processes.descendants import STACK_VARIABLE

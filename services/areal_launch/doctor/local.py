@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions, parse_allocation
+from areal.config.allocation import parse_allocation
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
 from areal.errors import ArealError, InvalidInput
 from areal.security import Security
 from areal_launch.clusters.base import count_nodes

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal.config.experiment import BaseExperimentConfig, GRPOConfig, parse_allocation
+from areal.config.allocation import parse_allocation
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.config.training import EngineConfig, TrainEngineConfig
 from areal.errors import InvalidInput
 from areal.models.directory import read_model_config, serving_dtype
@@ -159,10 +160,10 @@ def activation_bytes(shape: ModelShape, element: int, *, recompute: bool) -> int
 
 
 def micro_batch_tokens(config: GRPOConfig, engine: EngineConfig) -> int:
-    """Most tokens of one micro-batch of a rank."""
+    """Most tokens of one micro-batch of a share."""
     longest = config.model.context_length
-    ranks = parse_allocation(config.allocation_mode).trainer_ranks
-    sequences = -(-config.train_dataset.batch_size // ranks) * config.gconfig.n_samples
+    shares = parse_allocation(config.allocation_mode).layout.data
+    sequences = -(-config.train_dataset.batch_size // shares) * config.gconfig.n_samples
     return min(max(engine.mb_spec.max_tokens_per_mb, longest), sequences * longest)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal.chassis.bad_input import VERDICT_VARIABLE
-from areal.config.experiment import BaseExperimentConfig, parse_allocation
+from areal.config.allocation import parse_allocation
+from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal.models.directory import serving_dtype
 from areal_launch.clusters.base import LOCAL, Placement

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.parallel.mesh import Mesh
+from areal.errors import InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -32,17 +36,19 @@ def resolve_precision(
 
 def shard(
     model: PackedCausalLM,
-    device: torch.device,
+    mesh: Mesh,
     compute: torch.dtype,
     master: torch.dtype,
     *,
     offload: bool = False,
 ) -> None:
-    """Shards layers, then the rest, over all ranks; gradients are reduced in `master`.
+    """Shards layers, then the rest, over ranks; gradients are reduced in `master`.
 
     With `offload` the shards stay in host memory, and a layer is on the device while it computes.
+
+    Raises:
+        InvalidInput: the model does not say what its layers are: its ranks would gather all of it.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -50,14 +56,22 @@ def shard(
         fully_shard,
     )
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != master else None, reduce_dtype=master
     )
-    pinned = device.type == "cuda"
+    pinned = mesh.shards.device_type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    layer_classes = set(model.hf._no_split_modules or ())
-    for module in list(model.hf.modules()):
-        if type(module).__name__ in layer_classes:
-            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
+    for module in [*_layers(model.hf), model]:
+        fully_shard(module, mesh=mesh.shards, mp_policy=policy, offload_policy=place)
+
+
+def _layers(hf: Any) -> list[nn.Module]:
+    """The modules that are gathered one at a time."""
+    classes = set(hf._no_split_modules or ())
+    layers = [module for module in hf.modules() if type(module).__name__ in classes]
+    if not layers:
+        raise InvalidInput(
+            f"model {type(hf).__name__} has no layer of the classes it names as such "
+            f"({', '.join(sorted(classes)) or 'none'}): each rank would gather the whole model"
+        )
+    return layers

@@ -1,15 +1,19 @@
-"""Joining the job's process group and combining scalars over its ranks."""
+"""Joining the job's process group, the groups within it, and combining scalars over one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from areal.config.allocation import Layout
 
 
 def local_device() -> torch.device:
@@ -49,16 +53,96 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
     return True
 
 
-def data_group() -> Any:
-    """The ranks that batches are spread over, for CPU tensors; None: this one alone."""
-    return dist.group.WORLD if dist.get_world_size() > 1 else None
+@dataclass(frozen=True)
+class Mesh:
+    """Who shares what: the groups of ranks that a layout makes, seen from this one.
+
+    Ranks are numbered share by share, and within a share context by context:
+
+        d2c2t2    rank       0  1  2  3  4  5  6  7
+                  share      0  0  0  0  1  1  1  1    the same part of a batch
+                  context    0  0  1  1  0  0  1  1    the same tokens of a micro-batch
+                  tensor     0  1  0  1  0  1  0  1    the same columns of each matrix
+    """
+
+    layout: Layout
+    data_group: Any
+    """Ranks that hold one share of the batch each, for CPU tensors; None: there is one share."""
+    context_group: Any
+    """Ranks that share the tokens of a micro-batch; None: this one alone."""
+    shards: DeviceMesh
+    """Over which weights are sharded: one dimension, or two whose first is of copies."""
+    tensor: DeviceMesh
+    experts: DeviceMesh | None
+    """Over which the experts of a layer are spread; None: each rank has all."""
+    expert_shards: DeviceMesh | None
+    """Over which those of one rank are sharded, as `shards`."""
+
+    @property
+    def share(self) -> int:
+        """Which share of a batch this rank computes."""
+        return dist.get_rank() // self.layout.per_share
 
 
-def reduce_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Sum scalars over the data group; names that end in `_max` are combined by maximum.
+def make_mesh(layout: str, device: torch.device) -> Mesh:
+    """Make the groups of a layout; collective over the default group.
+
+    Args:
+        layout: as in `allocation_mode`; empty: a share for each rank.
+        device: that tensors are computed on.
+
+    Raises:
+        ConfigError: it is of another number of ranks.
+    """
+    world = dist.get_world_size()
+    plan = Layout.parse(layout or f"d{world}")
+    plan.check_world(world)
+    per_share = plan.per_share
+    data = [list(range(first, world, per_share)) for first in range(per_share)]
+    contexts = [
+        list(range(share + lane, share + per_share, plan.tensor))
+        for share in range(0, world, per_share)
+        for lane in range(plan.tensor)
+    ]
+    copies, shards = plan.data // plan.shard, plan.shard * plan.context
+    names = ("copy", "shard", "tensor")
+    dense = init_device_mesh(device.type, (copies, shards, plan.tensor), mesh_dim_names=names)
+    sparse = None
+    if plan.experts > 1:
+        sizes = (copies, shards * plan.tensor // plan.experts, plan.experts)
+        names = ("copy", "expert_shard", "expert")
+        sparse = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return Mesh(
+        layout=plan,
+        data_group=_own_group(data),
+        context_group=_own_group(contexts),
+        shards=_with_copies(dense, "shard"),
+        tensor=dense["tensor"],
+        experts=None if sparse is None else sparse["expert"],
+        expert_shards=None if sparse is None else _with_copies(sparse, "expert_shard"),
+    )
+
+
+def _with_copies(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    return mesh["copy", name] if mesh["copy"].size() > 1 else mesh[name]
+
+
+def _own_group(parts: list[list[int]]) -> Any:
+    """The group of this rank's part; every rank makes all of them. None: it is alone in its."""
+    if len(parts[0]) == 1:
+        return None
+    if len(parts) == 1:
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(parts)
+    return own
+
+
+def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[str, float]:
+    """Sum scalars over a group; names that end in `_max` are combined by maximum.
 
     Args:
         scalars: the same names on every rank.
+        group: for CPU tensors; None: this rank alone.
     """
     names = sorted(scalars)
     if not names:
@@ -66,7 +150,7 @@ def reduce_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
     # One transfer from the device, then two small collectives.
     parts = [torch.as_tensor(scalars[name]).detach().to(torch.float64) for name in names]
     stacked = torch.stack([part.reshape(()) for part in parts]).cpu()
-    if (group := data_group()) is not None:
+    if group is not None:
         largest = [name.endswith("_max") for name in names]
         maxima = stacked[largest]
         sums = stacked[[not flag for flag in largest]]

@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
+from areal.config.allocation import parse_allocation
 from areal.config.experiment import (
     GRPOConfig,
     build_config,
     cautions,
     load_expr_config,
     load_service_config,
-    parse_allocation,
     save_config,
 )
 from areal.errors import ConfigError
@@ -37,7 +37,7 @@ def test_build_config_when_file_and_override_then_override_wins(tmp_path):
         ("seed=abc", ["seed", "abc"]),
         ("trial_name=Not_OK", ["trial_name", "Not_OK", "lower-case"]),
         ("allocation_mode=d2", ["allocation_mode", "d2", "expected"]),
-        ("allocation_mode=sglang:d2+fsdp:d1t2", ["parallelism"]),
+        ("allocation_mode=sglang:d2+fsdp:d1p2", ["parallelism"]),
         ("weight_sync.interrupt=maybe", ["weight_sync.interrupt", "maybe", "in_place"]),
         ("rollout.max_head_offpolicyness=-1", ["max_head_offpolicyness", "-1", "0 or more"]),
         ("actor.eps_clip=7", ["actor.eps_clip 7.0", "1 or less"]),
@@ -106,6 +106,8 @@ def test_recipe_config_when_service_reads_it_then_own_keys_are_ignored(tmp_path)
         ("sglang:d2+fsdp:d1", 2, 1),
         ("sglang.d12p1t1+d4p1t1", 12, 4),
         ("sglang:d4t2+fsdp:d2", 4, 2),
+        ("sglang:d4+fsdp:d8t2c2e4", 4, 32),
+        ("sglang:d4+fsdp:d16s8", 4, 16),
     ],
 )
 def test_parse_allocation_when_valid_then_counts(text, inference, ranks):

@@ -1,0 +1,192 @@
+"""Allocation strings: how many inference servers and trainer ranks, and how ranks share a model.
+
+sglang:d4t2+fsdp:d8t2c2e4
+│ │       │ │ │ └ experts are spread over 4 ranks
+│ │       │ │ └── a sequence's tokens are spread over 2 ranks inside attention (Ulysses)
+│ │       │ └──── each matrix is spread over 2 ranks (tensor parallelism)
+│ │       └────── 8 shares of a batch; `s4` besides: shards over 4 of them, 2 copies
+│ └────────────── GPUs of a server
+└──────────────── servers
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from areal.errors import ConfigError
+
+_FORM = "'d8', 'd16s8' or 'd8t2c2e4'"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model and a batch are spread over the trainer's ranks."""
+
+    data: int = 1
+    """Shares of a batch."""
+    shard: int = 1
+    """Shares of a batch whose ranks shard the weights between them; other ranks have copies."""
+    tensor: int = 1
+    """Ranks that share each matrix; they get the same share of a batch."""
+    context: int = 1
+    """Ranks that share the tokens of a micro-batch; they get the same share of a batch."""
+    experts: int = 1
+    """Ranks that share the experts of a layer."""
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read `d8`, `d16s8`, `d8t2c2e4`.
+
+        Raises:
+            ConfigError: it has another form, or its numbers do not divide each other.
+        """
+        if re.fullmatch(r"([dstcep]\d+)+", text) is None:
+            raise ConfigError(f"trainer layout {text!r}: expected e.g. {_FORM}")
+        parts = re.findall(r"([dstcep])(\d+)", text)
+        sizes = {letter: int(number) for letter, number in parts}
+        if len(sizes) < len(parts):
+            raise ConfigError(f"trainer layout {text!r}: expected each letter once")
+        if sizes.get("d", 0) < 1:
+            raise ConfigError(f"trainer layout {text!r}: needs d1 or more")
+        if sizes.pop("p", 1) != 1:
+            raise ConfigError(
+                f"trainer layout {text!r}: expected p1, the trainer has no pipeline parallelism"
+            )
+        if zero := [letter for letter, size in sizes.items() if size < 1]:
+            raise ConfigError(f"trainer layout {text!r}: {zero[0]}0: expected 1 or more")
+        layout = cls(
+            data=sizes["d"],
+            shard=sizes.get("s", sizes["d"]),
+            tensor=sizes.get("t", 1),
+            context=sizes.get("c", 1),
+            experts=sizes.get("e", 1),
+        )
+        if layout.data % layout.shard:
+            raise ConfigError(
+                f"trainer layout {text!r}: shards over s{layout.shard} of d{layout.data} "
+                f"ranks: {layout.data} / {layout.shard} is not whole"
+            )
+        copy = layout.shard * layout.context * layout.tensor
+        if copy % layout.experts:
+            raise ConfigError(
+                f"trainer layout {text!r}: experts over e{layout.experts} of the ranks of one "
+                f"copy, {layout.shard} x c{layout.context} x t{layout.tensor} = {copy}: "
+                f"{copy} / {layout.experts} is not whole"
+            )
+        return layout
+
+    def __str__(self) -> str:
+        """The shortest string that is parsed to this."""
+        shard = "" if self.shard == self.data else f"s{self.shard}"
+        others = {"t": self.tensor, "c": self.context, "e": self.experts}
+        return f"d{self.data}{shard}" + "".join(f"{k}{n}" for k, n in others.items() if n > 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each rank has a share of the batch and of the weights, and that is all."""
+        return self == Layout(self.data, self.data)
+
+    @property
+    def ranks(self) -> int:
+        """Of the trainer."""
+        return self.data * self.per_share
+
+    @property
+    def per_share(self) -> int:
+        """Ranks that get the same share of a batch; their numbers follow each other."""
+        return self.context * self.tensor
+
+    @property
+    def averaged(self) -> int:
+        """Ranks whose tokens differ: gradients are averaged over them."""
+        return self.data * self.context
+
+    def check_world(self, ranks: int) -> None:
+        """Compare with the ranks that there are.
+
+        Raises:
+            ConfigError: there are more or fewer.
+        """
+        if ranks != self.ranks:
+            product = f"d{self.data} x t{self.tensor} x c{self.context}"
+            raise ConfigError(
+                f"trainer layout '{self}': {product} = {self.ranks} ranks, but {ranks} started"
+            )
+
+    def check_model(self, heads: int, kv_heads: int, experts: int) -> None:
+        """Compare with a model's sizes.
+
+        Args:
+            heads: of attention.
+            kv_heads: of its keys and values.
+            experts: of a layer; 0: it has none.
+
+        Raises:
+            ConfigError: ranks cannot share them evenly.
+        """
+        for name, count in (("heads", heads), ("key and value heads", kv_heads)):
+            if count % self.per_share:
+                raise ConfigError(
+                    f"trainer layout '{self}': {count} {name} over t{self.tensor} x "
+                    f"c{self.context} = {self.per_share} ranks: {count} / {self.per_share} is "
+                    "not whole"
+                )
+        if self.experts > 1 and not experts:
+            raise ConfigError(f"trainer layout '{self}': expected no e: the model has no experts")
+        if experts % self.experts:
+            raise ConfigError(
+                f"trainer layout '{self}': {experts} experts over e{self.experts} ranks: "
+                f"{experts} / {self.experts} is not whole"
+            )
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A parsed allocation string."""
+
+    inference_replicas: int
+    layout: Layout
+    """Of the trainer."""
+    inference_gpus: int = 1
+    """Of each inference server: its tensor parallelism."""
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.layout.ranks
+
+
+_TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)\+fsdp:(?P<train>[a-z\d]+)")
+_SEED = re.compile(r"sglang\.(?P<gen>[dpt\d]+)\+(?P<train>[a-z\d]+)")
+
+
+def parse_allocation(text: str) -> Allocation:
+    """Read `sglang:d12t2+fsdp:d8t2` or `sglang.d12p1t1+d4p1t1`.
+
+    Raises:
+        ConfigError: the string has another form, asks for pipeline parallelism, or its numbers do
+            not divide each other.
+    """
+    match = _TODAY.fullmatch(text) or _SEED.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"allocation_mode {text!r}: expected e.g. 'sglang:d2+fsdp:d1', "
+            "'sglang:d4t2+fsdp:d8t2c2e4' or 'sglang.d12p1t1+d4p1t1'"
+        )
+    servers = dict(re.findall(r"([dpt])(\d+)", match["gen"]))
+    if int(servers.get("d", 0)) < 1:
+        raise ConfigError(f"allocation_mode {text!r}: {match['gen']!r} needs d1 or more")
+    if int(servers.get("p", 1)) != 1:
+        raise ConfigError(
+            f"allocation_mode {text!r}: {match['gen']!r}: expected p1, servers have no pipeline "
+            "parallelism"
+        )
+    try:
+        layout = Layout.parse(match["train"])
+    except ConfigError as error:
+        raise ConfigError(f"allocation_mode {text!r}: {error}") from None
+    return Allocation(
+        inference_replicas=int(servers["d"]),
+        layout=layout,
+        inference_gpus=max(1, int(servers.get("t", 1))),
+    )

@@ -1,0 +1,84 @@
+"""How an allocation string describes the trainer's ranks, and the products it refuses."""
+
+import pytest
+
+from areal.config.allocation import Layout, parse_allocation
+from areal.config.experiment import GRPOConfig, build_config
+from areal.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "ranks", "per_share", "averaged"),
+    [
+        ("d1", Layout(1, 1), 1, 1, 1),
+        ("d8", Layout(8, 8), 8, 1, 8),
+        ("d16s8", Layout(16, 8), 16, 1, 16),
+        ("d2s1", Layout(2, 1), 2, 1, 2),
+        ("d4t2", Layout(4, 4, tensor=2), 8, 2, 4),
+        ("d8t2c2e4", Layout(8, 8, tensor=2, context=2, experts=4), 32, 4, 16),
+    ],
+)
+def test_layout_when_parsed_then_counts_ranks_and_prints_as_it_was(
+    text, layout, ranks, per_share, averaged
+):
+    parsed = Layout.parse(text)
+    assert parsed == layout
+    assert str(parsed) == text
+    assert (parsed.ranks, parsed.per_share, parsed.averaged) == (ranks, per_share, averaged)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("d6s4", "6 / 4 is not whole"),
+        ("d2t2e8", "2 x c1 x t2 = 4: 4 / 8 is not whole"),
+        ("d4s2e4", "2 / 4 is not whole"),
+        ("d0", "needs d1 or more"),
+        ("t2", "needs d1 or more"),
+        ("d2t0", "t0: expected 1 or more"),
+        ("d2d2", "each letter once"),
+        ("d2p2", "no pipeline parallelism"),
+        ("d2x2", "expected e.g. 'd8'"),
+    ],
+)
+def test_layout_when_numbers_do_not_fit_then_shows_the_arithmetic_in_one_line(text, why):
+    with pytest.raises(ConfigError) as caught:
+        parse_allocation(f"sglang:d1+fsdp:{text}")
+    line = str(caught.value)
+    assert why in line
+    assert text in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "why"),
+    [
+        ("d1t4", (28, 4, 0), None),
+        ("d1t8", (28, 4, 0), "28 heads over t8 x c1 = 8 ranks: 28 / 8 is not whole"),
+        ("d1t4c2", (32, 4, 0), "4 key and value heads over t4 x c2 = 8 ranks"),
+        ("d8e8", (32, 4, 128), None),
+        ("d6e6", (32, 4, 128), "128 experts over e6 ranks: 128 / 6 is not whole"),
+        ("d8e8", (32, 4, 0), "the model has no experts"),
+    ],
+)
+def test_layout_when_the_model_cannot_be_shared_then_shows_the_arithmetic(text, sizes, why):
+    layout = Layout.parse(text)
+    if why is None:
+        layout.check_model(*sizes)
+        return
+    with pytest.raises(ConfigError) as caught:
+        layout.check_model(*sizes)
+    assert why in str(caught.value)
+
+
+def test_layout_when_another_number_of_ranks_started_then_refuses():
+    Layout.parse("d8t2").check_world(16)
+    with pytest.raises(ConfigError, match="d8 x t2 x c1 = 16 ranks, but 8 started"):
+        Layout.parse("d8t2").check_world(8)
+
+
+@pytest.mark.parametrize(("train", "layout"), [("d4t2", "d4t2"), ("d4s2", "d4s2"), ("d4", "")])
+def test_config_when_built_then_engines_have_a_layout_that_is_not_plain(train, layout):
+    overrides = [f"allocation_mode=sglang:d1+fsdp:{train}", "ref.path=models/base"]
+    config = build_config(GRPOConfig, None, overrides)
+    assert config.actor.layout == config.ref.layout == layout
