@@ -133,7 +133,7 @@ def _own_group(parts: list[list[int]]) -> Any:
         return None
     if len(parts) == 1:
         return dist.group.WORLD
-    own, _ = dist.new_subgroups_by_enumeration(parts)
+    own, _ = dist.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
     return own
 
 
