@@ -1,16 +1,25 @@
 """The language-model head: from hidden states to the logprobs and entropies of given tokens.
 
 It runs only where a logprob is wanted, in chunks, so that [T, vocabulary] logits never exist at
-once for a large vocabulary.
+once for a large vocabulary:
+
+    forward    hidden, weight -> logits -> scale, cap, temperature -> logprob, entropy    (dropped)
+    backward   hidden, weight -> logits again -> their gradient -> hidden.grad, weight.grad
+
+A single chunk keeps its probabilities instead. Logits are float32 whatever the weights are, and the
+weight's gradient adds up over the chunks in float32: in 16 bits the last chunks would round away.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from areal.errors import InvalidInput
 
 
 def chosen_logprobs(
@@ -24,35 +33,154 @@ def chosen_logprobs(
         labels: int64 [N].
         temperature: > 0.
         chunk_elements: largest logits tensor.
+
+    Raises:
+        InvalidInput: the head is more than a linear layer.
     """
-
-    def chunk(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_of(_logits(hf, part), part_labels, temperature)
-
-    vocabulary = hf.config.get_text_config().vocab_size
-    size = max(1, chunk_elements // vocabulary)
-    if len(labels) <= size:
-        return chunk(hidden, labels)
-    # Logits are computed again in the backward pass, chunk by chunk.
-    parts = [
-        checkpoint(chunk, part, part_labels, use_reentrant=False)
-        for part, part_labels in zip(
-            torch.split(hidden, size), torch.split(labels, size), strict=True
-        )
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _logits(hf: Any, hidden: Tensor) -> Tensor:
-    """The head, and what the architecture does to its output."""
+    weight, bias = _parameters(hf)
     config = hf.config.get_text_config()
-    logits: Tensor = hf.get_output_embeddings()(hidden)
-    scale = _logit_scale(config)
-    if scale != 1.0:
-        logits = logits * scale
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    transform = _Transform(
+        _logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature
+    )
+    size = max(1, chunk_elements // weight.shape[0])
+    fused: Any = _LinearLogprob.apply
+    logprobs, entropies = fused(hidden, weight, bias, labels, transform, size)
+    return logprobs, entropies
+
+
+def _parameters(hf: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the head, whole; FSDP's hooks have gathered what it shards."""
+    head = hf.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise InvalidInput(
+            f"model {type(hf).__name__} has a head of type {type(head).__name__}: expected Linear"
+        )
+    return _whole(head.weight), None if head.bias is None else _whole(head.bias)
+
+
+def _whole(parameter: Any) -> Any:
+    # Tensor parallelism's shard: every rank computes the same loss from all of it.
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+@dataclass(frozen=True)
+class _Transform:
+    """What happens to the head's output before softmax."""
+
+    scale: float
+    cap: float | None
+    temperature: float
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.cap is None:
+            factor = self.scale / self.temperature
+            return logits if factor == 1.0 else logits.mul_(factor)
+        return logits.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
+
+    def slope_(self, gradient: Tensor, transformed: Tensor) -> Tensor:
+        """Turn the gradient of transformed logits into that of the head's output, in place."""
+        if self.cap is not None:
+            tanh = transformed.mul_(self.temperature / self.cap)
+            gradient.mul_(tanh.square_().neg_().add_(1.0))
+        factor = self.scale / self.temperature
+        return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """log_softmax(transform(hidden @ weight.T + bias)) at the labels, and its entropy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        transform: _Transform,
+        size: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = _wide(hidden)
+        trained = any(ctx.needs_input_grad[:3])
+        once = trained and len(labels) <= size and transform.cap is None
+        logprobs = hidden.new_empty(len(labels), dtype=wide)
+        entropies = torch.empty_like(logprobs)
+        kept: Tensor | None = None
+        matrix = _matrix(weight)
+        for begin in range(0, len(labels), size):
+            part = slice(begin, begin + size)
+            scores = transform.apply_(_logits(hidden[part], matrix, bias))
+            scores.sub_(scores.logsumexp(-1, keepdim=True))
+            logprobs[part] = scores.gather(1, labels[part, None])[:, 0]
+            likely = scores.exp()
+            entropies[part] = scores.mul_(likely).sum(-1).neg_()
+            kept = likely if once else None
+        ctx.save_for_backward(hidden, weight, bias, labels, kept)
+        ctx.transform, ctx.size = transform, size
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, labels, kept = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        wide = _wide(hidden)
+        hidden_grad = torch.empty_like(hidden) if of_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=wide) if of_bias else None
+        matrix = _matrix(weight)
+        for begin in range(0, len(labels), ctx.size):
+            part = slice(begin, begin + ctx.size)
+            rows, chosen, above = hidden[part], labels[part, None], grad[part, None]
+            if kept is not None:
+                change, scores = kept * -above, kept
+            else:
+                scores = ctx.transform.apply_(_logits(rows, matrix, bias))
+                change = scores.softmax(-1).mul_(-above)
+            change.scatter_add_(1, chosen, above)
+            change = ctx.transform.slope_(change, scores)
+            if bias_grad is not None:
+                bias_grad.add_(change.sum(0))
+            narrow = change.to(matrix.dtype)
+            if hidden_grad is not None:
+                hidden_grad[part] = narrow @ matrix
+            if weight_grad is not None:
+                _add_product_(weight_grad, narrow, rows)
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """The weight as it is multiplied: tensor cores add 16-bit products in 32 bits, CPUs do not."""
+    return weight if weight.is_cuda else weight.to(_wide(weight))
+
+
+def _logits(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """[n, dim] -> [n, vocabulary], float32 (float64)."""
+    wide = _wide(rows)
+    if rows.dtype == wide or not rows.is_cuda:
+        return nn.functional.linear(rows.to(wide), matrix, None if bias is None else bias.to(wide))
+    logits: Tensor = torch.mm(rows, matrix.T, out_dtype=wide)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _add_product_(total: Tensor, change: Tensor, rows: Tensor) -> None:
+    """Add change.T @ rows to a float32 (float64) total."""
+    if total.dtype == rows.dtype or not rows.is_cuda:
+        total.addmm_(change.T, rows.to(total.dtype))
+    else:
+        total.add_(torch.mm(change.T, rows, out_dtype=total.dtype))
 
 
 def _logit_scale(config: Any) -> float:
@@ -65,6 +193,8 @@ def _logit_scale(config: Any) -> float:
 
 def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log_softmax(logits / temperature) at the labels, and the entropies without gradient.
+
+    The plain formula: what the self-test compares the head with.
 
     Args:
         logits: [N, vocabulary].
