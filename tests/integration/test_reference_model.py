@@ -38,10 +38,15 @@ class Versions(ServedVersion):
     """Weight-sync whose servers take every version at once."""
 
     def __init__(self) -> None:
+        self.stuck = False
         self.published: list[set[str]] = []
         """Types of the tensors of each version."""
+        self.numbers: list[int] = []
 
     async def publish_version(self, version: PolicyVersion) -> None:
+        if self.stuck:
+            await asyncio.Event().wait()
+        self.numbers.append(version.version)
         self.published.append({tensor.dtype for tensor in version.tensors})
 
 
@@ -72,10 +77,13 @@ class Trial:
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
+        self.stuck = False
+        """Whether weight-sync takes no version."""
 
     def life(self, until: int, *, offload: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """Trains to step `until` as a recipe does; returns the weights of both models."""
         session = Session(self.config)
+        session.weight_sync.stuck = self.stuck
         session.open()
         engines = []
         try:
@@ -99,8 +107,11 @@ class Trial:
                     for name, model in (("actor", actor), ("ref", ref))
                 }
                 self.published = session.weight_sync.published
+                self.versions = session.weight_sync.numbers
                 if until < STEPS:
                     session._checkpoints.settle(wait=True)
+                    if not self.stuck:
+                        session.publishing.settle()
                     raise Crash
         except Crash:
             pass
@@ -189,6 +200,22 @@ def test_resume_when_there_is_a_reference_model_then_the_actor_goes_on_and_the_r
     assert_equal(after["actor"], expected["actor"])
     for found in (expected, before, after):
         assert_equal(found["ref"], reference)
+
+
+def test_resume_when_killed_before_a_version_was_announced_then_publishes_it_first(trial) -> None:
+    """Its checkpoint is whole and committed: the step that it is of is not taken again."""
+    with trial("killed") as killed:
+        killed.stuck = True
+        before = killed.life(1)
+        assert killed.versions == []
+        killed.stuck = False
+        after = killed.life(2)
+        assert killed.versions == [1, 2]
+    with trial("whole") as whole:
+        assert_equal(whole.life(2)["actor"], after["actor"])
+    assert not torch.equal(
+        before["actor"]["model.norm.weight"], after["actor"]["model.norm.weight"]
+    )
 
 
 def test_reference_when_offloaded_then_the_same_training_to_the_bit(trial) -> None:

@@ -44,6 +44,9 @@ containers:
     workingDir: /data
     env:
       - {name: HOME, value: /tmp}
+      # As SGLang has it in its own processes: a group of both may hang otherwise.
+      - {name: NCCL_CUMEM_ENABLE, value: "0"}
+      - {name: NCCL_NVLS_ENABLE, value: "0"}
       # Outlives the container, not the pod: what must be mended is not tried again in place.
       - {name: AREAL_POD_VERDICT, value: /dev/shm/areal-verdict}
       {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}

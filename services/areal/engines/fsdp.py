@@ -28,10 +28,11 @@ from areal.config.checks import check
 from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import checkpoint
 from areal.engines.export.directory import write_directory
-from areal.engines.model import fill, hub_names, source
+from areal.engines.export.exporter import Deliver, Exporter
+from areal.engines.model import fill, source
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
-from areal.engines.parallel.apply import DTYPES, resolve_precision, shard
+from areal.engines.parallel.apply import resolve_precision, shard
 from areal.engines.parallel.memory import checkpoints_activations, recompute_layers
 from areal.engines.parallel.mesh import (
     Mesh,
@@ -69,6 +70,7 @@ class FSDPEngine(TrainEngine):
         self._owns_group = False
         self._mesh: Mesh | None = None
         self._step: TrainStep | None = None
+        self._exporter: Exporter | None = None
         self._sharded = False
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
@@ -119,12 +121,17 @@ class FSDPEngine(TrainEngine):
             sharded=self._sharded,
             total_train_steps=total_train_steps,
         )
+        limit = config.distributed_timeout_seconds
+        self._exporter = Exporter(hf, Path(config.path), self.device, limit)
         if self._step.optimizer is not None:
             checkpoint.make_optimizer_state(self._step.optimizer)
+            self._step.optimizer.register_step_pre_hook(lambda *_: self.exporter.wait_gathered())
 
     def destroy(self) -> None:
         self._wait_for_save()
-        self._step = None
+        if self._exporter is not None:
+            self._exporter.wait_gathered()
+        self._step = self._exporter = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -139,6 +146,13 @@ class FSDPEngine(TrainEngine):
         if self._step is None:
             raise InvalidInput("the engine has no model: expected initialize() first")
         return self._step
+
+    @property
+    def exporter(self) -> Exporter:
+        """What brings the weights to rank 0; raises as `step`."""
+        if self._exporter is None:
+            raise InvalidInput("the engine has no model: expected initialize() first")
+        return self._exporter
 
     @property
     def model(self) -> PackedCausalLM:
@@ -193,32 +207,19 @@ class FSDPEngine(TrainEngine):
 
     # -- weights and checkpoints ---------------------------------------------------------------
 
-    @torch.no_grad()
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        hf = self.model.hf
+        self._reshard()
+        for bucket in self.exporter.gathering(dtype).buckets():
+            for name, tensor in bucket:
+                yield name, tensor.cpu()
+
+    def export(self, dtype: str | None, deliver: Deliver) -> Future[None]:
+        self._reshard()
+        return self.exporter.begin(dtype, deliver)
+
+    def _reshard(self) -> None:
         if self._sharded:
             self.model.reshard()  # type: ignore[operator]
-        live, exported = hub_names.live_tensors(hf), set[str]()
-        for step in hub_names.export_steps(hf):
-            whole = (self._whole(live[name], dtype) for name in step.names)
-            if self.rank != 0:
-                for _ in whole:
-                    pass
-                continue
-            for name, tensor in step.run(hf, whole):
-                exported.add(name)
-                yield name, tensor
-        if self.rank == 0:
-            yield from hub_names.bystanders(hf, Path(self.config.path), exported)
-
-    def _whole(self, live: Tensor, dtype: str | None) -> Tensor:
-        """Gathered from all ranks; on rank 0 a copy, so that the next step does not change it."""
-        full = live.detach()
-        full = full.full_tensor() if hasattr(full, "full_tensor") else full
-        if self.rank != 0:
-            return full
-        target = DTYPES[dtype] if dtype and full.is_floating_point() else full.dtype
-        return full.to(device="cpu", dtype=target, copy=True)
 
     def save(self, directory: str | Path, dtype: str | None = None) -> None:
         tensors = self.iter_full_tensors(dtype)
@@ -231,8 +232,8 @@ class FSDPEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        if self._sharded:
-            self.model.reshard()  # type: ignore[operator]
+        self._reshard()
+        self.exporter.wait_gathered()
         fill.load_own(self.model.hf, Path(directory))
 
     def save_checkpoint(
@@ -243,8 +244,7 @@ class FSDPEngine(TrainEngine):
         background: bool = False,
     ) -> Future[None]:
         self._wait_for_save()
-        if self._sharded:
-            self.model.reshard()  # type: ignore[operator]
+        self._reshard()
         state = {
             "version": self._version,
             "optimizer_steps": self.step.steps_taken,
@@ -259,8 +259,8 @@ class FSDPEngine(TrainEngine):
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         self._wait_for_save()
-        if self._sharded:
-            self.model.reshard()  # type: ignore[operator]
+        self.exporter.wait_gathered()
+        self._reshard()
         tensors = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
         state = checkpoint.load(Path(directory), tensors, self._checkpoint_group, self.rank)
         self._version = int(state["version"])

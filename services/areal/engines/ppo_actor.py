@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.config.training import PPOActorConfig, RefConfig
-from areal.engines.export.publishing import host_tensors, make_publisher
+from areal.engines.export.publishing import make_publisher
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.models.directory import serving_dtype
 from areal.training.session import current_session
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from areal.algorithms.packing import Batch
+    from areal.weights.safetensors import HostTensor
 
 # Statistics under the names of the metrics row.
 _ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences": "samples"}
@@ -79,8 +80,10 @@ class FSDPPPOActor:
             random_state.restore(drawn)
         self.engine.set_version(session.step)
         if session.any_rank(session.rank == 0 and session.step > session.published_version):
-            # Redis is a new one: no one serves, or knows of, the weights to continue from.
+            # Its checkpoint was whole before the version had left, or Redis is a new one: no one
+            # serves, or knows of, the weights to continue from.
             self._publish(WeightUpdateMeta(), session.step)
+            session.publishing.settle()
 
     def get_version(self) -> int:
         """Finished train steps: where a resumed run's loop continues."""
@@ -160,7 +163,9 @@ class FSDPPPOActor:
         """Publishes the new policy and ends the train step.
 
         The weights become version = finished steps; generation continues meanwhile and servers take
-        them over in place. Then the checkpoint policy is applied, and what it saved is committed.
+        them over in place. They leave beside the next step, whose optimizer waits until they have
+        been gathered; the version before has left by then. Then the checkpoint policy is applied,
+        and what it saved is committed.
         Steps that a resumed run replays are not published again: servers are ahead already. A
         step whose gradient was skipped is published like any other: the version is the clock by
         which the ledger admits and ages groups, and the next batch waits for a server to confirm
@@ -168,11 +173,13 @@ class FSDPPPOActor:
 
         Raises:
             StaleIncarnation: A newer trainer has taken over.
+            TransportError | WaitTimeout: The version before could not be published.
             InvalidInput: This model is frozen.
         """
         if self.frozen:
             raise InvalidInput("upload_weights: this model is frozen, call it on the actor")
         session = self.session
+        session.confirm_version()  # that of the step before, beside which this step was taken
         start = time.monotonic()
         version = session.step + 1
         session.status.saving(f"publishing version {version}")
@@ -180,7 +187,8 @@ class FSDPPPOActor:
         if session.any_rank(session.rank == 0 and version > session.published_version):
             session.trace.publishing(version)
             self._publish(meta, version)
-        session.row["publish_seconds"] = time.monotonic() - start
+        waited, self.engine.exporter.waited_s = self.engine.exporter.waited_s, 0.0
+        session.row["publish_seconds"] = time.monotonic() - start + waited
         session.finish_step()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
@@ -193,19 +201,20 @@ class FSDPPPOActor:
         return self.engine.save_checkpoint(directory, background=True)
 
     def _publish(self, meta: WeightUpdateMeta, version: int) -> None:
-        """Every rank takes part in gathering; rank 0 publishes."""
+        """Every rank takes part in gathering; rank 0 publishes, in a thread."""
         session = self.session
         source, gpu = Path(self.engine.config.path), self.engine.device.type == "cuda"
         dtype = serving_dtype(session.config.model.dtype, source, gpu=gpu)
-        tensors = list(self.engine.iter_full_tensors(dtype))
+        phase = session.trace.phase_active()
 
-        def publish() -> None:
+        def publish(tensors: tuple[HostTensor, ...]) -> None:
             if self._publisher is None or self._publisher[0] != meta:
                 publisher = make_publisher(session.config, session.security, meta, session.offer)
                 self._publisher = meta, publisher
-            self._publisher[1].publish(
-                NewVersion(version, session.incarnation, host_tensors(tensors), source),
-                session.publish,
-            )
+            with phase:
+                self._publisher[1].publish(
+                    NewVersion(version, session.incarnation, tensors, source), session.publish
+                )
 
-        session.on_rank0(publish)
+        size = sum(p.numel() * p.element_size() for p in self.engine.model.hf.parameters())
+        session.publishing.begin(version, self.engine.export(dtype, publish), size)

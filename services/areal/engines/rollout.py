@@ -2,7 +2,8 @@
 
 A batch call of step s: submit rows (as far as the queue needs), wait until a server has confirmed
 version s-1, then `TakeBatch(s)` until the ledger has B groups; rank 0 takes the manifest, every
-rank fetches its share of the groups.
+rank fetches its share of the groups. A batch that is at hand is taken while version s-1 is still on
+its way, and computed with beside that.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class RemoteSGLangEngine:
         feeder = self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
         self.session.begin_step()
         self.session.on_rank0(lambda: feeder.refill(spec))
-        self.session.confirm_version()
+        # A batch that is at hand is computed with while the last version leaves: `upload_weights`
+        # waits for a server to confirm that one. For a fresh batch (0) it must be served first.
+        if not (self.session.publishing.pending and self.config.max_head_offpolicyness):
+            self.session.confirm_version()
         return self._take(spec, feeder)
 
     def rollout_batch(
@@ -111,6 +115,7 @@ class RemoteSGLangEngine:
             WaitTimeout: As for `prepare_batch`.
         """
         session = self.session
+        session.publishing.settle()
         pinned = session.on_rank0(lambda: evaluation.pinned(session, name, version))
         if (known := evaluation.recorded(session, name, version)) is not None:
             return known
@@ -141,6 +146,9 @@ class RemoteSGLangEngine:
             if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
+            if session.publishing.pending:  # no batch to compute with beside it
+                session.confirm_version()
+                continue
             if taken.state is TakeState.EXHAUSTED:
                 raise errors.WorkflowError(
                     f"step {session.step + 1}: no group was accepted ({taken.waiting_for})"
@@ -165,10 +173,11 @@ class RemoteSGLangEngine:
         """Asks for the batch once, and sees to the rows that are queued meanwhile (rank 0)."""
         session = self.session
         full = feeder is not None and feeder.held_back is not None
+        at_once = session.publishing.pending
         taken = session.ledger.take(
             session.step + 1,
             task_ids,
-            max_wait_s=_HELD_BACK_POLL_S if full else POLL_S,
+            max_wait_s=0.0 if at_once else _HELD_BACK_POLL_S if full else POLL_S,
             refill_below=feeder.refill_below if feeder is not None else 0,
         )
         waiting = taken.state in (TakeState.WAITING, TakeState.CHECKPOINT_FIRST)

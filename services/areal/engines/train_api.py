@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from areal.algorithms.packing import Batch
+    from areal.weights.safetensors import HostTensor
 
 LossFn = Callable[
     ["torch.Tensor", "torch.Tensor", "Batch"], tuple["torch.Tensor", dict[str, "torch.Tensor"]]
@@ -113,8 +114,8 @@ class TrainEngine(abc.ABC):
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the weights for export; collective: every rank runs it to its end.
 
-        Rank 0 holds one conversion group at a time (the experts of one layer, say), besides what
-        the caller keeps.
+        Rank 0 holds one bucket at a time (512 MiB, or one conversion group: the experts of a layer,
+        say), besides what the caller keeps. The others never hold a whole tensor.
 
         Args:
             dtype: `float32`, `bfloat16`, ... to cast floating tensors to; None: as trained.
@@ -123,6 +124,24 @@ class TrainEngine(abc.ABC):
             On rank 0 (name, CPU tensor), exactly those that `save_pretrained` writes: the Hub's
             names and shapes, tied weights once. Then, unchanged, what the model's directory has
             beside it (layers for speculative decoding, say). On other ranks nothing.
+        """
+
+    @abc.abstractmethod
+    def export(
+        self, dtype: str | None, deliver: Callable[[tuple[HostTensor, ...]], None]
+    ) -> Future[None]:
+        """Gather the weights beside what follows; collective.
+
+        Only the next change of the weights (an optimizer step, `load`) waits until they have been
+        gathered.
+
+        Args:
+            dtype: as for `iter_full_tensors`.
+            deliver: called in a thread of rank 0 with what `iter_full_tensors` yields, as bytes.
+
+        Returns:
+            Done, on rank 0, when `deliver` has returned, or with its error; elsewhere when this
+            rank has sent its part.
         """
 
     @abc.abstractmethod

@@ -12,6 +12,7 @@ waits for is in `waits`, named.
 
 | wait                     | on          | unblocked by            | deadline                |
 |--------------------------|-------------|-------------------------|-------------------------|
+| version s-1 published    | its threads | background_publish.py   | by the model's bytes    |
 | version s-1 confirmed    | weight-sync | one server confirmed it | rollout.setup_timeout_s |
 | batch of step s          | buffer      | B groups are complete   | 3 x request_timeout_s   |
 | checkpoint being written | this disk   | checkpoint_writer.py    | CHECKPOINT_TIMEOUT_S    |
@@ -37,6 +38,7 @@ from areal.config.experiment import GRPOConfig
 from areal.protocol.leases import Take
 from areal.recipe import Recipe
 from areal.security import Security
+from areal.training.background_publish import BackgroundPublish
 from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
 from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
@@ -115,6 +117,8 @@ class TrainerSession(Ranks):
         self.waits.watch(self.status.waits)
         self._checkpoints = CheckpointWriter(self, self.folder, self._commit)
         self.waits.watch(self._checkpoints.waits)
+        self.publishing = BackgroundPublish(self)
+        self.waits.watch(self.publishing.waits)
         self._files: RunFiles | None = None
         self._progress = ProgressLog(config.total_train_steps)
         self._step_started = time.monotonic()
@@ -183,8 +187,10 @@ class TrainerSession(Ranks):
             except TrainerStopped:
                 self._log.info("stopping", step=self.step)
                 self.save_checkpoint()
+                self.publishing.settle()
                 raise
             self.save_checkpoint()
+            self.publishing.settle()
             cancelled = self.ledger.cancel_train_tasks("run finished")
             if self.rank == 0:
                 self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
@@ -217,28 +223,32 @@ class TrainerSession(Ranks):
         )
 
     def confirm_version(self) -> None:
-        """Waits until one server has confirmed the weights of the last finished step (L5)."""
+        """Waits until one server has confirmed the weights of the last finished step (L5).
+
+        They may still be on their way to it.
+        """
 
         def wait() -> None:
             if self.step <= self.published_version:
                 self._wait_confirmed(self.step, f"a server to confirm version {self.step}")
 
         started = time.monotonic()
+        self.publishing.settle()
         self.on_rank0(wait)
-        self.row["confirm_seconds"] = time.monotonic() - started
+        waited = self.row.get("confirm_seconds", 0.0) + time.monotonic() - started
+        self.row["confirm_seconds"] = waited
 
     def publish(self, version: PolicyVersion) -> None:
-        """Announces the weights of the step that ends (rank 0)."""
-        with self.trace.phase_active():
-            self._ask_weight_sync(
-                lambda: self.weight_sync.publish_version(version),
-                f"publishing version {version.version}",
-                RETRY_S + patience_s(version.size_bytes),
-            )
+        """Announces weights that are complete (rank 0, in any thread)."""
+        self._ask_weight_sync(
+            lambda: self.weight_sync.publish_version(version),
+            f"publishing version {version.version}",
+            RETRY_S + patience_s(version.size_bytes),
+        )
         self.published_version = self.served_version = version.version
 
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
-        """Announces weights that are about to be broadcast (rank 0)."""
+        """Announces weights that are about to be broadcast (rank 0, in any thread)."""
         return self._ask_weight_sync(
             lambda: self.weight_sync.offer_version(version, offer),
             f"offering version {version.version}",

@@ -14,12 +14,15 @@ version gets a new one, of those that serve then.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from areal.errors import InvalidInput
 from areal.weights.manifest import WeightTensor
 from areal.weights.publisher import patience_s
+
+T = TypeVar("T")
 
 JOIN_S = 10.0
 """The trainer waits so long for every member; then it goes another way. Members wait a little
@@ -27,7 +30,8 @@ longer: the trainer's end tells them, and only a member that is stuck misses its
 MEMBER_JOIN_S = 12.0
 MEMBER_ANSWER_S = 15.0
 BUCKET_BYTES = 512 << 20
-"""What SGLang is told to receive at once: it allocates that much beside its weights."""
+"""What the trainer gathers, and what SGLang is told to receive, at once: either allocates that much
+beside its weights."""
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """torch's names, as SGLang's requests want them."""
@@ -75,23 +79,26 @@ class Seat:
     world_size: int
 
 
+def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in their order, together as long as their sizes add up to at most so much.
+
+    One that is larger than that is a run of its own.
+    """
+    run, total = list[T](), 0
+    for item in items:
+        own = size(item)
+        if run and total + own > most:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += own
+    if run:
+        yield run
+
+
 def buckets(tensors: Iterable[WeightTensor]) -> Iterator[list[WeightTensor]]:
     """Runs of tensors of at most `BUCKET_BYTES`, or of one; raises InvalidInput for odd dtypes."""
-    bucket: list[WeightTensor] = []
-    size = 0
-    for tensor in tensors:
-        if tensor.dtype not in DTYPES:
-            raise InvalidInput(
-                f"tensor {tensor.name} has dtype {tensor.dtype}, expected one of {sorted(DTYPES)}"
-            )
-        own = _size_of(tensor)
-        if bucket and size + own > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += own
-    if bucket:
-        yield bucket
+    return runs(tensors, _size_of, BUCKET_BYTES)
 
 
 def bucket_s(bucket: Sequence[WeightTensor]) -> float:
@@ -100,4 +107,8 @@ def bucket_s(bucket: Sequence[WeightTensor]) -> float:
 
 
 def _size_of(tensor: WeightTensor) -> int:
+    if tensor.dtype not in DTYPES:
+        raise InvalidInput(
+            f"tensor {tensor.name} has dtype {tensor.dtype}, expected one of {sorted(DTYPES)}"
+        )
     return math.prod(tensor.shape) * _BYTES[tensor.dtype]

@@ -38,7 +38,7 @@ from areal.weights.publisher import (
     manifest_of,
     write_at,
 )
-from areal.weights.safetensors import HostTensor, TensorPlace, digest_of, plan_layout
+from areal.weights.safetensors import HostTensor, TensorPlace, plan_layout
 
 
 class DiskPublisher:
@@ -128,7 +128,7 @@ def write_version(folder: Path, new: NewVersion) -> PolicyVersion:
         def write(place: TensorPlace) -> str:
             tensor: HostTensor = by_name[place.name]
             write_at(descriptor, tensor.data, place.begin)
-            return digest_of(tensor.data)
+            return tensor.digest
 
         digests = dict(
             zip(

@@ -9,7 +9,8 @@
 The servers that serve get the weights from this process's memory, before anything is written.
 Newcomers, and servers that the broadcast did not reach, read what was stored. A broadcast that
 fails costs its deadline at most and never the version; the next one is tried with a new group,
-of the servers that serve then.
+of the servers that serve then. After three failures in a row some versions are only stored before
+the next try, twice as many after each, 64 at most.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from areal.weights.broadcast import DTYPES, JOIN_S, Offer, Seats, bucket_s, buck
 from areal.weights.manifest import PolicyVersion, WeightTensor, assemble_manifest
 from areal.weights.process_group import ProcessGroup, address_towards
 from areal.weights.publisher import NewVersion, Publisher, TransportError, in_threads
-from areal.weights.safetensors import HostTensor, digest_of
+from areal.weights.safetensors import HostTensor
 
-_GIVE_UP_AFTER = 3
+_REST_AFTER = 3
+_LONGEST_REST = 64
 _GRACE_S = 5.0
 
 
@@ -63,11 +65,14 @@ class DistributedPublisher:
         self._backend = "nccl" if torch.cuda.is_available() else "gloo"
         self._group: tuple[str, ProcessGroup] | None = None
         self._failures = 0
+        self._resting = 0
+        """Versions that are only stored before a broadcast is tried again."""
         self._log = get_logger("areal.weights.distributed")
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
         """Broadcasts and stores at once; returns when both have ended."""
-        if self._failures >= _GIVE_UP_AFTER:
+        if self._resting:
+            self._resting -= 1
             return self._stored.publish(new, announce)
         manifest, ended = self._describe(new), queue.SimpleQueue[str]()
         try:
@@ -104,7 +109,7 @@ class DistributedPublisher:
 
     def _describe(self, new: NewVersion) -> PolicyVersion:
         """The manifest of a version without files."""
-        digests = in_threads(lambda tensor: digest_of(tensor.data), new.tensors)
+        digests = in_threads(lambda tensor: tensor.digest, new.tensors)
         tensors = [
             WeightTensor(t.name, t.shape, t.dtype, digest)
             for t, digest in zip(new.tensors, digests, strict=True)
@@ -143,7 +148,7 @@ class DistributedPublisher:
             cause = ended.get(timeout=deadline)
         except queue.Empty:
             cause = f"the broadcast has not ended within {deadline:.0f} s, and is left alone"
-            self._failures = _GIVE_UP_AFTER
+            self._failures = max(self._failures, _REST_AFTER - 1)
         if cause:
             self._failed(version, cause)
         else:
@@ -151,12 +156,17 @@ class DistributedPublisher:
 
     def _failed(self, version: int, cause: str) -> None:
         self._failures += 1
+        if self._failures >= _REST_AFTER:
+            self._resting = min(_LONGEST_REST, 2**self._failures)
+        if self._backend == "nccl":  # the servers' own has to be the same, and to be set up so
+            here = ".".join(map(str, torch.cuda.nccl.version()))
+            cause = f"{cause} (NCCL {here} here)"
         self._log.warning(
             "transport_fell_back",
             version=version,
             to=self._stored.name,
             cause=f"distributed: {cause}"[:500],
-            given_up=self._failures >= _GIVE_UP_AFTER,
+            tried_again_after_versions=self._resting,
         )
 
 

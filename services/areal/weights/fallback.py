@@ -16,14 +16,22 @@ from areal.weights.manifest import (
 )
 from areal.weights.publisher import NewVersion, Publisher, TransportError
 
+_TRY_AGAIN_AFTER = 16
+
 
 class FallbackPublisher:
-    """Tries each in order; the one that worked is tried first the next time."""
+    """Tries each in order; the one that worked is tried first for the next versions.
+
+    After 16 of them the order is again the configured one: a store comes back, a volume is cleaned.
+    """
 
     name = "fallback"
 
     def __init__(self, publishers: Sequence[Publisher]) -> None:
+        self._configured = tuple(publishers)
         self._publishers = list(publishers)
+        self._fallen_back = 0
+        """Versions until the configured order is tried again."""
         self._model: tuple[Path, PolicyVersion] | None = None
         self._log = get_logger("areal.weights")
 
@@ -34,6 +42,10 @@ class FallbackPublisher:
             InvalidInput: The model has other tensors, so no way can carry these.
         """
         self._check(new)
+        if self._fallen_back:
+            self._fallen_back -= 1
+            if not self._fallen_back:
+                self._publishers = list(self._configured)
         causes: list[str] = []
         for publisher in list(self._publishers):
             try:
@@ -50,6 +62,7 @@ class FallbackPublisher:
                 )
                 self._publishers.remove(publisher)
                 self._publishers.insert(0, publisher)
+                self._fallen_back = _TRY_AGAIN_AFTER
             return published
         raise TransportError(f"version {new.version} cannot be published: {'; '.join(causes)}")
 

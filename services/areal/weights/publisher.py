@@ -18,7 +18,7 @@ from areal.weights.manifest import (
     assemble_manifest,
     version_name,
 )
-from areal.weights.safetensors import HostTensor, Layout, digest_of, plan_layout
+from areal.weights.safetensors import HostTensor, Layout, plan_layout
 
 # What a server may read beside the weights.
 _COMPANIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -90,7 +90,7 @@ def describe(new: NewVersion) -> tuple[PolicyVersion, Layout]:
     layout = plan_layout(new.tensors)
     by_name = {tensor.name: tensor for tensor in new.tensors}
     names = [place.name for place in layout.places]
-    digests = in_threads(lambda name: digest_of(by_name[name].data), names)
+    digests = in_threads(lambda name: by_name[name].digest, names)
     return manifest_of(new, layout, dict(zip(names, digests, strict=True))), layout
 
 

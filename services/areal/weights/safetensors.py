@@ -46,6 +46,13 @@ class HostTensor:
     """safetensors' name: F32, BF16, F16, F64."""
     data: memoryview
     """Contiguous, row-major."""
+    known_digest: str = ""
+    """xxh3-128 of the data, where it was made beside the gathering; empty: not yet."""
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of the data, hex."""
+        return self.known_digest or digest_of(self.data)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
@@ -29,7 +29,7 @@ from areal.weights.safetensors import TensorPlace
 from areal_inference.api import RequestError, SchemaError
 from areal_inference.http_api.requests import COMMON, json_response, read_object
 from areal_inference.model.config import ModelConfig
-from areal_inference.model.sources import Stored, WeightError
+from areal_inference.model.sources import Stored, WeightError, one_by_one
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,10 @@ class MemorySource:
 
         data = self._data[stored.place.name]
         return data.view(-1).view(torch.uint8).numpy().data
+
+    def together(self, names: Iterable[str]) -> list[list[str]]:
+        """See `Source`."""
+        return one_by_one(self, names)
 
     def close(self) -> None:
         """Forgets them."""

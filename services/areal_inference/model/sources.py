@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Protocol
 
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput
+from areal.weights.broadcast import runs
 from areal.weights.delta import FILE, Delta, open_delta
 from areal.weights.manifest import MANIFEST, PolicyVersion, read_manifest, weight_files
 from areal.weights.objects import ObjectStore, open_remote
@@ -31,7 +32,7 @@ from areal.weights.safetensors import (
     parse_header,
     read_layout,
 )
-from areal.weights.store_client import StoreConnection
+from areal.weights.store_client import CHUNK_BYTES, StoreConnection
 from areal_inference.model.config import ModelError
 
 
@@ -56,6 +57,9 @@ class Source(Protocol):
 
     def read(self, stored: Stored) -> memoryview:
         """A tensor's bytes, writable, good until this thread reads the next one."""
+
+    def together(self, names: Iterable[str]) -> list[list[str]]:
+        """The tensors in the order to read them; what is read together, by one thread."""
 
     def close(self) -> None:
         """Closes files and connections."""
@@ -98,6 +102,10 @@ class FolderSource:
         """See `Source`; nothing is copied."""
         return memoryview(self._mapped[stored.file])[stored.place.begin : stored.place.end]
 
+    def together(self, names: Iterable[str]) -> list[list[str]]:
+        """See `Source`: each by itself, the largest first."""
+        return one_by_one(self, names)
+
     def close(self) -> None:
         """Unmaps."""
         # While a tensor still looks into a file it stays mapped.
@@ -106,7 +114,10 @@ class FolderSource:
 
 
 class StoreSource:
-    """Ranges of a store's files, a connection and a buffer for each thread that reads."""
+    """Ranges of a store's files, a connection and a buffer for each thread that reads.
+
+    A request brings neighbors in a file, up to CHUNK_BYTES: a model has hundreds of small tensors.
+    """
 
     def __init__(self, location: str, headers: Mapping[str, str]) -> None:
         self._location = location
@@ -121,16 +132,36 @@ class StoreSource:
             if file.name.endswith(SUFFIX)
         }
         self.tensors = _collect(layouts, manifest, location)
+        self._pieces = {
+            place.name: (file, run[0].begin, run[-1].end)
+            for file, layout in layouts.items()
+            for run in runs(layout.places, lambda place: place.end - place.begin, CHUNK_BYTES)
+            for place in run
+        }
 
     def read(self, stored: Stored) -> memoryview:
-        """See `Source`; the buffer is this thread's own and grows to the largest tensor."""
-        size = stored.place.end - stored.place.begin
+        """See `Source`; the buffer is this thread's own and grows to the largest piece."""
+        piece = self._pieces[stored.place.name]
+        file, begin, end = piece
         buffer: bytearray | None = getattr(self._lanes, "buffer", None)
-        if buffer is None or len(buffer) < size:
-            self._lanes.buffer = buffer = bytearray(size)
-        target = memoryview(buffer)[:size]
-        self._connection()[0].read_into(self._name, stored.file, stored.place.begin, target)
-        return target
+        if buffer is None or len(buffer) < end - begin:
+            self._lanes.buffer = buffer = bytearray(end - begin)
+            self._lanes.piece = None
+        target = memoryview(buffer)
+        if getattr(self._lanes, "piece", None) != piece:
+            self._lanes.piece = None
+            self._connection()[0].read_into(self._name, file, begin, target[: end - begin])
+            self._lanes.piece = piece
+        return target[stored.place.begin - begin : stored.place.end - begin]
+
+    def together(self, names: Iterable[str]) -> list[list[str]]:
+        """See `Source`: neighbors in a file, as many as one request brings."""
+        wanted = set(names)
+        found: dict[tuple[str, int, int], list[str]] = {}
+        for name, piece in self._pieces.items():
+            if name in wanted:
+                found.setdefault(piece, []).append(name)
+        return [found[piece] for piece in sorted(found, key=lambda p: p[1] - p[2])]
 
     def close(self) -> None:
         """Closes every connection."""
@@ -184,6 +215,10 @@ class DeltaSource:
         self._delta.apply(stored.place.name, stored.place.dtype, data)
         return data
 
+    def together(self, names: Iterable[str]) -> list[list[str]]:
+        """See `Source`: each by itself, the largest first."""
+        return one_by_one(self, names)
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -229,6 +264,12 @@ def open_changes(
         buffer = bytearray(wanted.size_bytes)
         store.read_into(name, FILE, 0, memoryview(buffer))
     return DeltaSource(manifest, open_delta(bytes(buffer), wanted), held)
+
+
+def one_by_one(source: Source, names: Iterable[str]) -> list[list[str]]:
+    """`Source.together` where nothing is gained by reading neighbors at once."""
+    places = {name: source.tensors[name].place for name in names}
+    return [[n] for n in sorted(places, key=lambda n: places[n].begin - places[n].end)]
 
 
 def _is_remote(location: str) -> bool:

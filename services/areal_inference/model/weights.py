@@ -181,13 +181,13 @@ def _load(
     _check(location, source, expected, config)
     weights.sums.clear()
 
-    def fill(name: str) -> None:
+    def fill(names: list[str]) -> None:
         # Inference mode belongs to a thread.
         with torch.inference_mode():
-            _fill(location, source, source.tensors[name], weights.views[name])
+            for name in names:
+                _fill(location, source, source.tensors[name], weights.views[name])
 
-    largest_first = sorted(weights.views, key=lambda name: -weights.views[name].target.numel())
-    in_threads(fill, largest_first)
+    in_threads(fill, source.together(weights.views))
     if config.tie_word_embeddings:
         tied = _View(weights.head.t(), tuple(weights.embed.shape))
         for part, rows in zip(

@@ -26,7 +26,14 @@ from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, CannotStart, WaitTimeout
 from areal_launch.clusters.base import EVERYWHERE, HOST, Cluster, Placement, count_nodes
 from areal_launch.processes.descendants import STACK_VARIABLE
-from areal_launch.processes.process import Child, Life, Node, ProcessSpec, child_environment
+from areal_launch.processes.process import (
+    CHILD_ENVIRONMENT,
+    Child,
+    Life,
+    Node,
+    ProcessSpec,
+    child_environment,
+)
 
 # Without GPUs processes share cores, as they do on one machine.
 _SHARED_CPU = 0.1
@@ -293,11 +300,11 @@ class RayLife:
     def _environment(self) -> dict[str, str]:
         """What a child gets beside the node's own environment."""
         whole = child_environment(self._stack_id, self._spec.name, {})
-        keys = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED")
-        own = {key: whole[key] for key in (*keys, STACK_VARIABLE, PROCESS_VARIABLE)}
+        keys = ("PYTHONPATH", *CHILD_ENVIRONMENT, STACK_VARIABLE, PROCESS_VARIABLE)
+        own = {key: whole[key] for key in keys}
         # Which GPUs a bundle has is for Ray to say.
         given = {k: v for k, v in self._spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
-        return {**own, "TOKENIZERS_PARALLELISM": "false", **given}
+        return {**own, **given}
 
     async def _wait_all(self) -> int:
         waiting = {asyncio.ensure_future(self._wait_one(actor)) for actor in self._actors}

@@ -9,10 +9,12 @@ from typing import Any
 
 import yaml
 
+from areal.config.services import in_object_store
 from areal.errors import ArealError, NotFound
 from areal_launch.clusters.kubernetes import Release
 from areal_launch.clusters.kubernetes_api import KubernetesApi
 from areal_launch.doctor.local import Finding, examine, missing, note, ok
+from areal_launch.doctor.preflight import weights_problem
 
 OLDEST = (1, 20)
 _TRAINER_KINDS = ("kubeflow.org/v1/PyTorchJob", "trainer.kubeflow.org/v1alpha1/TrainJob")
@@ -57,6 +59,7 @@ class ClusterDoctor:
                 "API versions": self._kinds,
                 "permissions": self._permissions,
                 "storage class": self._storage,
+                "bucket": self._bucket,
                 "images": self._images,
                 "GPUs": self._gpus,
                 "network": self._network,
@@ -127,6 +130,16 @@ class ClusterDoctor:
             fix = "a role that may create them in the namespace"
             return missing("permissions", f"may not create {', '.join(refused)}", fix)
         return ok("permissions", "may create all objects of the chart")
+
+    def _bucket(self) -> Finding:
+        """Asked from here: pods may have another identity, but not another bucket."""
+        path = self._release.config.weight_sync.path
+        if not in_object_store(path):
+            return ok("bucket", "none: versions are on a volume or in weight-sync's store")
+        if why := weights_problem(self._release.config):
+            fix = "create it, or grant access; if only the pods have access, their logs must say so"
+            return note("bucket", why, f"{fix} (else: transport_fell_back)")
+        return ok("bucket", f"{path} can be written, listed and deleted in from here")
 
     def _storage(self) -> Finding:
         claims = [each["spec"] for each in self._objects if each["kind"] == "PersistentVolumeClaim"]

@@ -21,12 +21,15 @@ from areal_launch.processes.keeper import keeper_argv
 from areal_launch.processes.log_tail import read_end
 from areal_launch.processes.probes import Probe
 
-# Many processes share few cores: each one's thread pools would fight the others'.
-_CHILD_ENVIRONMENT = {
+# Many processes share few cores: each one's thread pools would fight the others'. As for NCCL,
+# SGLang turns both off in its own processes: a group of trainer and servers may hang otherwise.
+CHILD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
 }
 # A keeper needs some 0.1 s to start its process, and less to end what the process has left.
 _KEEPER_S = 60.0
@@ -84,7 +87,7 @@ def python_environment() -> dict[str, str]:
 def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child: ours without secrets, bounded thread pools, the stack's tags."""
     tags = {STACK_VARIABLE: stack_id, PROCESS_VARIABLE: process}
-    return {**without_secrets(python_environment()), **_CHILD_ENVIRONMENT, **tags, **extra}
+    return {**without_secrets(python_environment()), **CHILD_ENVIRONMENT, **tags, **extra}
 
 
 class Child:

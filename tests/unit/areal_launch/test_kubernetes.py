@@ -16,6 +16,7 @@ from tests.kubernetes_api import SERVED, ApiServer
 
 from areal.config.experiment import GRPOConfig, build_config, load_service_config
 from areal.errors import ArealError, CannotStart, ConfigError, NotFound
+from areal.weights import objects
 from areal_launch.clusters.kubernetes import (
     Release,
     allocation_values,
@@ -315,6 +316,25 @@ def healthy(api: ApiServer, *, kubeflow: bool = True) -> None:
 def diagnose(tmp_path: Path, *overrides: str) -> dict[str, Any]:
     config = make(tmp_path, *overrides)
     return {each.name: each for each in ClusterDoctor(Release(config, tmp_path / "f")).examine()}
+
+
+@needs_helm
+def test_doctor_when_the_bucket_cannot_be_written_then_says_so_before_the_run(
+    tmp_path: Path, api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy(api)
+    assert diagnose(tmp_path)["bucket"].verdict is CheckResult.OK
+    monkeypatch.setattr(objects, "_RETRIED_FOR_S", 0.1)
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_REGION": "x",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = diagnose(tmp_path, "weight_sync.path=s3://models/run")["bucket"]
+    assert found.verdict is CheckResult.NOTE
+    assert "'s3://models/run': cannot write, list and delete there" in found.found
 
 
 @needs_helm

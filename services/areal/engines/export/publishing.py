@@ -62,19 +62,9 @@ def make_publisher(
 
 
 def host_tensors(tensors: Iterable[tuple[str, Tensor]]) -> tuple[HostTensor, ...]:
-    """CPU tensors as bytes; shares their memory."""
-    import torch
+    """Tensors as bytes, with their digests; those of a CPU share their memory."""
+    from areal.engines.export.pinned import ToHost
 
-    names = {
-        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-        torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-    }  # fmt: skip
-    return tuple(
-        HostTensor(
-            name,
-            tuple(tensor.shape),
-            names[tensor.dtype],
-            tensor.contiguous().view(-1).view(torch.uint8).numpy().data,
-        )
-        for name, tensor in tensors
-    )
+    with ToHost() as host:
+        host.add(list(tensors))
+        return host.result()

@@ -15,7 +15,7 @@ of one layer, say), so that the caller gathers, converts and drops one step at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +156,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
     return list(steps.values()), used
 
 
-def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str, Tensor]]:
+def bystanders(hf: Any, source: Path) -> list[str]:
     """Tensors of the model's own directory that transformers knows of and leaves there.
 
     Layers for speculative decoding, the tower for images beside a language model, old masks: a
@@ -165,20 +165,23 @@ def bystanders(hf: Any, source: Path, exported: Set[str]) -> Iterator[tuple[str,
     Args:
         hf: the model.
         source: its directory.
-        exported: names that `export_steps` have made.
     """
     try:
         directory = TensorDirectory(source)
     except InvalidInput:  # no safetensors: no one can serve it as version 0 either
-        return
+        return []
+    live = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
+    exported = {name for step in export_steps(hf) for name in _shapes_made(hf, step, live)}
     with directory:
         others = {n: shape for n, shape in directory.shapes.items() if n not in exported}
-        _, unknown, _ = _targets(hf, others)
-        _, unexpected = _heeded(hf, (), unknown.values())
-        for name, target in unknown.items():
-            # Frequencies are computed, and manifests leave them out.
-            if target not in unexpected and not name.endswith("rotary_emb.inv_freq"):
-                yield name, directory.read(name)
+    _, unknown, _ = _targets(hf, others)
+    _, unexpected = _heeded(hf, (), unknown.values())
+    # Frequencies are computed, and manifests leave them out.
+    return [
+        name
+        for name, target in unknown.items()
+        if target not in unexpected and not name.endswith("rotary_emb.inv_freq")
+    ]
 
 
 def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], list[Any]]:

@@ -77,3 +77,19 @@ def test_chain_when_tensors_are_not_of_the_kinds_before_then_all_travels(
     same = replace(before, version=2)
     assert chain.encode(same) is not None
     assert chain.encode(replace(same, tensors=(before.tensors[0], other))) is None
+
+
+def test_fallback_when_some_versions_have_gone_the_other_way_then_the_first_is_tried_again(
+    tmp_path: Path,
+) -> None:
+    asked: list[str] = []
+    disk, stream = Way("disk", asked), Way("stream", asked)
+    both, model = FallbackPublisher([disk, stream]), make_model(tmp_path / "model")
+    disk.works = False
+    both.publish(new(model, 1), lambda _: None)
+    disk.works = True
+    for version in range(2, 18):
+        both.publish(new(model, version), lambda _: None)
+    assert asked == ["disk", "stream", *["stream"] * 15, "disk"]
+    both.publish(new(model, 18), lambda _: None)
+    assert asked[-1] == "disk"

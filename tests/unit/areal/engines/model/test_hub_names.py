@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests.unit.areal.engines.hub_families import FAMILIES, make_family, scatter
 
 from areal.config.training import TrainEngineConfig
+from areal.engines.export import buckets
 from areal.engines.export.publishing import host_tensors
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model import hub_names
 from areal.errors import InvalidInput
 from areal.weights.disk import DiskPublisher
 from areal.weights.fallback import FallbackPublisher
@@ -99,20 +101,23 @@ def test_version_when_sharded_or_made_from_a_config_then_has_the_names_too(
     assert_same(dict(engine.iter_full_tensors()), before)
 
 
-def test_iter_full_tensors_when_experts_are_fused_then_gathers_one_group_at_a_time(
-    make_engine, tmp_path
+def test_export_when_experts_are_fused_then_a_bucket_is_small_or_one_group(
+    make_engine, tmp_path, monkeypatch
 ):
     engine = make_engine(make_family("qwen3_moe", tmp_path / "source"))
-    largest = max(tensor.numel() for tensor in engine.model.hf.state_dict().values())
-    gathered, given = [], 0
-    original = engine._whole
-    engine._whole = lambda live, dtype: gathered.append(live.numel()) or original(live, dtype)
-    for number, (_, tensor) in enumerate(engine.iter_full_tensors()):
-        # Before it is given, no more than its own group is held.
-        assert sum(gathered) - given <= largest, number
-        given += tensor.numel()
-    assert given == sum(gathered)
-    assert number + 1 > len(gathered)
+    most, step_of = 20_000, {}
+    for number, step in enumerate(hub_names.export_steps(engine.model.hf)):
+        live = hub_names.live_tensors(engine.model.hf)
+        for name, _ in step.run(engine.model.hf, [live[name] for name in step.names]):
+            step_of[name] = number
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", most)
+    found = list(engine.exporter.gathering(None).buckets())
+    assert len(found) > 5
+    for bucket in found:
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        assert size <= most or len({step_of[name] for name, _ in bucket}) == 1
+    assert any(sum(t.nbytes for _, t in bucket) > most for bucket in found)
+    assert sorted(name for bucket in found for name, _ in bucket) == sorted(step_of)
 
 
 def test_iter_full_tensors_when_experts_are_fused_then_gives_copies(make_engine, tmp_path):

@@ -1,0 +1,91 @@
+"""A version on its way to the servers beside the next step: at most one.
+
+    upload_weights(n) ── begin ─┐                         ┌─ settle: confirm_version, evaluate,
+    (all ranks)                 └─ gather, write, announce ┘  the next upload_weights, the end
+
+| state   | consumes           | waits for             | unblocked by                          |
+|---------|--------------------|-----------------------|---------------------------------------|
+| pending | memory, disk, wire | the exporting threads | they end (exporter.py), or `patience` |
+
+The ranks meet every POLL_S seconds while they wait: no collective's deadline bounds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from areal.chassis.waits import Wait
+from areal.errors import WaitTimeout
+from areal.training.bridge import CALL_S
+from areal.training.ledger import POLL_S
+from areal.training.ranks import Ranks
+from areal.weights.publisher import patience_s
+
+
+@dataclass
+class _Pending:
+    version: int
+    done: Future[None]
+    patience: float
+    since: float = field(default_factory=time.monotonic)
+
+
+class BackgroundPublish:
+    """All methods but `waits` are collective."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Nothing is on its way."""
+        self._ranks = ranks
+        self._pending: _Pending | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a version is on its way, as far as `settle` knows."""
+        return self._pending is not None
+
+    def begin(self, version: int, done: Future[None], size_bytes: int) -> None:
+        """Takes charge of an export that has begun.
+
+        Args:
+            version: Of the weights.
+            done: Ends, on rank 0, when the version is announced; elsewhere with this rank's part.
+            size_bytes: Of the model: it is gathered, and then carried, in the time for so many.
+        """
+        self._pending = _Pending(version, done, 2 * patience_s(size_bytes) + CALL_S)
+
+    def settle(self) -> None:
+        """Waits until no version is on its way; every rank raises what went wrong.
+
+        Raises:
+            WaitTimeout: It has taken longer than anything of its size may.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+
+        def ended() -> bool:
+            with suppress(TimeoutError):
+                pending.done.exception(POLL_S)
+            if not pending.done.done() and time.monotonic() - pending.since > pending.patience:
+                raise WaitTimeout(
+                    f"publishing version {pending.version}",
+                    on="the weights volume or weight-sync",
+                    since=pending.since,
+                    hint="is the disk full or away?",
+                )
+            return pending.done.done()
+
+        while not self._ranks.on_rank0(ended):
+            pass
+        self._pending = None
+        self._ranks.on_rank0(lambda: pending.done.result(0.0))
+
+    def waits(self) -> Iterator[Wait]:
+        """A version that is being published, for the watchdog."""
+        if (pending := self._pending) is not None and not pending.done.done():
+            seconds = time.monotonic() - pending.since
+            yield Wait("publish", "this disk", seconds, f"version {pending.version}")
