@@ -159,7 +159,8 @@ class DistributedPublisher:
         if self._failures >= _REST_AFTER:
             self._resting = min(_LONGEST_REST, 2**self._failures)
         if self._backend == "nccl":  # the servers' own has to be the same, and to be set up so
-            here = ".".join(map(str, torch.cuda.nccl.version()))
+            version_here = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            here = ".".join(map(str, version_here))
             cause = f"{cause} (NCCL {here} here)"
         self._log.warning(
             "transport_fell_back",

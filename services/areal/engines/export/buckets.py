@@ -22,7 +22,6 @@ from torch import Tensor
 
 from areal.engines.model import hub_names
 from areal.engines.model.source import TensorDirectory
-from areal.engines.parallel.apply import DTYPES
 from areal.errors import InvalidInput
 from areal.training.ranks import gather_json
 from areal.weights.broadcast import BUCKET_BYTES, runs
@@ -89,7 +88,7 @@ class Gathering:
         self._rank = dist.get_rank()
         self._live = {name: t.detach() for name, t in hub_names.live_tensors(hf).items()}
         self._dtypes = {
-            name: DTYPES[dtype] if dtype and tensor.is_floating_point() else tensor.dtype
+            name: getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
             for name, tensor in self._live.items()
         }
         self._buckets = self._plan(held.boxes)
@@ -230,7 +229,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _box(tensor: Tensor) -> Box:
+def _box(tensor: Any) -> Box:
     """What this rank holds of a tensor."""
     if not hasattr(tensor, "to_local"):
         return (0,) * tensor.dim(), tuple(tensor.shape)

@@ -69,7 +69,7 @@ class Exporter:
         """
         work, ready = self.gathering(dtype), None
         if self._device.type == "cuda":
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         self._gathered.clear()
         self._since = time.monotonic()
@@ -109,7 +109,7 @@ class Exporter:
         stream = None
         if ready is not None:
             torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_event(ready)
         with torch.cuda.stream(stream) if stream is not None else nullcontext(), ToHost() as host:
             for bucket in work.buckets():

@@ -83,7 +83,7 @@ class ToHost:
                 place = room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 staged[id(tensor)] = place.copy_(tensor, non_blocking=True)
                 begin += _padded(tensor)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         for name, tensor in tensors:
             pinned = staged.get(id(tensor))
