@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.engines.model import hub_names
-from areal.engines.model.source import TensorDirectory
+from areal.engines.model.tensor_directory import TensorDirectory
 from areal.errors import InvalidInput
 from areal.training.ranks import gather_json
 from areal.weights.broadcast import BUCKET_BYTES, runs
