@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,8 @@ _CREATED = {
     "configmaps": "",
     "roles": "rbac.authorization.k8s.io",
 }
+_DEFAULT = "storageclass.kubernetes.io/is-default-class"
+_COUNTED = ("cpu", "memory")
 _RDMA = re.compile(r"rdma|infiniband|/hca|efa|/ib", re.IGNORECASE)
 
 
@@ -41,10 +44,11 @@ class ClusterDoctor:
 
     def __init__(self, release: Release) -> None:
         self._release = release
-        self._settings = release.config.stack.kubernetes
+        self._config = release.config
 
     @property
     def _api(self) -> KubernetesApi:
+        """Connects when it is first asked: a cluster that is away is a finding."""
         return self._release.api
 
     def examine(self) -> list[Finding]:
@@ -72,11 +76,11 @@ class ClusterDoctor:
         version = self._api.version()
         match = re.match(r"v(\d+)\.(\d+)", version)
         if match is None or (int(match[1]), int(match[2])) < OLDEST:
-            return missing("cluster", version, f"Kubernetes {OLDEST[0]}.{OLDEST[1]} or newer")
-        return ok("cluster", version)
+            return missing(version, f"Kubernetes {OLDEST[0]}.{OLDEST[1]} or newer")
+        return ok(version)
 
     def _chart(self) -> Finding:
-        return ok("chart", f"{self._settings.chart} renders {len(self._objects)} objects")
+        return ok(f"{self._config.stack.kubernetes.chart} renders {len(self._objects)} objects")
 
     @cached_property
     def _objects(self) -> list[dict[str, Any]]:
@@ -91,32 +95,25 @@ class ClusterDoctor:
         except NotFound:
             raise
         except ArealError:
-            text = self._release.helm(*command, *self._capabilities())
+            # Both forms: a chart may ask for a group's version or for a kind in it. The trainer's
+            # kinds too, without which it does not render: here that is one finding of many.
+            served = [*self._served, *_TRAINER_KINDS]
+            served += [f"{group}/{kind}" for group, kinds in self._served.items() for kind in kinds]
+            apis = [part for each in served for part in ("--api-versions", each)]
+            text = self._release.helm(*command, "--kube-version", self._api.version(), *apis)
         return [each for each in yaml.safe_load_all(text) if each]
-
-    def _capabilities(self) -> list[str]:
-        # Both forms: a chart may ask for a group's version or for a kind in it.
-        served = [
-            name for v, kinds in self._served.items() for name in (v, *(f"{v}/{k}" for k in kinds))
-        ]
-        # The chart refuses to render without its trainer's kind; here that is one finding of many.
-        served += _TRAINER_KINDS
-        return [
-            *("--kube-version", self._api.version()),
-            *(part for each in served for part in ("--api-versions", each)),
-        ]
 
     def _kinds(self) -> Finding:
         wanted = {(each["apiVersion"], each["kind"]) for each in self._objects}
         absent = sorted((v, k) for v, k in wanted if k not in self._served.get(v, ()))
         if not absent:
-            return ok("API versions", f"all {len(wanted)} kinds are served")
+            return ok(f"all {len(wanted)} kinds are served")
         fixes = {
             _CRD_SOURCES.get(version.partition("/")[0], "a newer cluster, or other values")
             for version, _ in absent
         }
         names = ", ".join(f"{version} {kind}" for version, kind in absent)
-        return missing("API versions", f"not served: {names}", "; ".join(sorted(fixes)))
+        return missing(f"not served: {names}", "; ".join(sorted(fixes)))
 
     @cached_property
     def _served(self) -> dict[str, set[str]]:
@@ -128,8 +125,8 @@ class ClusterDoctor:
         ]
         if refused:
             fix = "a role that may create them in the namespace"
-            return missing("permissions", f"may not create {', '.join(refused)}", fix)
-        return ok("permissions", "may create all objects of the chart")
+            return missing(f"may not create {', '.join(refused)}", fix)
+        return ok("may create all objects of the chart")
 
     def _bucket(self) -> Finding:
         """Asked from here: pods may have another identity, but not another bucket."""
@@ -146,66 +143,47 @@ class ClusterDoctor:
         for each in self._objects:
             claims += [c["spec"] for c in each.get("spec", {}).get("volumeClaimTemplates") or []]
         if not claims:
-            return ok("storage class", "no claims: host paths or existing claims")
+            return ok("no claims: host paths or existing claims")
         classes = self._api.get(self._api.storage.list_storage_class)["items"]
-        names = {each["metadata"]["name"] for each in classes}
-        default = [
-            each["metadata"]["name"]
-            for each in classes
-            if (each["metadata"].get("annotations") or {}).get(
-                "storageclass.kubernetes.io/is-default-class"
-            )
-            == "true"
-        ]
+        names = {each["metadata"]["name"]: each["metadata"].get("annotations") for each in classes}
+        default = [name for name, notes in names.items() if (notes or {}).get(_DEFAULT) == "true"]
         wanted = {claim.get("storageClassName") or "" for claim in claims}
         absent = sorted(each for each in wanted if each and each not in names)
         fix = "storage.storageClass and redis.storageClass, or storage.hostPath on one node"
         if absent:
-            return missing("storage class", f"no class {', '.join(absent)}", fix)
+            return missing(f"no class {', '.join(absent)}", fix)
         if "" in wanted and not default:
-            return missing("storage class", "no default class", fix)
+            return missing("no default class", fix)
         modes = sorted({mode for claim in claims for mode in claim["accessModes"]})
         used = ", ".join(sorted((wanted - {""}) | set(default[:1] if "" in wanted else [])))
         if "ReadWriteMany" in modes:
             return note(
-                "storage class",
                 f"{used}; whether it supports ReadWriteMany is unknown",
                 "a class on NFS, CephFS, EFS or Filestore; or storage.existingClaim",
             )
-        return ok("storage class", used)
+        return ok(used)
 
     def _images(self) -> Finding:
-        wanted = {container["image"] for _, spec in self._pods() for container in _containers(spec)}
-        nodes = self._nodes
-        present = {
-            name
-            for node in nodes
-            for each in node["status"].get("images") or []
-            for name in each["names"]
-        }
+        containers = [each for _, spec in self._pods() for each in _containers(spec)]
+        wanted = {container["image"] for container in containers}
+        images = [each for node in self._nodes for each in node["status"].get("images") or []]
+        present = {name for each in images for name in each["names"]}
         absent = sorted(image for image in wanted if not ({image, f"docker.io/{image}"} & present))
         if not absent:
-            return ok("images", f"all {len(wanted)} are on a node")
+            return ok(f"all {len(wanted)} are on a node")
         fix = "push them where nodes pull (image.repository, image.pullSecrets), or load them there"
-        policies = {
-            container.get("imagePullPolicy")
-            for _, spec in self._pods()
-            for container in _containers(spec)
-        }
-        if "Never" in policies:
-            return missing("images", f"on no node: {', '.join(absent)}", fix)
-        return note("images", f"pulled at the start: {', '.join(absent)}", fix)
+        if any(container.get("imagePullPolicy") == "Never" for container in containers):
+            return missing(f"on no node: {', '.join(absent)}", fix)
+        return note(f"pulled at the start: {', '.join(absent)}", fix)
 
     def _gpus(self) -> Finding:
-        wanted: dict[str, int] = {}
+        wanted: Counter[str] = Counter()
         for replicas, spec in self._pods():
             for container in _containers(spec):
                 limits = (container.get("resources") or {}).get("limits") or {}
-                for name, amount in limits.items():
-                    if "/" in name:
-                        wanted[name] = wanted.get(name, 0) + replicas * int(amount)
+                wanted.update({k: replicas * int(n) for k, n in limits.items() if "/" in k})
         if not wanted:
-            return ok("GPUs", "none requested")
+            return ok("none requested")
         found = {
             name: sum(int(node["status"]["allocatable"].get(name, 0)) for node in self._nodes)
             for name in wanted
@@ -213,26 +191,18 @@ class ClusterDoctor:
         said = ", ".join(f"{found[name]} {name} of {wanted[name]}" for name in wanted)
         if any(found[name] < wanted[name] for name in wanted):
             fix = "nodes with GPUs and their device plugin, gpuResource, or a smaller allocation"
-            return missing("GPUs", said, fix)
-        return ok("GPUs", said)
+            return missing(said, fix)
+        return ok(said)
 
     def _network(self) -> Finding:
-        trainer = self._release.config.stack.gpus_per_node
-        ranks = self._release.config.allocation_mode
-        if not trainer:
-            return ok("network", "ranks on CPUs use TCP")
-        fast = sorted(
-            {
-                name
-                for node in self._nodes
-                for name, amount in node["status"]["allocatable"].items()
-                if _RDMA.search(name) and str(amount) != "0"
-            }
-        )
+        if not self._config.stack.gpus_per_node:
+            return ok("ranks on CPUs use TCP")
+        devices = [each for node in self._nodes for each in node["status"]["allocatable"].items()]
+        fast = sorted({k for k, amount in devices if _RDMA.search(k) and str(amount) != "0"})
         if fast:
-            return ok("network", f"for NCCL: {', '.join(fast)} (request it in trainer.resources)")
+            return ok(f"for NCCL: {', '.join(fast)} (request it in trainer.resources)")
+        ranks = self._config.allocation_mode
         return note(
-            "network",
             f"no RDMA resource on any node; NCCL of {ranks} uses TCP between nodes",
             "the vendor's RDMA or EFA device plugin, or one node for all ranks",
         )
@@ -243,21 +213,18 @@ class ClusterDoctor:
         for name, key in _references([spec for _, spec in self._pods()]):
             if name not in own:
                 wanted.setdefault(name, set()).update({key} - {""})
-        found, absent = [], []
+        absent = []
         for name, keys in sorted(wanted.items()):
             try:
                 read = self._api.core.read_namespaced_secret
                 content = self._api.get(read, name, self._api.namespace)
+                absent += [f"{name}.{key}" for key in sorted(keys - set(content.get("data") or {}))]
             except NotFound:
                 absent.append(name)
-                continue
-            lost = sorted(keys - set(content.get("data") or {}))
-            absent += [f"{name}.{key}" for key in lost]
-            found.append(name)
         if absent:
             fix = "kubectl create secret generic NAME --from-file=KEY=FILE"
-            return missing("secrets", f"missing: {', '.join(absent)}", fix)
-        return ok("secrets", ", ".join(found) or "the chart creates its own")
+            return missing(f"missing: {', '.join(absent)}", fix)
+        return ok(", ".join(sorted(wanted)) or "the chart creates its own")
 
     def _quota(self) -> Finding:
         listing = self._api.core.list_namespaced_resource_quota
@@ -275,11 +242,10 @@ class ClusterDoctor:
                 left = quantity(hard[key]) - quantity(used.get(key, "0"))
                 if amount > left:
                     return missing(
-                        "quota",
                         f"{quota['metadata']['name']}: {name} {amount:g} wanted, {left:g} left",
                         "a larger quota, or smaller resources.requests",
                     )
-        return ok("quota", f"{len(quotas)} quotas leave room")
+        return ok(f"{len(quotas)} quotas leave room")
 
     def _room(self) -> Finding:
         wanted = self._requests()
@@ -300,20 +266,16 @@ class ClusterDoctor:
             f"{wanted['memory'] / 2**30:.1f} GiB of {free['memory'] / 2**30:.1f}"
         )
         if any(wanted[name] > free[name] for name in wanted):
-            return missing("quota", said, "more nodes, or smaller resources.requests")
-        return ok("quota", said)
+            return missing(said, "more nodes, or smaller resources.requests")
+        return ok(said)
 
     def _requests(self) -> dict[str, float]:
-        total = {"cpu": 0.0, "memory": 0.0}
-        for replicas, spec in self._pods():
-            for name, amount in _asked(spec).items():
-                total[name] += replicas * amount
-        return total
+        asked = [(replicas, _asked(spec)) for replicas, spec in self._pods()]
+        return {name: sum(n * each[name] for n, each in asked) for name in _COUNTED}
 
     @cached_property
     def _nodes(self) -> list[dict[str, Any]]:
-        nodes: list[dict[str, Any]] = self._api.get(self._api.core.list_node)["items"]
-        return nodes
+        return list(self._api.get(self._api.core.list_node)["items"])
 
     def _pods(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(replicas, pod spec) of everything in the chart that makes pods, but its tests."""
@@ -343,12 +305,8 @@ def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _asked(spec: dict[str, Any]) -> dict[str, float]:
     """CPUs and bytes that a pod requests."""
-    total = {"cpu": 0.0, "memory": 0.0}
-    for container in spec["containers"]:
-        requests = (container.get("resources") or {}).get("requests") or {}
-        for name in total:
-            total[name] += quantity(str(requests.get(name, "0")))
-    return total
+    asked = [(each.get("resources") or {}).get("requests") or {} for each in spec["containers"]]
+    return {name: sum(quantity(str(each.get(name, "0"))) for each in asked) for name in _COUNTED}
 
 
 def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

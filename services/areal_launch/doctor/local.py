@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -54,19 +54,19 @@ class Finding:
     """How to fix it; empty when ok."""
 
 
-def ok(name: str, found: str) -> Finding:
-    """A check that passed."""
-    return Finding(name, CheckResult.OK, found)
+def ok(found: str) -> Finding:
+    """A check that passed; `examine` puts its name in."""
+    return Finding("", CheckResult.OK, found)
 
 
-def note(name: str, found: str, fix: str) -> Finding:
+def note(found: str, fix: str) -> Finding:
     """A run works, with a loss."""
-    return Finding(name, CheckResult.NOTE, found, fix)
+    return Finding("", CheckResult.NOTE, found, fix)
 
 
-def missing(name: str, found: str, fix: str) -> Finding:
+def missing(found: str, fix: str = "see the message") -> Finding:
     """A run would fail."""
-    return Finding(name, CheckResult.MISSING, found, fix)
+    return Finding("", CheckResult.MISSING, found, fix)
 
 
 Check = Callable[[], Finding]
@@ -77,9 +77,10 @@ def examine(checks: dict[str, Check]) -> list[Finding]:
     findings = []
     for name, check in checks.items():
         try:
-            findings.append(check())
+            found = check()
         except ArealError as error:
-            findings.append(missing(name, str(error), "see the message"))
+            found = missing(str(error))
+        findings.append(replace(found, name=name))
     return findings
 
 
@@ -92,17 +93,10 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
     """
     shape, training = _shape(config), config if isinstance(config, GRPOConfig) else None
     will_prepare = can_prepare and bool(missing_model(config))
-    made = "the recipe makes it"
-    tokenizer = made if will_prepare else str(config.tokenizer_dir)
+    tokenizer = "the recipe makes it" if will_prepare else str(config.tokenizer_dir)
     rows = (training and training.train_dataset.path) or "the recipe's own"
     longest = training.gconfig.max_new_tokens if training else 0
     answers = f"at most {longest} tokens, of {config.model.context_length} with the prompt"
-
-    def known(name: str, problem: Callable[[], str], found: str) -> Finding:
-        """A check whose message says what to do."""
-        why = problem()
-        return missing(name, why, "see the message") if why else ok(name, found)
-
     devices: dict[str, Check] = {}
     if shape is not None and config.stack.gpus_per_node:
         if training is not None:
@@ -111,32 +105,36 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             devices["server memory"] = partial(_server_memory, config, shape)
     if config.stack.gpus_per_node and not config.endpoints.inference:
         devices["engine"] = partial(_engine, config)
-    checks: dict[str, Check] = {
-        # An older Python would not have come this far: pyproject.toml refuses it.
-        "python": lambda: ok("python", f"{platform.python_version()} in {sys.prefix}"),
-        "torch": _torch,
-        "gpus": lambda: _gpus(config),
-        "redis": lambda: _program("redis", config.endpoints.redis, find_redis_server),
-        "nats": lambda: _program("nats", config.endpoints.nats, find_nats_server),
-        "ports": _ports,
-        "disk": lambda: _disk(config),
-        "memory": lambda: _memory(config, shape),
-        **devices,
-        "model": lambda: _model(config, can_prepare=can_prepare),
-    }
-    problems: dict[str, tuple[Callable[[], str], str]] = {
-        "tokenizer": (lambda: tokenizer_problem(config, will_prepare=will_prepare), tokenizer),
-        "dataset": (lambda: dataset_problem(config), rows),
-        "answers": (lambda: answers_problem(config), answers),
-        "run folder": (
-            lambda: run_root_problem(config) or weights_problem(config),
-            str(config.run_dir),
-        ),
-        "dashboard": (lambda: gateway_problem(config), _dashboard(config)),
-    }
-    checks |= {name: partial(known, name, *each) for name, each in problems.items()}
-    last = {"secrets": partial(_secrets, config), "config": partial(_config, config)}
-    return examine(checks | last)
+    return examine(
+        {
+            # An older Python would not have come this far: pyproject.toml refuses it.
+            "python": lambda: ok(f"{platform.python_version()} in {sys.prefix}"),
+            "torch": _torch,
+            "gpus": lambda: _gpus(config),
+            "redis": lambda: ok(config.endpoints.redis or find_redis_server()),
+            "nats": lambda: ok(config.endpoints.nats or find_nats_server()),
+            "ports": _ports,
+            "disk": lambda: _disk(config),
+            "memory": lambda: _memory(config, shape),
+            **devices,
+            "model": lambda: _model(config, can_prepare=can_prepare),
+            "tokenizer": lambda: _unless(
+                tokenizer_problem(config, will_prepare=will_prepare), tokenizer
+            ),
+            "dataset": lambda: _unless(dataset_problem(config), rows),
+            "answers": lambda: _unless(answers_problem(config), answers),
+            "run folder": lambda: _unless(
+                run_root_problem(config) or weights_problem(config), str(config.run_dir)
+            ),
+            "dashboard": lambda: _unless(gateway_problem(config), _dashboard(config)),
+            "secrets": lambda: _secrets(config),
+            "config": lambda: _config(config),
+        }
+    )
+
+
+def _unless(problem: str, found: str) -> Finding:
+    return missing(problem) if problem else ok(found)
 
 
 def _torch() -> Finding:
@@ -147,43 +145,34 @@ def _torch() -> Finding:
     trainer = "'areal-services[trainer]'"
     if "torch" not in installed:
         fix = f"pip install 'areal-services[cpu]', or your CUDA build of torch and {trainer}"
-        return missing("torch", "not installed", fix)
+        return missing("not installed", fix)
     if absent := {"transformers", "safetensors"} - installed.keys():
-        return missing("torch", f"no {', '.join(sorted(absent))}", f"pip install {trainer}")
-    return ok("torch", installed["torch"])
+        return missing(f"no {', '.join(sorted(absent))}", f"pip install {trainer}")
+    return ok(installed["torch"])
 
 
 def _gpus(config: BaseExperimentConfig) -> Finding:
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     wanted = config.stack.gpus_per_node
     if wanted > devices:
-        return missing("gpus", f"{devices} here", f"stack.gpus_per_node={devices}, or a driver")
+        return missing(f"{devices} here", f"stack.gpus_per_node={devices}, or a driver")
     if wanted:
         nodes = count_nodes(config).nodes
         if nodes > 1:
             fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
-            return missing("gpus", f"one node of the {nodes} that the allocation takes", fix)
-        return ok("gpus", f"{devices} here, {wanted} used at most")
+            return missing(f"one node of the {nodes} that the allocation takes", fix)
+        return ok(f"{devices} here, {wanted} used at most")
     if devices:
-        return note("gpus", f"{devices} here, unused", f"stack.gpus_per_node={devices}")
-    return ok("gpus", "none, and none requested")
-
-
-def _program(name: str, endpoint: str, find: Callable[[], str]) -> Finding:
-    if endpoint:
-        return ok(name, f"endpoints.{name} is set")
-    try:
-        return ok(name, find())
-    except ArealError as error:
-        return missing(name, str(error), f"install it, or set endpoints.{name}")
+        return note(f"{devices} here, unused", f"stack.gpus_per_node={devices}")
+    return ok("none, and none requested")
 
 
 def _ports() -> Finding:
     try:
         port = PortPicker().pick("doctor")
     except OSError as error:
-        return missing("ports", str(error), "stop what listens there")
-    return ok("ports", f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
+        return missing(str(error), "stop what listens there")
+    return ok(f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
 
 
 def _disk(config: BaseExperimentConfig) -> Finding:
@@ -200,8 +189,8 @@ def _disk(config: BaseExperimentConfig) -> Finding:
     found = f"{free / _GIB:.1f} GiB free in {folder}"
     if free < needed:
         fix = f"about {needed / _GIB:.1f} GiB, or a smaller checkpoint.keep"
-        return missing("disk", found, fix)
-    return ok("disk", f"{found}, about {needed / _GIB:.1f} needed")
+        return missing(found, fix)
+    return ok(f"{found}, about {needed / _GIB:.1f} needed")
 
 
 def _shape(config: BaseExperimentConfig) -> ModelShape | None:
@@ -241,60 +230,60 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
     )
     fix = "fewer servers or ranks in allocation_mode, smaller micro-batches, or another machine"
     if needed > _SURELY * there.total:
-        return missing("memory", found, fix)
-    return note("memory", found, fix) if needed > there.available else ok("memory", found)
+        return missing(found, fix)
+    return note(found, fix) if needed > there.available else ok(found)
 
 
 def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
     need, there = memory.trainer_rank(config, shape, gpu=True), memory.gpu_bytes()
     found = f"each rank about {need}"
     if not there:
-        return ok("trainer memory", f"{found}; there is no GPU here to compare with")
+        return ok(f"{found}; there is no GPU here to compare with")
     found += f" of {there / _GIB:.1f} on its GPU"
     if need.total <= there:
-        return ok("trainer memory", found)
+        return ok(found)
     largest = max(need.parts, key=lambda part: need.parts[part])
     fix = {
         "activations": "actor.gradient_checkpointing=true, smaller actor.mb_spec.max_tokens_per_mb",
         "logits": "a smaller actor.logits_chunk_elements",
         "reference": "ref.offload=true",
     }.get(largest, "more trainer ranks in allocation_mode (fsdp:dN), or a smaller model")
-    return missing("trainer memory", found, fix)
+    return missing(found, fix)
 
 
 def _engine(config: BaseExperimentConfig) -> Finding:
     if command := inference_command(config):
-        return ok("engine", " ".join(command))
+        return ok(" ".join(command))
     fix = "make sglang-gpu, or stack.inference_command='PYTHON -m sglang.launch_server'"
-    return note("engine", "areal_inference, which computes on the CPU", fix)
+    return note("areal_inference, which computes on the CPU", fix)
 
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
     need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
     found = f"each server about {need} on each of its GPUs"
     if not there:
-        return ok("server memory", f"{found}; there is no GPU here to compare with")
+        return ok(f"{found}; there is no GPU here to compare with")
     running, cache = config.stack.inference_max_running, need.parts["cache"]
     room = int(_SERVERS_SHARE * there) - (need.total - cache)
     fits = max(0, room) * running // max(cache, 1)
     found += f", {there / _GIB:.1f} there"
     if fits < 1:
         fix = "more GPUs per server (sglang:dNtM), or a smaller model.context_length"
-        return missing("server memory", f"{found}: no request of full length fits", fix)
+        return missing(f"{found}: no request of full length fits", fix)
     if fits < running:
         found += f": {fits} of {running} requests of full length fit, the rest wait"
-    return ok("server memory", found)
+    return ok(found)
 
 
 def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
     if config.endpoints.inference and not config.model.path:
-        return ok("model", "the servers bring their own")
+        return ok("the servers bring their own")
     why = missing_model(config)
     if not why:
-        return ok("model", config.model.path)
+        return ok(config.model.path)
     if can_prepare and config.model.path:
-        return ok("model", f"the recipe makes it in {config.model.path}")
-    return missing("model", why, "model.path=DIRECTORY with config.json and *.safetensors")
+        return ok(f"the recipe makes it in {config.model.path}")
+    return missing(why, "model.path=DIRECTORY with config.json and *.safetensors")
 
 
 def _dashboard(config: BaseExperimentConfig) -> str:
@@ -310,11 +299,11 @@ def _secrets(config: BaseExperimentConfig) -> Finding:
     files = [*(Path(folder).iterdir() if folder else ()), *([Path(tls) / "tls.key"] if tls else ())]
     for file in files:
         if file.stat().st_mode & 0o077:
-            return note("secrets", f"security: others may read {file}", f"chmod 600 {file}")
-    return ok("secrets", "a token" if security.token else "no token: everything on loopback")
+            return note(f"security: others may read {file}", f"chmod 600 {file}")
+    return ok("a token" if security.token else "no token: everything on loopback")
 
 
 def _config(config: BaseExperimentConfig) -> Finding:
     if found := cautions(config):
-        return note("config", "; ".join(found), "change it if this is not intended")
-    return ok("config", "valid")
+        return note("; ".join(found), "change it if this is not intended")
+    return ok("valid")

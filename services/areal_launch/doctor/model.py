@@ -28,13 +28,12 @@ def architecture(directory: Path) -> Finding:
     Raises:
         WaitTimeout: it took ten minutes.
     """
-    name = "architecture"
     # 16-bit weights are loaded in 32 bits.
     needed = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     free = psutil.virtual_memory().available
     if needed > free:
         found = f"not tried: about {needed / _GIB:.0f} GiB of memory, {free / _GIB:.0f} available"
-        return note(name, found, "nothing: a trainer tries it at start")
+        return note(found, "nothing: a trainer tries it at start")
     since = time.monotonic()
     command = [sys.executable, "-m", "areal.engines.model.examine", str(directory)]
     try:
@@ -45,13 +44,12 @@ def architecture(directory: Path) -> Finding:
         raise WaitTimeout("the self-test", on=str(directory), since=since) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return missing(name, last, "pip install 'areal-services[trainer]', or see the message")
+        return missing(last, "pip install 'areal-services[trainer]', or see the message")
     result = json.loads(done.stdout.splitlines()[-1])
     if "refused" in result:
-        return missing(name, result["refused"], "another model; docs/models.md lists them")
+        return missing(result["refused"], "another model; docs/models.md lists them")
     weights = "random weights" if result["random_weights"] else "its weights"
     return ok(
-        name,
         f"{result['architecture']}: packed logprobs are within {result['difference']:.1g} nats of "
         f"each sequence alone (at most {result['tolerance']:g}; {result['dtype']}, {weights}, "
         f"{result['layers'] or 'all'} layers, {result['seconds']:.1f} s)",
