@@ -20,7 +20,8 @@ from areal_launch.processes.descendants import end_tagged, leaders_of
 from areal_launch.processes.log_tail import LogTail, humanize
 from areal_launch.processes.process import last_lines
 from areal_launch.run_folder import RunFolder, find_run
-from areal_launch.view.output import print_json, print_table, say, state_word
+from areal_launch.view.live_view import facts
+from areal_launch.view.output import print_json, print_table, say
 from areal_launch.view.poller import Snapshot, StackPoller
 from areal_launch.view.watchdog import ask_waits
 
@@ -112,15 +113,11 @@ def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) 
         f"launcher pid {stack['launcher']['pid']}   dashboard {stack['dashboard']}"
     )
     console.print(f"run folder {folder.path}", style="bright_black")
-    trainer, ledger = snapshot.trainer, snapshot.ledger
-    if trainer is not None:
+    if (trainer := snapshot.trainer) is not None:
         doing = f"{trainer.state}: {trainer.detail}" if trainer.detail else trainer.state
         console.print(f"trainer    step {trainer.step}/{trainer.total_steps}, {doing}")
-    if ledger is not None:
-        counts = ", ".join(
-            f"{ledger.counts[s]} {state_word(s)}" for s in TaskState if ledger.counts[s]
-        )
-        console.print(f"tasks      {ledger.submitted} submitted: {counts or 'none'}")
+    for label, text in facts(snapshot).items():
+        console.print(f"{label:<10} {text}", highlight=False)
     for failure in snapshot.failures:
         told = f"failing    {failure} ({failure.attempts} attempts)"
         console.print(told, style="red", soft_wrap=True, markup=False)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from areal.errors import ArealError
 from areal_launch.view.live_view import LiveView, dashboard_listens, login_hint, plain_line
@@ -93,7 +94,7 @@ class PlainDisplay(Display):
             if file.exists():
                 grid.add_row(label, str(file))
         if error is not None:
-            grid.add_row("cause", f"[bold red]{_escape(str(error))}[/]")
+            grid.add_row("cause", Text(str(error), "bold red"))
         title = f"[bold]{stack.config.experiment_name}/{stack.config.trial_name}[/]"
         self._console.print(Panel(grid, title=title, title_align="left", padding=(1, 2)))
 
@@ -168,9 +169,3 @@ def choose_display(*, as_json: bool, quiet: bool) -> Display:
         return JsonDisplay()
     console = Console()
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

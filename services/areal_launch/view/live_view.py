@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from areal.types import TaskState
 from areal.weights.servers import ServerState
-from areal_launch.view.output import pause_words, state_word
+from areal_launch.view.output import make_table, pause_words, state_word
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import WINDOW, column, mean, mismatch_alarm, recent_mean
 
@@ -27,21 +25,20 @@ if TYPE_CHECKING:
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MUTED = "bright_black"
 HOST = "127.0.0.1"
-_STATE_STYLE = {
+_STYLES = {
     "up": "green",
     "finished": "green",
     "starting": "yellow",
     "backoff": "yellow",
     "failed": "bold red",
     "stopped": _MUTED,
+    "serving": "green",
+    "syncing": "cyan",
+    "joining": "yellow",
+    "draining": "yellow",
+    "quarantined": "bold red",
 }
-_SERVER_STYLE = {
-    ServerState.SERVING: "green",
-    ServerState.SYNCING: "cyan",
-    ServerState.JOINING: "yellow",
-    ServerState.DRAINING: "yellow",
-    ServerState.QUARANTINED: "bold red",
-}
+"""Of processes and servers, by their state."""
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -65,9 +62,9 @@ def duration(seconds: float) -> str:
 
 def count(number: float) -> str:
     """A few digits: 987, 4.1k, 2.3M."""
-    for limit, unit in ((1e6, "M"), (1e4, "k")):
+    for limit, size, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
-            return f"{number / (1e6 if unit == 'M' else 1e3):.1f}{unit}"
+            return f"{number / size:.1f}{unit}"
     return f"{number:,.0f}"
 
 
@@ -77,6 +74,28 @@ def eta_s(snapshot: Snapshot) -> float | None:
     if snapshot.trainer is None or not pace:
         return None
     return (snapshot.trainer.total_steps - snapshot.trainer.step) * pace
+
+
+def facts(snapshot: Snapshot) -> dict[str, str]:
+    """What is known of a run, by label: of the screen, of a line of a log, of `areal status`."""
+    rows, ledger, found = snapshot.rows, snapshot.ledger, {}
+    if rewards := column(rows, "reward_mean"):
+        found["reward"] = f"{rewards[-1]:.3f} (mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f})"
+    speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
+    found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)
+    if step := recent_mean(rows, "step_seconds"):
+        parts = ("wait", "train", "publish")
+        times = (f"{part} {recent_mean(rows, f'{part}_seconds'):.2f}" for part in parts)
+        found["each step"] = f"{step:.2f} s: {', '.join(times)}"
+    if ledger is not None:
+        if rows:
+            bound = f"max {ledger.staleness_max} (bound {ledger.max_head_offpolicyness})"
+            found["staleness"] = f"mean {recent_mean(rows, 'staleness_mean'):.2f}, {bound}"
+        counts = {s: f"{ledger.counts.get(s, 0):,} {state_word(s)}" for s in TaskState}
+        found["queue"] = " → ".join(text for state, text in counts.items() if state.live)
+        ended = [counts[s] for s in TaskState if not s.live and ledger.counts.get(s)]
+        found["ended"] = f"{', '.join(ended) or 'none'} of {ledger.submitted:,} submitted"
+    return found
 
 
 class LiveView:
@@ -104,7 +123,6 @@ class LiveView:
             title_align="left",
             subtitle=self._where() + self._stack.interrupt_hint,
             subtitle_align="left",
-            box=box.ROUNDED,
             border_style=_MUTED,
             padding=(1, 2),
         )
@@ -140,76 +158,31 @@ class LiveView:
         return grid
 
     def _figures(self) -> RenderableType:
-        snapshot, ledger = self.snapshot, self.snapshot.ledger
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style=_MUTED, no_wrap=True)
         grid.add_column(no_wrap=True)
-        rewards = column(snapshot.rows, "reward_mean")
-        if rewards:
-            grid.add_row(
-                "reward",
-                Text.assemble(
-                    (f"{rewards[-1]:.3f}", "bold cyan"),
-                    (f"   mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f}   ", ""),
-                    (sparkline(rewards, 48), "cyan"),
-                ),
-            )
-        speed = (
-            f"{count(snapshot.samples_per_s)} samples/s   {count(snapshot.tokens_per_s)} tokens/s"
-        )
-        times = {
-            key: recent_mean(snapshot.rows, f"{key}_seconds")
-            for key in ("step", "wait", "train", "publish")
-        }
-        if times["step"]:
-            speed += (
-                f"   step {times['step']:.2f} s: wait {times['wait']:.2f}, "
-                f"train {times['train']:.2f}, publish {times['publish']:.2f}"
-            )
-        grid.add_row("generated", speed)
-        if ledger is not None:
-            if snapshot.rows:
-                now = recent_mean(snapshot.rows, "staleness_mean")
-                grid.add_row(
-                    "staleness",
-                    f"mean {now:.2f}   max {ledger.staleness_max} "
-                    f"(bound {ledger.max_head_offpolicyness})",
-                )
-            grid.add_row("queue", self._queue(ledger.counts))
-            ended = [
-                f"{ledger.counts[s]:,} {state_word(s)}"
-                for s in TaskState
-                if not s.live and ledger.counts.get(s)
-            ]
-            grid.add_row("ended", "   ".join(ended) or "none yet")
+        for label, text in facts(self.snapshot).items():
+            sparks = ("", "")
+            if label == "reward":
+                sparks = (f"   {sparkline(column(self.snapshot.rows, 'reward_mean'), 48)}", "cyan")
+            grid.add_row(label, Text.assemble(text, sparks))
         return grid
 
-    @staticmethod
-    def _queue(counts: Mapping[TaskState, int]) -> Text:
-        stages = (TaskState.QUEUED, TaskState.RUNNING, TaskState.COMPLETED, TaskState.BATCHED)
-        text = Text()
-        for stage in stages:
-            text.append(f"{counts.get(stage, 0):,}", "bold")
-            text.append(f" {state_word(stage)}", _MUTED)
-            if stage is not stages[-1]:
-                text.append("  →  ", _MUTED)
-        return text
-
     def _tables(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 3, 0, 0))
-        grid.add_column(no_wrap=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(no_wrap=True)
         names = list(self._stack.processes)
         half = (len(names) + 1) // 2
-        columns = [self._process_table(names[:half]), self._process_table(names[half:])]
-        grid.add_row(self._server_table(), *columns)
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        grid.add_row(
+            self._server_table(),
+            self._process_table(names[:half]),
+            self._process_table(names[half:]),
+        )
         return grid
 
     def _server_table(self) -> RenderableType:
-        table = _table("server", "version", "state")
+        table = make_table("server", "version", "state", numeric=("version",))
         for server in sorted(self.snapshot.servers, key=lambda s: s.server_id):
-            state = Text(server.state.value, _SERVER_STYLE.get(server.state, ""))
+            state = Text(server.state.value, _STYLES[server.state])
             table.add_row(server.server_id.removeprefix(HOST), str(server.version), state)
         sync = self.snapshot.sync
         if sync is None:
@@ -220,18 +193,14 @@ class LiveView:
         return Group(table, Text(note, _MUTED))
 
     def _process_table(self, names: list[str]) -> RenderableType:
-        table = _table("process", "state", "MiB")
+        table = make_table("process", "state", "MiB", numeric=("MiB",))
         memory = self._usage.now_mb if self._usage is not None else {}
         for name in names:
             process = self._stack.processes[name]
-            state = Text(process.state.value, _STATE_STYLE.get(process.state.value, ""))
+            state = Text(process.state.value, _STYLES[process.state])
             if process.restarts:
                 state.append(f" {process.restarts} restart{'s'[: process.restarts > 1]}", "yellow")
-            table.add_row(
-                name,
-                state,
-                f"{memory.get(name, 0):,.0f}",
-            )
+            table.add_row(name, state, f"{memory.get(name, 0):,.0f}")
         return table
 
     def _messages(self) -> list[RenderableType]:
@@ -267,14 +236,6 @@ class LiveView:
         return [Text(), *lines] if lines else []
 
 
-def _table(*headers: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style=_MUTED)
-    for header in headers:
-        numeric = header in ("version", "MiB")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=True)
-    return table
-
-
 def dashboard_listens(stack: Stack) -> bool:
     """Whether the address answers: the stack's own gateway is up, or all that it starts is."""
     gateway = stack.processes.get("gateway")
@@ -289,32 +250,13 @@ def login_hint(stack: Stack) -> str:
 def plain_line(stack: Stack, snapshot: Snapshot) -> str:
     """The stack in one line, for logs and pipes."""
     parts = [f"[{duration(time.time() - stack.started)}]"]
-    trainer, ledger = snapshot.trainer, snapshot.ledger
-    if trainer is not None:
+    if (trainer := snapshot.trainer) is not None:
         parts.append(f"step {trainer.step}/{trainer.total_steps} {trainer.state}")
     else:
         parts.append(str(stack.state))
-    if rewards := column(snapshot.rows[-WINDOW:], "reward_mean"):
-        parts.append(f"reward {rewards[-1]:.3f} ({WINDOW}: {mean(rewards):.3f})")
-    parts.append(
-        f"{count(snapshot.samples_per_s)} samples/s {count(snapshot.tokens_per_s)} tokens/s"
-    )
-    if ledger is not None:
-        if snapshot.rows:
-            stale = recent_mean(snapshot.rows, "staleness_mean")
-            parts.append(
-                f"staleness {stale:.2f} max {ledger.staleness_max}/{ledger.max_head_offpolicyness}"
-            )
-        counts = [f"{ledger.counts.get(s, 0)} {state_word(s)}" for s in TaskState if s.live]
-        counts += [
-            f"{ledger.counts[s]} {state_word(s)}"
-            for s in (TaskState.REJECTED, TaskState.DEAD_LETTERED)
-            if ledger.counts.get(s)
-        ]
-        parts.append(", ".join(counts))
+    parts += [f"{label} {text}" for label, text in facts(snapshot).items()]
     serving = sum(s.state is ServerState.SERVING for s in snapshot.servers)
     parts.append(f"{serving}/{len(snapshot.servers)} servers serving")
-    left = eta_s(snapshot)
-    if left is not None:
+    if (left := eta_s(snapshot)) is not None:
         parts.append(f"ETA {duration(left)}")
     return " | ".join(parts)

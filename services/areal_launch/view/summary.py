@@ -12,19 +12,6 @@ from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import WINDOW, column, mean
 
-_ACCOUNTS = (
-    TaskState.TRAINED,
-    TaskState.DELIVERED,
-    TaskState.REJECTED,
-    TaskState.CANCELLED,
-    TaskState.EXPIRED,
-    TaskState.DEAD_LETTERED,
-    TaskState.QUEUED,
-    TaskState.RUNNING,
-    TaskState.COMPLETED,
-    TaskState.BATCHED,
-)
-
 
 def read_results(file: Path) -> dict[str, Any]:
     """What the recipe recorded in trainer.json; empty when there is none."""
@@ -63,7 +50,7 @@ def build_summary(
     rewards = column(rows, "reward_mean")
     ledger, sync = snapshot.ledger, snapshot.sync
     accounting: dict[str, int | None] = {"submitted": ledger.submitted if ledger else None}
-    for state in _ACCOUNTS:
+    for state in TaskState:
         accounting[state.value] = ledger.counts.get(state, 0) if ledger else None
     return {
         "status": status,
@@ -164,7 +151,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     accounting = summary["accounting"]
     ended = ", ".join(
-        f"{accounting[s.value]} {state_word(s)}" for s in _ACCOUNTS if accounting[s.value]
+        f"{accounting[s.value]} {state_word(s)}" for s in TaskState if accounting[s.value]
     )
     updates = summary["weight_updates"]
     lines = [
