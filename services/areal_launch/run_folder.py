@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from areal.errors import CannotStart, NotFound
 
 
@@ -57,7 +59,7 @@ class RunFolder:
                 break
             except OSError:
                 pid = self.holder_pid()
-                alive = pid > 0 and _alive(pid)
+                alive = pid > 0 and psutil.pid_exists(pid)
                 if alive or time.monotonic() > deadline:
                     os.close(descriptor)
                     raise CannotStart(
@@ -152,13 +154,3 @@ def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) 
         return folders[0]
     hint = f"; the last one is {folders[0].path}" if folders else ""
     raise NotFound(f"no running stack under {str(root)!r} (use --run DIR to name one){hint}")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

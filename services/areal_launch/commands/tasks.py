@@ -29,9 +29,23 @@ from areal.workflows.specs import build_workflow, find_workflow
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_event, say
 
-# The keys of a line that has "data"; in a line without "data" the whole object is the data.
-_TASK_KEYS = {"task_id", "data", "workflow", "kwargs", "purpose", "time_to_live_s"}
 _TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+# The keys of a line that has "data", what each holds, and whether a value does. In a line without
+# "data" the whole object is the data.
+_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "data": ("a JSON object", lambda v: isinstance(v, dict)),
+    "kwargs": ("a JSON object", lambda v: v is None or isinstance(v, dict)),
+    "purpose": (" or ".join(Purpose), lambda v: v in list(Purpose)),
+    "task_id": (
+        "1 to 200 characters: letters, digits, ._:-",
+        lambda v: isinstance(v, str) and _TASK_ID.fullmatch(v),
+    ),
+    "time_to_live_s": (
+        "a number above 0",
+        lambda v: v is None or (isinstance(v, int | float) and v > 0),
+    ),
+    "workflow": ("a name", lambda v: isinstance(v, str) and v),
+}
 # Tasks per call: far below the largest message that a service accepts.
 _CHUNK = 2000
 
@@ -93,48 +107,29 @@ def _parse_task(
     if "data" not in row:
         task_id = row.pop("task_id", name)
         row = {"task_id": task_id, "data": row}
-    if unknown := sorted(set(row) - _TASK_KEYS):
-        raise InvalidInput(
-            f"{where}: unknown key {unknown[0]!r} beside 'data'; "
-            f"expected {', '.join(sorted(_TASK_KEYS))}"
+    for key, value in row.items():
+        if key not in _KEYS:
+            raise InvalidInput(
+                f"{where}: unknown key {key!r} beside 'data'; expected {', '.join(_KEYS)}"
+            )
+        expected, fits = _KEYS[key]
+        if not fits(value):
+            raise InvalidInput(f"{where}: {key} {value!r}: expected {expected}")
+    workflow, kwargs = row.get("workflow", default.name), row.get("kwargs")
+    try:
+        spec = (
+            describe(workflow)
+            if kwargs is None
+            else WorkflowSpec(workflow, default.recipe_digest, json.dumps(kwargs))
         )
-    task_id = row.get("task_id", name)
-    if not isinstance(task_id, str) or not _TASK_ID.fullmatch(task_id):
-        raise InvalidInput(
-            f"{where}: task_id {task_id!r}: expected 1 to 200 characters: letters, digits, ._:-"
-        )
-    if not isinstance(row["data"], dict):
-        raise InvalidInput(f"{where}: data: expected a JSON object")
-    purpose = row.get("purpose", Purpose.SERVE.value)
-    if purpose not in list(Purpose):
-        raise InvalidInput(f"{where}: purpose {purpose!r}: expected {' or '.join(Purpose)}")
-    lifetime = row.get("time_to_live_s")
-    if lifetime is not None and (not isinstance(lifetime, int | float) or lifetime <= 0):
-        raise InvalidInput(f"{where}: time_to_live_s {lifetime!r}: expected a number above 0")
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from None
     return Task(
-        task_id=task_id,
-        purpose=Purpose(purpose),
-        workflow=_parse_workflow(row, where, default, describe),
+        task_id=row.get("task_id", name),
+        purpose=Purpose(row.get("purpose", Purpose.SERVE)),
+        workflow=spec,
         data=row["data"],
-        time_to_live_s=lifetime,
-    )
-
-
-def _parse_workflow(
-    row: dict[str, Any], where: str, default: WorkflowSpec, describe: Describe
-) -> WorkflowSpec:
-    name, kwargs = row.get("workflow", default.name), row.get("kwargs")
-    if not isinstance(name, str) or not name:
-        raise InvalidInput(f"{where}: workflow {name!r}: expected a name")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise InvalidInput(f"{where}: kwargs: expected a JSON object")
-    if kwargs is None:
-        try:
-            return describe(name)
-        except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error}") from None
-    return WorkflowSpec(
-        name=name, recipe_digest=default.recipe_digest, kwargs_json=json.dumps(kwargs)
+        time_to_live_s=row.get("time_to_live_s"),
     )
 
 

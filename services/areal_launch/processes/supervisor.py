@@ -28,11 +28,11 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
 from areal.chassis.bad_input import read_verdict
 from areal.errors import ArealError, WaitTimeout
@@ -154,16 +154,14 @@ class Supervised:
             WaitTimeout: Names the process, its log and its last lines.
         """
         since = time.monotonic()
-        up = asyncio.ensure_future(self._up.wait())
         try:
-            either: set[asyncio.Future[Any]] = {up, self.ended}
-            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            up.cancel()
+            await asyncio.wait_for(unless(self._up.wait(), self.ended), timeout)
+        except TimeoutError:
+            raise WaitTimeout(
+                "readiness", on=self.spec.name, since=since, hint=self.log_end()
+            ) from None
         if self.ended.done():
             self.ended.result()
-        elif not self._up.is_set():
-            raise WaitTimeout("readiness", on=self.spec.name, since=since, hint=self.log_end())
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Ends it for good, within its grace period; idempotent."""
@@ -204,7 +202,7 @@ class Supervised:
                 f"{delay:.1f} s",
             )
             self._set(ProcessState.BACKOFF)
-            await self._race(self._stopping.wait(), timeout=delay)
+            await self._pause(delay)
 
     def _has_room(self) -> bool:
         return self._free(self.spec.log.parent) >= LEAST_BYTES
@@ -219,7 +217,7 @@ class Supervised:
             if time.monotonic() - since > WAIT_S:
                 self._give_up(f"{cause}; {full}, since {WAIT_S / 60:.0f} minutes")
                 return False
-            await self._race(self._stopping.wait(), timeout=LOOK_INTERVAL_S)
+            await self._pause(LOOK_INTERVAL_S)
             if self._stopping.is_set():
                 return False
         waited = time.monotonic() - since
@@ -270,38 +268,25 @@ class Supervised:
         self, exited: asyncio.Future[int], stopping: asyncio.Future[Any]
     ) -> str:
         """Waits for the end of a life; returns why a job that has not ended counts as dead."""
-        first: set[asyncio.Future[Any]] = {exited, stopping}
         if not self.spec.job:  # a service that hangs is waited for: its callers retry
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return ""
-        silent = asyncio.ensure_future(
-            wait_silent(self.spec.probe, self.pid, self._policy.silent_s)
-        )
-        try:
-            await asyncio.wait({*first, silent}, return_when=asyncio.FIRST_COMPLETED)
-            heard = exited.done() or stopping.done()
-            return "" if heard else f"{self.spec.name} {silent.result()}"
-        finally:
-            silent.cancel()
+        silent = wait_silent(self.spec.probe, self.pid, self._policy.silent_s)
+        why = await unless(silent, exited, stopping)
+        return f"{self.spec.name} {why}" if why else ""
 
     async def _become_ready(
         self, exited: asyncio.Future[int], stopping: asyncio.Future[Any]
     ) -> str:
         """Waits for the probe; returns why it failed, "" when up or when the process has ended."""
         if self.spec.probe is not None:
-            probing = asyncio.ensure_future(
-                wait_ready(self.spec.probe, self.spec.name, self._policy.ready_timeout_s)
-            )
+            limit = self._policy.ready_timeout_s
             try:
-                first: set[asyncio.Future[Any]] = {probing, exited, stopping}
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-                if exited.done() or stopping.done():
-                    return ""
-                probing.result()
+                await unless(wait_ready(self.spec.probe, self.spec.name, limit), exited, stopping)
             except WaitTimeout as error:
                 return str(error)
-            finally:
-                probing.cancel()
+            if stopping.done():
+                return ""
         if not exited.done():
             self._was_up = True
             self._set(ProcessState.UP)
@@ -354,10 +339,23 @@ class Supervised:
             self.since = time.time()
             self._report("state", self.spec.name, state.value)
 
-    @staticmethod
-    async def _race(waiting: Awaitable[ResultT], timeout: float) -> None:
+    async def _pause(self, seconds: float) -> None:
+        """Sleeps, until it is stopped."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(waiting, timeout)
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+
+async def unless(work: Coroutine[Any, Any, ResultT], *ends: asyncio.Future[Any]) -> ResultT | None:
+    """What `work` returns; None, and it is cancelled, when one of `ends` is done first."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        return None if any(end.done() for end in ends) else task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # superseded; but never "was never retrieved"
 
 
 class Supervisor:
@@ -370,7 +368,6 @@ class Supervisor:
         self._stack_id = stack_id
         self._policy = policy
         self._report = report
-        self._failure: asyncio.Future[None] | None = None
         self._spawn = spawn
 
     def start(self, *specs: ProcessSpec, vital: bool = True) -> None:
@@ -383,16 +380,15 @@ class Supervisor:
             process.start()
 
     def _ended(self, process: Supervised, ended: asyncio.Future[int]) -> None:
-        error, failure = ended.exception(), self._failed()
+        error, failure = ended.exception(), self._failed
         if error is not None and process.vital and not failure.done():
             failure.set_exception(error)
             failure.exception()  # read by the waiter; never "was never retrieved"
 
+    @cached_property
     def _failed(self) -> asyncio.Future[None]:
         """Ends when the first vital process is given up, whenever it was started."""
-        if self._failure is None:
-            self._failure = asyncio.get_running_loop().create_future()
-        return self._failure
+        return asyncio.get_running_loop().create_future()
 
     async def wait_up(self, names: list[str], timeout: float) -> None:
         """Returns when all named processes are up; the first failure of ANY process ends it.
@@ -410,19 +406,11 @@ class Supervisor:
         async def wait() -> ResultT:
             return await waiting
 
-        task = asyncio.create_task(wait())
-        failure = self._failed()
-        try:
-            either: set[asyncio.Future[Any]] = {task, failure}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if failure.done():
-                failure.result()
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-            if not task.cancelled():
-                task.exception()  # superseded; but never "was never retrieved"
+        failure = self._failed
+        result = await unless(wait(), failure)
+        if failure.done():
+            failure.result()
+        return cast("ResultT", result)
 
     async def stop(self, order: list[list[str]], grace_s: float | None = None) -> None:
         """Stops stage after stage; processes that no stage names go last."""

@@ -36,13 +36,10 @@ class UsageSampler:
     def sample(self, pids: Mapping[str, int]) -> None:
         parents: dict[int, int] = {}
         memory: dict[int, int] = {}
-        for process in psutil.process_iter():
-            try:
-                with process.oneshot():
-                    parents[process.pid] = process.ppid()
-                    memory[process.pid] = process.memory_info().rss
-            except psutil.Error:
-                continue
+        for process in psutil.process_iter(["ppid", "memory_info"]):
+            if process.info["memory_info"] is not None:  # None: another user's
+                parents[process.pid] = process.info["ppid"]
+                memory[process.pid] = process.info["memory_info"].rss
         owner = {pid: name for name, pid in pids.items()}
         owner[psutil.Process().pid] = "launcher"
         usage: dict[str, float] = {}

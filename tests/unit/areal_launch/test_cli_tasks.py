@@ -54,13 +54,13 @@ def test_parse_when_data_is_given_then_its_neighbours_are_the_tasks() -> None:
     [
         ('{"prompt": ', "f:2: not JSON"),
         ("[1]", "f:2: expected a JSON object, got list"),
-        ('{"data": 3}', "f:2: data: expected a JSON object"),
+        ('{"data": 3}', "f:2: data 3: expected a JSON object"),
         ('{"data": {}, "purpos": "train"}', "f:2: unknown key 'purpos'"),
         ('{"data": {}, "purpose": "play"}', "f:2: purpose 'play': expected train or serve"),
         ('{"data": {}, "task_id": "a b"}', "f:2: task_id 'a b'"),
         ('{"data": {}, "time_to_live_s": -1}', "f:2: time_to_live_s -1"),
         ('{"data": {}, "workflow": 3}', "f:2: workflow 3"),
-        ('{"data": {}, "kwargs": []}', "f:2: kwargs: expected a JSON object"),
+        ('{"data": {}, "kwargs": []}', "f:2: kwargs []: expected a JSON object"),
     ],
 )
 def test_parse_when_a_line_is_malformed_then_its_number_is_named(line: str, expected: str) -> None:
