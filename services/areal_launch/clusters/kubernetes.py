@@ -199,8 +199,7 @@ class Release:
         selector += f",app.kubernetes.io/component={component}" if component else ""
         listing = self.api.core.list_namespaced_pod
         found = self.api.get(listing, self.api.namespace, label_selector=selector)
-        pods: list[dict[str, Any]] = found["items"]
-        return pods
+        return list(found["items"])
 
     def outcome(self) -> Outcome:
         """Whether the trainer's job has ended, and how.
@@ -208,27 +207,30 @@ class Release:
         Raises:
             NotFound: The release has no trainer.
         """
-        for each in self.manifest:
-            if each["kind"] in WORKLOADS and component_of(each) == "trainer":
-                return self._outcome(each)
-        raise NotFound(f"release {self.name}: no trainer in it (trainer.enabled)")
+        outcome = self._outcome("trainer", WORKLOADS)
+        if outcome is None:
+            raise NotFound(f"release {self.name}: no trainer in it (trainer.enabled)")
+        return outcome
 
     def preparation(self) -> Outcome:
         """Whether the Job that makes or brings the model has ended, and how."""
-        for each in self.manifest:
-            if each["kind"] == "Job" and component_of(each) == "prepare":
-                return self._outcome(each)
-        return Outcome("finished")
+        return self._outcome("prepare", ("Job",)) or Outcome("finished")
 
-    def _outcome(self, job: dict[str, Any]) -> Outcome:
-        for condition in self.api.job(job).get("status", {}).get("conditions") or []:
+    def _outcome(self, component: str, kinds: tuple[str, ...]) -> Outcome | None:
+        """None: the release has no such job."""
+        jobs = [j for j in self.manifest if j["kind"] in kinds and component_of(j) == component]
+        if not jobs:
+            return None
+        for condition in self.api.job(jobs[0]).get("status", {}).get("conditions") or []:
             if condition.get("status") != "True":
                 continue
             if condition["type"] in ("Succeeded", "Complete"):
                 return Outcome("finished")
             if condition["type"] == "Failed":
                 cause = condition.get("message") or condition.get("reason") or "it failed"
-                return Outcome("failed", f"{job['kind']} {job['metadata']['name']}: {cause}")
+                return Outcome(
+                    "failed", f"{jobs[0]['kind']} {jobs[0]['metadata']['name']}: {cause}"
+                )
         return Outcome()
 
     def last_lines(self, component: str, lines: int) -> list[str]:

@@ -100,13 +100,11 @@ class KubernetesApi:
         group, _, version = job["apiVersion"].partition("/")
         plural, name = f"{job['kind'].lower()}s", job["metadata"]["name"]
         read = self.custom.get_namespaced_custom_object
-        content: dict[str, Any] = self.get(read, group, version, self.namespace, plural, name)
-        return content
+        return dict(self.get(read, group, version, self.namespace, plural, name))
 
     def version(self) -> str:
         """The server's, e.g. `v1.33.1`."""
-        content = self.get(self._api.VersionApi(self._client).get_code)
-        return str(content["gitVersion"])
+        return str(self.get(self._api.VersionApi(self._client).get_code)["gitVersion"])
 
     def served(self) -> dict[str, set[str]]:
         listed = {"v1": self.get(self.core.get_api_resources)}
@@ -129,11 +127,8 @@ class KubernetesApi:
 
     def _bytes(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> bytes:
         with self._one_line():
-            answer = call(
-                *arguments, **options, _preload_content=False, _request_timeout=_TIMEOUT_S
-            )
-            data: bytes = answer.data
-            return data
+            options |= {"_preload_content": False, "_request_timeout": _TIMEOUT_S}
+            return bytes(call(*arguments, **options).data)
 
     @contextlib.contextmanager
     def _one_line(self) -> Iterator[None]:

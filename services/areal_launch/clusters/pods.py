@@ -6,8 +6,9 @@ Pending ── image pulled, Secrets found ──> Running
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_launch.processes.supervisor import ProcessState, RemoteProcess
@@ -78,7 +79,7 @@ def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
             continue
         for one in _problems(pod):
             same = found.get(one.key)
-            found[one.key] = one if same is None else _joined(same, one)
+            found[one.key] = replace(one, pods=(*same.pods, *one.pods)) if same else one
     return list(found.values())
 
 
@@ -145,7 +146,8 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 def _problems(pod: dict[str, Any]) -> Iterable[Problem]:
     status, name, component = pod.get("status", {}), pod["metadata"]["name"], component_of(pod)
-    for container in _statuses(pod):
+    statuses = [status.get(f"{kind}Statuses") or [] for kind in ("initContainer", "container")]
+    for container in itertools.chain(*statuses):
         waiting = container.get("state", {}).get("waiting") or {}
         reason = waiting.get("reason")
         if reason is not None and reason not in _STARTING:
@@ -156,20 +158,6 @@ def _problems(pod: dict[str, Any]) -> Iterable[Problem]:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             said = f"{condition.get('message', '')}"
             yield Problem((name,), component, "", "", str(condition.get("reason")), said)
-
-
-def _joined(one: Problem, other: Problem) -> Problem:
-    return Problem(
-        (*one.pods, *other.pods), one.component, one.container, one.image, one.reason, one.message
-    )
-
-
-def _statuses(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    status = pod.get("status", {})
-    return [
-        *(status.get("initContainerStatuses") or []),
-        *(status.get("containerStatuses") or []),
-    ]
 
 
 def _ran(pod: dict[str, Any]) -> bool:

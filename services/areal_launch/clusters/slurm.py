@@ -58,13 +58,15 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
         "signal": f"B:TERM@{END_NOTICE_S}",
         "gpus-per-node": str(config.stack.gpus_per_node or ""),
     }
-    lines = [f"#SBATCH --{key}={_plain(key, value)}" for key, value in options.items() if value]
+    arguments = [f"--{key}={value}" for key, value in options.items() if value]
     if not any(argument.startswith(("--cpus-per-task", "-c")) for argument in slurm.sbatch):
-        lines += ["#SBATCH --exclusive", "#SBATCH --mem=0"]
+        arguments += ["--exclusive", "--mem=0"]
     for argument in slurm.sbatch:
         if not argument.startswith("-"):
             raise ConfigError(f"stack.slurm.sbatch {argument!r}: expected an argument like --qos=x")
-        lines.append(f"#SBATCH {_plain('sbatch', argument)}")
+    arguments += slurm.sbatch
+    if broken := [argument for argument in arguments if re.search(r"[\n\r]", argument)]:
+        raise ConfigError(f"stack.slurm {broken[0]!r}: expected one line")
     command = shlex.join(
         [
             *(sys.executable, "-m", "areal_launch.cli", "run", config.recipe),
@@ -76,7 +78,7 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
     return "\n".join(
         [
             "#!/bin/bash",
-            *lines,
+            *(f"#SBATCH {argument}" for argument in arguments),
             f"export PYTHONPATH={shlex.quote(source)}${{PYTHONPATH:+:$PYTHONPATH}}",
             *([slurm.setup.rstrip()] if slurm.setup else []),
             f"exec {command}",
@@ -133,12 +135,6 @@ def end_job(job: str, *, gently: bool) -> None:
 
 def _run(argv: list[str], environment: Mapping[str, str] | None = None) -> str:
     return run_command(argv, "is this a node of a Slurm cluster?", environment=environment)
-
-
-def _plain(key: str, value: str) -> str:
-    if re.search(r"[\n\r]", value):
-        raise ConfigError(f"stack.slurm {key} {value!r}: expected one line")
-    return value
 
 
 class SlurmCluster(Cluster):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -153,10 +154,12 @@ def stop_stack(run: Path | None) -> int:
         say(f"{folder.path}: not running{ended}")
         return 0
     since = time.monotonic()
-    _signal(pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # then its guard holds the lock, and cleans up
+        os.kill(pid, signal.SIGTERM)
     if not _wait_released(folder, STOP_TIMEOUT_S):
         say(f"launcher {pid} did not stop in {STOP_TIMEOUT_S:.0f} s: killing the stack")
-        _signal(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         end_tagged(stack["stack_id"], leaders=leaders_of(stack))
         if not _wait_released(folder, KILL_TIMEOUT_S):
             raise WaitTimeout(f"the end of {folder.path}", on=f"launcher {pid}", since=since)
@@ -179,13 +182,6 @@ def _end_slurm_job(folder: RunFolder, job: str) -> int:
         raise WaitTimeout(f"the end of {folder.path}", on=f"Slurm job {job}", since=since)
     say(f"{folder.path}: Slurm job {job} ended")
     return 0
-
-
-def _signal(pid: int, signum: signal.Signals) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return  # its guard holds the lock and cleans up
 
 
 def _wait_released(folder: RunFolder, timeout: float) -> bool:

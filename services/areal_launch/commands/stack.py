@@ -337,7 +337,9 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
         os.close(writing)
     limit = resolved.config.rollout.setup_timeout_s + 30.0
     limit += PREPARE_TIMEOUT_S if resolved.prepare else 0.0
-    answer = _read_line(reading, limit)
+    heard, _, _ = select.select([reading], [], [], limit)
+    # The word is written at once; a process that has ended left nothing.
+    answer = os.read(reading, 1 << 16).decode(errors="replace").strip() if heard else ""
     os.close(reading)
     if answer != "ready":
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -348,16 +350,3 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
     print("next: areal status, areal submit, areal down")  # noqa: T201
     print(f"run folder: {folder.path}")  # noqa: T201
     return 0
-
-
-def _read_line(descriptor: int, timeout: float) -> str:
-    """One line from a pipe; "" at its end or when time is over."""
-    deadline = time.monotonic() + timeout
-    text = b""
-    while b"\n" not in text:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(descriptor, 4096) if ready else b""
-        if not chunk:
-            break
-        text += chunk
-    return text.decode(errors="replace").strip()

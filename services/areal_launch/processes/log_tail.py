@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from areal_launch.processes.log_file import rotated
 
@@ -103,13 +104,18 @@ def read_end(log: Path, limit: int) -> bytes:
     return text
 
 
+def _content(line: str) -> dict[str, Any]:
+    """A structured line's; empty for any other."""
+    with suppress(ValueError):
+        content = json.loads(line)
+        if isinstance(content, dict) and "event" in content:
+            return content
+    return {}
+
+
 def humanize(line: str) -> str:
     """A structured line as `event key=value …`; any other line as it is."""
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return line.strip()
-    if not isinstance(content, dict) or "event" not in content:
+    if not (content := _content(line)):
         return line.strip()
     values = (f"{key}={value}" for key, value in content.items() if key not in _BORING)
     return " ".join([str(content["event"]), *values])
@@ -118,22 +124,13 @@ def humanize(line: str) -> str:
 def last_error(begin: LogPlace, limit: int = 262144) -> str:
     """The gist of a log's last structured line of level error after `begin`; "": none."""
     lines = begin.read()[0][-limit:].decode(errors="replace").splitlines()
-    for line in reversed(lines):
-        with suppress(ValueError):
-            content = json.loads(line)
-            if isinstance(content, dict) and content.get("level") == "error":
-                return gist(line)
-    return ""
+    errors = (line for line in reversed(lines) if _content(line).get("level") == "error")
+    return gist(next(errors, ""))
 
 
 def gist(line: str, limit: int = 300) -> str:
     """What a log line says, without its traceback: `event: last line of the exception`."""
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return line.strip()[:limit]
-    if not isinstance(content, dict) or "event" not in content:
-        return line.strip()[:limit]
+    content = _content(line)
     raised = str(content.get("exception") or content.get("error") or "").strip()
     text = f"{content['event']}: {raised.splitlines()[-1]}" if raised else humanize(line)
     return text[:limit]

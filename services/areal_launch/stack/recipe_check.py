@@ -55,13 +55,8 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: bool) -> li
         config: Resolved, with its recipe.
         model_later: The recipe makes its model, which is not there yet.
     """
-    environment = {
-        # As torchrun gives them to a lone trainer.
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "WANDB_MODE": "disabled",  # a check is no run
-    }
+    # As torchrun gives them to a lone trainer; and a check is no run to record.
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "WANDB_MODE": "disabled"}
     with tempfile.TemporaryDirectory(prefix="areal-check-") as name:
         folder = Path(name)
         save_config(config, folder / "config.yaml")
@@ -107,13 +102,8 @@ def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
 
 
 def _finding(line: dict[str, Any]) -> Finding:
-    return Finding(
-        line["stage"],
-        line["of"],
-        CheckResult(line["verdict"]),
-        line["said"],
-        line.get("traceback", ""),
-    )
+    said = {key: line[key] for key in ("stage", "of", "said", "traceback") if key in line}
+    return Finding(verdict=CheckResult(line["verdict"]), **said)
 
 
 async def refuse_failing(config: BaseExperimentConfig, *, model_later: bool) -> None:

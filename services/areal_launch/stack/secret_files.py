@@ -7,7 +7,6 @@ run folder and goes when the stack ends.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from pathlib import Path
@@ -70,22 +69,6 @@ def write_secret(folder: RunFolder, name: str, text: str) -> Path:
     return file
 
 
-def redis_conf(folder: RunFolder, password: str) -> tuple[str, ...]:
-    """Arguments that let Redis read its password from a file; none without a password."""
-    if not password:
-        return ()
-    # Both stores understand a JSON string.
-    return (str(write_secret(folder, "redis.conf", f"requirepass {json.dumps(password)}")),)
-
-
-def nats_conf(folder: RunFolder, token: str) -> tuple[str, ...]:
-    """The same for NATS."""
-    if not token:
-        return ()
-    text = f"authorization {{ token: {json.dumps(token)} }}"
-    return ("--config", str(write_secret(folder, "nats.conf", text)))
-
-
 def sglang_config(
     config: BaseExperimentConfig, folder: RunFolder, command: list[str]
 ) -> tuple[list[str], str]:
@@ -105,16 +88,16 @@ def sglang_config(
         ConfigError: The command's own file cannot be read, or is no mapping.
     """
     content: dict[str, Any] = {}
-    parts = [piece for part in command for piece in _split(part)]
+    parts = [
+        piece
+        for part in command
+        for piece in (part.split("=", 1) if part.startswith(f"{_CONFIG}=") else [part])
+    ]
     if _CONFIG in parts[:-1]:
         at = parts.index(_CONFIG)
         content, command = _mapping(parts[at + 1]), parts[:at] + parts[at + 2 :]
     content |= {"api-key": Security.load(config.security).token, "log-level": "warning"}
     return command, str(write_secret(folder, "sglang.yaml", yaml.safe_dump(content)))
-
-
-def _split(part: str) -> list[str]:
-    return part.split("=", 1) if part.startswith(f"{_CONFIG}=") else [part]
 
 
 def _mapping(file: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import shutil
 import sys
@@ -14,7 +15,7 @@ from areal_launch.clusters.base import LOCAL, Placement
 from areal_launch.processes.probes import nats_probe, redis_probe
 from areal_launch.processes.process import ProcessSpec
 from areal_launch.run_folder import RunFolder
-from areal_launch.stack.secret_files import nats_conf, redis_conf
+from areal_launch.stack.secret_files import write_secret
 
 
 def find_redis_server() -> str:
@@ -80,10 +81,14 @@ def redis_spec(
         "daemonize": "no",
         "set-proc-title": "no",  # a title is written over the environment, by which it is found
     }
+    secret: tuple[str, ...] = ()
+    if password:  # in a file; both stores understand a JSON string
+        text = f"requirepass {json.dumps(password)}"
+        secret = (str(write_secret(folder, "redis.conf", text)),)
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
     return ProcessSpec(
         name="redis",
-        argv=(find_redis_server(), *redis_conf(folder, password), *arguments),
+        argv=(find_redis_server(), *secret, *arguments),
         log=folder.log_of("redis"),
         probe=redis_probe(placement.control, port, password),
         address=f"{placement.control}:{port}",
@@ -96,11 +101,15 @@ def nats_spec(
     """nats-server with JetStream, its store in the run folder."""
     data = folder.path / "nats"
     data.mkdir(parents=True, exist_ok=True)
+    secret: tuple[str, ...] = ()
+    if token:
+        text = f"authorization {{ token: {json.dumps(token)} }}"
+        secret = ("--config", str(write_secret(folder, "nats.conf", text)))
     return ProcessSpec(
         name="nats",
         argv=(
             find_nats_server(),
-            *nats_conf(folder, token),
+            *secret,
             *("--addr", placement.bind, "--port", str(port)),
             *("--jetstream", "--store_dir", str(data.resolve())),
         ),

@@ -91,31 +91,21 @@ def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=_HELDOUT, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.7)
     axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label="held-out", edgecolor="white")
-    for position, value in points:
-        axes.annotate(
-            f"{value:.2f}",
-            (position, value),
-            xytext=(0, -15),
-            textcoords="offset points",
-            color=_HELDOUT,
-            ha="center",
-            fontweight="bold",
-            fontsize=9,
-        )
+    for point in points:
+        _label(axes, point, f"{point[1]:.2f}", _HELDOUT, offset=(0, -15), ha="center")
 
 
-def _label(axes: Any, point: tuple[float, float], text: str, color: str) -> None:
-    """Names a line at its right end."""
-    axes.annotate(
-        text,
-        point,
-        xytext=(8, 0),
-        textcoords="offset points",
-        color=color,
-        fontweight="bold",
-        va="center",
-        fontsize=9,
-    )
+def _label(
+    axes: Any,
+    point: tuple[float, float],
+    text: str,
+    color: str,
+    offset: tuple[int, int] = (8, 0),
+    **alignment: str,
+) -> None:
+    """Bold text beside a point; by default to the right of a line's end."""
+    at = {"xytext": offset, "textcoords": "offset points", "va": "center", **alignment}
+    axes.annotate(text, point, color=color, fontweight="bold", fontsize=9, **at)
 
 
 def _style(axes: Any) -> None:

@@ -114,23 +114,24 @@ class StackPoller:
         self._notice_listeners.append(listener)
 
     def start(self) -> None:
-        loops: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-            ("buffer", self._poll_ledger),
-            ("weight-sync", self._poll_weights),
-        ]
-        if self._trainer is not None:
-            loops.append(("trainer", self._poll_trainer))
         self._tasks = [
             endless.keep(self._loop(name, poll), f"poll-{name}", partial(self._ended, name))
-            for name, poll in loops
+            for name, poll in self._polls().items()
         ]
+
+    def _polls(self, max_wait_s: float = 5.0) -> dict[str, Callable[[], Awaitable[None]]]:
+        polls: dict[str, Callable[[], Awaitable[None]]] = {
+            "buffer": self._poll_ledger,
+            "weight-sync": self._poll_weights,
+        }
+        if self._trainer is not None:
+            polls["trainer"] = partial(self._poll_trainer, self._trainer, max_wait_s)
+        return polls
 
     async def refresh(self, timeout: float = 5.0) -> Snapshot:
         """Asks everything once, now (also without `start`); errors go to `problems`."""
-        polls = [("buffer", self._poll_ledger), ("weight-sync", self._poll_weights)]
-        if self._trainer is not None:
-            polls.append(("trainer", lambda: self._poll_trainer(max_wait_s=0.0)))
-        await asyncio.gather(*(self._once(name, poll, timeout) for name, poll in polls))
+        polls = self._polls(max_wait_s=0.0)
+        await asyncio.gather(*(self._once(name, poll, timeout) for name, poll in polls.items()))
         return self.snapshot
 
     async def close(self) -> None:
@@ -195,11 +196,10 @@ class StackPoller:
         self.snapshot.servers = (await self._weights.list_servers())[0]
         self.snapshot.sync = await self._weights.status()
 
-    async def _poll_trainer(self, max_wait_s: float = 5.0) -> None:
-        assert self._trainer is not None
+    async def _poll_trainer(self, trainer: TrainerClient, max_wait_s: float) -> None:
         snapshot = self.snapshot
         after = snapshot.rows[-1]["step"] if snapshot.rows else 0
-        status = await self._trainer.get_status(after_step=after, max_wait_s=max_wait_s)
+        status = await trainer.get_status(after_step=after, max_wait_s=max_wait_s)
         before = snapshot.trainer
         snapshot.trainer = status
         if before is not None and before.incarnation != status.incarnation:
