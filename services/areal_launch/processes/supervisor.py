@@ -26,24 +26,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import shutil
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from areal.chassis.bad_input import read_verdict
 from areal.errors import ArealError, WaitTimeout
-from areal_launch.processes.disk_space import (
-    LEAST_BYTES,
-    LOOK_INTERVAL_S,
-    WAIT_S,
-    FreeBytes,
-    free_bytes,
-    is_full,
-)
 from areal_launch.processes.liveness import wait_silent
 from areal_launch.processes.log_tail import LogPlace, gist, last_error
 from areal_launch.processes.probes import wait_ready
@@ -53,6 +48,19 @@ ResultT = TypeVar("ResultT")
 
 BAD_INPUT = 2
 WINDOW_S = 600.0
+# Redis, NATS, logs and a small checkpoint begin to fail at once below this.
+LEAST_BYTES = 16 * 1024 * 1024
+WAIT_S = 3600.0
+"""A disk that stays full for so long is given up."""
+LOOK_INTERVAL_S = 1.0
+"""Nothing announces free space: it is looked for."""
+FreeBytes = Callable[[Path], int]
+"""Folder to the bytes that this user may still write there."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the file system that holds `folder`; quotas are not seen."""
+    return shutil.disk_usage(folder).free
 
 
 class ProcessState(StrEnum):
@@ -234,7 +242,7 @@ class Supervised:
         try:
             child = await self._spawn(self.spec, self._stack_id)
         except OSError as error:
-            if is_full(error):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return f"{self.spec.name} cannot be started: {error}"
             self._give_up(f"cannot be started: {error}")
             return None

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from areal.chassis.bad_input import VERDICT_VARIABLE
@@ -161,19 +161,22 @@ class _Planner:
 
     def service(self, name: str, module: str, port: int = 0) -> ProcessSpec:
         """`port`: 0 for a free one."""
-        at, folder = self.placement, self.folder
-        port, metrics = port or self.picker.pick(name), self.picker.pick(f"{name}.metrics")
+        spec = self._ours(name, (module,), self.placement.control, port or self.picker.pick(name))
+        return replace(spec, argv=(*spec.argv, "--grace", "8"))
+
+    def _ours(self, name: str, module: tuple[str, ...], host: str, port: int) -> ProcessSpec:
+        """A Python process with health checks, on a host that others reach at that address."""
+        bind, metrics = self.placement.bind, self.picker.pick(f"{name}.metrics")
         return ProcessSpec(
             name=name,
             argv=(
-                *(sys.executable, "-m", module, "--config", str(folder.config_file)),
-                *("--listen", f"{at.bind}:{port}", "--metrics", f"{at.bind}:{metrics}"),
-                *("--grace", "8"),
+                *(sys.executable, "-m", *module, "--config", str(self.folder.config_file)),
+                *("--listen", f"{bind}:{port}", "--metrics", f"{bind}:{metrics}"),
             ),
-            log=folder.log_of(name),
-            probe=http_probe(at.control, metrics, "/healthz"),
-            address=f"{at.control}:{port}",
-            metrics=f"{at.control}:{metrics}",
+            log=self.folder.log_of(name),
+            probe=http_probe(host, metrics, "/healthz"),
+            address=f"{host}:{port}",
+            metrics=f"{host}:{metrics}",
         )
 
     def inference(self, index: int) -> ProcessSpec:
@@ -218,7 +221,7 @@ class _Planner:
         return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
 
     def trainer(self) -> ProcessSpec:
-        config, folder, bind = self.config, self.folder, self.placement.bind
+        config, folder = self.config, self.folder
         ranks = parse_allocation(config.allocation_mode).trainer_ranks
         nodes, first = len(self.placement.trainer), self.placement.trainer[0]
         launch: tuple[str, ...] = ()
@@ -230,25 +233,13 @@ class _Planner:
                 *("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes)),
                 *("--master-addr", first.address, "--master-port", str(port), "-m"),
             )
-        metrics = self.picker.pick("trainer.metrics")
-        return ProcessSpec(
-            name="trainer",
-            argv=(
-                *(sys.executable, "-m", *launch, "areal_trainer"),
-                *("--config", str(folder.config_file)),
-                *("--listen", f"{bind}:{config.endpoints.trainer.rpartition(':')[2]}"),
-                *("--metrics", f"{bind}:{metrics}"),
-            ),
-            log=folder.log_of("trainer"),
-            probe=http_probe(first.address, metrics, "/healthz"),
+        port = int(config.endpoints.trainer.rpartition(":")[2])
+        return replace(
+            self._ours("trainer", (*launch, "areal_trainer"), first.address, port),
             address=config.endpoints.trainer,
-            metrics=f"{first.address}:{metrics}",
             job=True,
             stop_grace_s=30.0,
-            environment={
-                VERDICT_VARIABLE: str(folder.verdict_file.resolve()),
-                **_devices(first),
-            },
+            environment={VERDICT_VARIABLE: str(folder.verdict_file.resolve()), **_devices(first)},
             nodes=_remote(*self.placement.trainer),
             verdict=folder.verdict_file,
         )
