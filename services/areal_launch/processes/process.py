@@ -76,6 +76,10 @@ class ProcessSpec:
     verdict: Path | None = None
     """Where a process below it says that its input is bad (see `areal.chassis.bad_input`)."""
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
 
 def python_environment() -> dict[str, str]:
     """Our environment, with this very `areal` importable."""

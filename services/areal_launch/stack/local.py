@@ -244,8 +244,8 @@ class LocalStack:
 
     async def _bring_servers_in(self, deadline: float) -> None:
         """Registers our inference servers as they come up; waits until all serve."""
-        urls = self.plan.inference_urls
-        if not urls:
+        servers = self.plan.inference
+        if not servers:
             return
         client = WeightSyncClient(
             self.config.endpoints.weight_sync, Security.load(self.config.security), retry_s=30.0
@@ -253,33 +253,12 @@ class LocalStack:
         try:
             # Servers of an earlier run of this trial are in Redis still, on ports now gone.
             for server in (await client.list_servers())[0]:
-                if server.url not in urls.values():
+                if server.url not in {spec.url for spec in servers}:
                     await client.drain_server(server.server_id, deadline=0.0)
-
-            async def bring(name: str, url: str) -> None:
-                await self.supervisor.wait_up([name], deadline - time.monotonic())
-                await client.register_server(url)
-
-            await asyncio.gather(*(bring(name, url) for name, url in urls.items()))
-            await self._wait_serving(client, len(urls), deadline)
+            scaler = Scaler(self.plan, self.supervisor, client)
+            await asyncio.gather(*(scaler.admit(spec, deadline) for spec in servers))
         finally:
             await client.close()
-
-    async def _wait_serving(self, client: WeightSyncClient, count: int, deadline: float) -> None:
-        what = f"{count} inference servers at the current version"
-        try:
-            await client.wait_for(
-                what,
-                lambda status: status.confirmed_servers >= count,
-                timeout=max(1.0, deadline - time.monotonic()),
-            )
-        except WaitTimeout as error:
-            servers, _ = await client.list_servers()
-            states = "; ".join(
-                f"{s.url} {s.state}{': ' + s.cause if s.cause else ''}" for s in servers
-            )
-            log = self.folder.log_of("weight-sync")
-            raise WaitTimeout(f"{error}: {states}", on=f"weight-sync, log {log}") from None
 
     async def _prepare_model(self) -> None:
         """Runs the recipe's `prepare_model` in a process of its own (it imports torch)."""

@@ -66,11 +66,6 @@ class StackPlan:
         self.inference.append(self.make_inference(free))
         return self.inference[-1]
 
-    @property
-    def inference_urls(self) -> dict[str, str]:
-        """Process name to http://host:port of each inference server that we start."""
-        return {spec.name: f"http://{spec.address}" for spec in self.inference}
-
     def stop_order(self) -> list[list[str]]:
         """Stages of process names: who calls goes before who is called."""
         rollout = [s.name for s in self.services if s.name.startswith("rollout")]

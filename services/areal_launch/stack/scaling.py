@@ -65,7 +65,7 @@ class Scaler:
         leavers = plan.inference[count:]
         results = await asyncio.gather(
             *(self._bring(spec, say) for spec in newcomers),
-            *(self._let_go(spec, say) for spec in leavers),
+            *(self._release(spec, say) for spec in leavers),
             return_exceptions=True,
         )
         failures = [error for error in results if isinstance(error, BaseException)]
@@ -74,27 +74,40 @@ class Scaler:
         return f"{before} -> {count} inference servers in {time.monotonic() - began:.1f} s"
 
     async def _bring(self, spec: ProcessSpec, say: Say) -> None:
-        timeout = self._plan.config.rollout.setup_timeout_s
-        url = f"http://{spec.address}"
+        deadline = time.monotonic() + self._plan.config.rollout.setup_timeout_s
         try:
             # Not vital before it serves: a newcomer that cannot live must not end the run.
             self._supervisor.start(spec, vital=False)
-            say(f"{spec.name} starts at {url}")
-            await self._supervisor.processes[spec.name].wait_up(timeout)
-            await self._client.register_server(url)
-            await self._until(url, f"{spec.name} at the current version", timeout, _serves)
+            say(f"{spec.name} starts at {spec.url}")
+            await self.admit(spec, deadline)
             self._supervisor.processes[spec.name].vital = True
             say(f"{spec.name} serves")
         except ArealError:
             await self._remove(spec)
             raise
 
-    async def _let_go(self, spec: ProcessSpec, say: Say) -> None:
-        url = f"http://{spec.address}"
+    async def admit(self, spec: ProcessSpec, deadline: float) -> None:
+        """Registers a server once it is up; returns when it serves the current version.
+
+        Args:
+            spec: Of a server that was started.
+            deadline: On the clock of `time.monotonic`.
+
+        Raises:
+            StackFailure: It was given up.
+            WaitTimeout: Names the server and what weight-sync says of it.
+        """
+        await self._supervisor.processes[spec.name].wait_up(deadline - time.monotonic())
+        await self._client.register_server(spec.url)
+        left = max(1.0, deadline - time.monotonic())
+        await self._until(spec.url, f"{spec.name} at the current version", left, _serves)
+
+    async def _release(self, spec: ProcessSpec, say: Say) -> None:
         say(f"{spec.name} drains")
         try:
-            await self._client.drain_server(url, deadline=DRAIN_S)
-            await self._until(url, f"{spec.name} drained", _FORGOTTEN_WITHIN_S, lambda s: s is None)
+            await self._client.drain_server(spec.url, deadline=DRAIN_S)
+            gone = f"{spec.name} drained"
+            await self._until(spec.url, gone, _FORGOTTEN_WITHIN_S, lambda server: server is None)
         except NotFound:
             pass  # weight-sync has never heard of it
         await self._remove(spec)
