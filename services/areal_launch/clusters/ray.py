@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ class RayLife:
         return await self.wait()
 
     async def sweep(self) -> None:
-        """Kills what is left on every node and lets the actors go."""
+        """Kills what is left on every node and releases the actors."""
         calls = [a.sweep.remote(_SOURCE, self._stack_id, self._spec.name) for a in self._actors]
         await self._settle(calls)
         if self._ended is not None:
@@ -329,19 +330,10 @@ class RayLife:
 
     async def _settle(self, calls: list[Any]) -> None:
         """Waits for calls to actors that may be gone."""
-
-        async def settle(call: Any) -> None:
-            try:
-                await asyncio.wait_for(asyncio.ensure_future(_result(call)), CALL_TIMEOUT_S)
-            except (self._ray.exceptions.RayError, TimeoutError):
-                return
-
-        await asyncio.gather(*(settle(call) for call in calls))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await asyncio.gather(*calls, return_exceptions=True)
 
     def _release(self) -> None:
         for actor in self._actors:
             self._ray.kill(actor, no_restart=True)
-
-
-async def _result(call: Any) -> Any:
-    return await call

@@ -20,7 +20,7 @@ import psutil
 from areal_launch.processes.probes import Probe
 
 PULSE_S = 2.0
-# No time counts for longer than this between two looks: then it is we who stood still.
+# No time counts for longer than this between two looks: then it is we who were paused.
 _MOST_BETWEEN_S = 10.0
 
 

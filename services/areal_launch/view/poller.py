@@ -151,7 +151,7 @@ class StackPoller:
                 await asyncio.sleep(rest)
 
     def _ended(self, name: str, error: BaseException) -> None:
-        """A bug in here must not look like figures that stand still."""
+        """A bug in here must not look like figures that do not change."""
         self.snapshot.problems[name] = f"is no longer polled: {type(error).__name__}: {error}"
 
     async def _once(self, name: str, poll: Callable[[], Awaitable[None]], timeout: float) -> None:
