@@ -74,6 +74,24 @@ async def generating(http: Http, count: int = 3):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+# ------------------------------------------------------------------ batches
+
+
+async def test_abort_when_it_names_one_of_a_batch_then_only_that_one_ends(http: Http):
+    """What `n` would not give: its samples have ids that only the server knows."""
+    rids, params = ["b0", "b1", "b2"], {**LONG, "max_new_tokens": http.engine.long}
+    task = asyncio.create_task(
+        http.generate([PROMPT] * 3, extra={"rid": rids, "extra_key": "0"}, **params)
+    )
+    await http.running(3)
+    await http.advance(3)
+    await http.ok("/abort_request", {"rid": "b1"})
+    answers = await task
+    assert [answer["meta_info"]["id"] for answer in answers] == rids
+    assert [finish(answer) for answer in answers] == ["length", "abort", "length"]
+    assert 0 < len(answers[1]["output_ids"]) < http.engine.long
+
+
 # ------------------------------------------------------------------ updates in the middle
 
 
