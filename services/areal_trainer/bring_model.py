@@ -3,12 +3,14 @@
     ready already? ── yes ──> done
       │ no
       ├── source hf://org/name[@revision] ──> fetched, digests compared ───┐
+      ├── source s3://bucket/folder ───────────> fetched, lengths compared ─┤
       ├── source /folder, of another claim ──> copied ─────────────────────┤
       ├── the recipe's prepare_model ──────────────────────────────────────┼──> MODEL.ready
       └── none of them: waits until a person has copied it ────────────────┘
 
-The chart's Job `prepare`. Pods that read the model wait for `MODEL.ready`; what is interrupted
-anywhere above is continued by the next try.
+The chart's Job `prepare`, and the first process of `areal run` with such a `model.path`. Pods that
+read the model wait for `MODEL.ready`; what is interrupted anywhere above is continued by the next
+try.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from typing import Annotated
 
 import typer
 
+from areal.config.services import in_object_store
 from areal.errors import ArealError, InvalidInput
+from areal.models.origin import HUB
 from areal_trainer import model_sources
 from areal_trainer.model_folder import lacks, mark_ready, ready_file, ready_from
 from areal_trainer.prepare import make_model
@@ -31,7 +35,7 @@ from areal_trainer.prepare import make_model
 def main(
     config: Annotated[Path, typer.Option(help="The experiment file.")],
     model: Annotated[Path, typer.Option(help="The model's folder.")],
-    source: Annotated[str, typer.Option(help="hf://org/name[@revision] or a folder.")] = "",
+    source: Annotated[str, typer.Option(help="hf://…, s3://… or a folder.")] = "",
     deadline: Annotated[float, typer.Option(help="Seconds.")] = 21600.0,
 ) -> None:
     """Brings the model; the exit code is 2 for what must be mended first."""
@@ -69,8 +73,10 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
     ready_file(model).unlink(missing_ok=True)
     if source:
         model.mkdir(parents=True, exist_ok=True)
-        if source.startswith(model_sources.HUB):
+        if source.startswith(HUB):
             work = lambda: model_sources.fetch(source, model, say=_say)  # noqa: E731
+        elif in_object_store(source):
+            work = lambda: model_sources.fetch_objects(source, model, say=_say)  # noqa: E731
         else:
             work = lambda: model_sources.copy(Path(source), model)  # noqa: E731
         model_sources.until_deadline(work, model, deadline, _say)

@@ -3,7 +3,8 @@
 | source                     | the next try                      | checked by                     |
 |----------------------------|-----------------------------------|--------------------------------|
 | `hf://org/name[@revision]` | keeps files that are whole        | the Hub's digests              |
-| `/folder`                  | the same                          | the lengths in safetensors     |
+| `s3://bucket/folder`       | keeps files of the same length    | the lengths in safetensors     |
+| `/folder`                  | keeps files that are whole        | the same                       |
 | "": copied by hand         | is a person's                     | the same, and files at rest    |
 """
 
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import ArealError, InvalidInput, Unavailable, WaitTimeout
+from areal.models.origin import HUB
 from areal_trainer.model_folder import lacks, size_of
 
 Say = Callable[[str], None]
 
-HUB = "hf://"
 # Weights in other forms than safetensors, and what other programs need.
 _NOT_NEEDED = [
     *("*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.pth", "*.tflite", "*.ot"),
@@ -35,6 +36,7 @@ _LOOK_S = 2.0
 # Files are not whole while they still change; between two of them a copy may pause.
 _QUIET_S = 10.0
 _GIB = 2**30
+_PIECE = 16 * 2**20
 
 
 def fetch(source: str, model: Path, *, say: Say) -> None:
@@ -84,6 +86,46 @@ def fetch(source: str, model: Path, *, say: Say) -> None:
     if damaged or absent:
         raise Unavailable(f"{source}: damaged or missing: {', '.join(damaged + absent)}")
     shutil.rmtree(model / ".cache", ignore_errors=True)  # the notes that a resume needs
+
+
+def fetch_objects(source: str, model: Path, *, say: Say) -> None:
+    """Fetches a folder of an object store; credentials come from the environment.
+
+    Args:
+        source: `{s3,gs,az}://bucket/folder`.
+        model: The folder.
+        say: Told what is done.
+
+    Raises:
+        InvalidInput: There is nothing below that address.
+        Unavailable: The store does not answer, or refuses: try again.
+    """
+    from areal.weights.objects import ObjectStore
+    from areal.weights.publisher import TransportError
+
+    url, _, name = source.rstrip("/").rpartition("/")
+    try:
+        store = ObjectStore(url)
+        files = store.sizes(name)
+        if not files:
+            raise InvalidInput(f"{source}: nothing lies there; expected a model's files")
+        say(f"{source}: {len(files)} files, {sum(files.values()) / _GIB:.2f} GiB")
+        for file, size in files.items():
+            target = model / file
+            if target.is_file() and target.stat().st_size == size:
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            half = target.with_name(f"{target.name}.part")
+            with half.open("wb") as out:
+                for begin in range(0, size, _PIECE):
+                    piece = bytearray(min(_PIECE, size - begin))
+                    store.read_into(name, file, begin, memoryview(piece))
+                    out.write(piece)
+            half.replace(target)
+    except TransportError as error:
+        raise Unavailable(str(error)) from None
+    except OSError as error:
+        raise Unavailable(f"{error.filename}: {error.strerror}") from None
 
 
 def copy(source: Path, model: Path) -> None:
@@ -252,7 +294,7 @@ def _refused(source: str, error: Any) -> ArealError:
         RevisionNotFoundError,
     )
 
-    mend = "HF_TOKEN in prepare.extraEnv, from a Secret"
+    mend = "set HF_TOKEN (on Kubernetes in prepare.extraEnv, from a Secret)"
     if isinstance(error, GatedRepoError):
         return InvalidInput(f"{source}: its terms must be accepted on the Hub first; then {mend}")
     if isinstance(error, RepositoryNotFoundError):

@@ -16,8 +16,10 @@ from tests.hub_server import COMMIT, Hub, serving
 from tests.integration.stack_tools import eventually
 from tests.model_files import model_files, safetensors
 from tests.ports import free_port
+from tests.s3_server import BUCKET, start_s3
 
 from areal.errors import WaitTimeout
+from areal.weights.objects import ObjectStore
 from areal_trainer import model_sources
 from areal_trainer.model_sources import wait_for_copy
 
@@ -156,7 +158,7 @@ def test_fetch_when_the_repository_is_private_then_the_token_opens_it_and_is_not
     hub.token = "hf_very_secret"
     code, said = job.run("hf://lab/tiny", HF_ENDPOINT=hub.url)
     assert code == 2, said
-    assert "HF_TOKEN in prepare.extraEnv" in said
+    assert "set HF_TOKEN (on Kubernetes in prepare.extraEnv" in said
     code, said = job.run("hf://lab/tiny", HF_ENDPOINT=hub.url, HF_TOKEN=hub.token)
     assert code == 0, said
     assert hub.token not in said
@@ -388,3 +390,22 @@ def test_copy_by_hand_when_it_does_not_come_then_the_deadline_says_what_to_do(
     model = tmp_path / "models" / "tiny"
     with pytest.raises(WaitTimeout, match=r"a model in .*tiny \(no config.json; copy it\)"):
         wait_for_copy(model, how="copy it", deadline=time.monotonic(), say=print)
+
+
+def test_model_when_it_is_in_an_object_store_then_it_is_fetched(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_s3(tmp_path / "s3", monkeypatch):
+        store = ObjectStore(f"s3://{BUCKET}")
+        for name, content in model_files().items():
+            store.put(f"models/tiny/{name}", content)
+        access = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        code, said = job.run(f"s3://{BUCKET}/models/tiny", **access)
+        assert code == 0, said
+        assert job.content() == model_files()
+        assert job.is_ready
+        job.model.rename(tmp_path / "other")
+        Path(f"{job.model}.ready").unlink()
+        code, said = job.run(f"s3://{BUCKET}/models/none", **access)
+        assert code == 2
+        assert "nothing lies there" in said

@@ -58,7 +58,6 @@ def test_run_when_input_is_bad_then_one_line_and_nothing_started(
     ("missing", "arguments", "expected"),
     [
         ("", ["model.path=nowhere"], "model.path 'nowhere': no config.json there"),
-        ("", ["model.path=Qwen/Qwen2.5-0.5B"], "hf download Qwen/Qwen2.5-0.5B"),
         ("tokenizer.json", [], "model.path 'model': no tokenizer.json there"),
         ("model.safetensors", [], "model.path 'model': no *.safetensors there"),
         ("", ["run_root=recipe.py"], "recipe.py is a file, expected a folder"),

@@ -47,7 +47,9 @@ class ModelConfig:
     """The policy to start from: version 0."""
 
     path: str = ""
-    """A Hugging Face model directory. Relative paths are taken from the working directory."""
+    """A Hugging Face model directory; relative paths are taken from the working directory.
+    `areal run` also takes `org/name[@revision]` of the Hub and `s3://bucket/folder`, and fetches
+    them into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the inference servers, and of the weights that are published to them: `float32`,
     `bfloat16`, or `auto` (bfloat16 on GPUs, that of the checkpoint on CPUs)."""

@@ -152,19 +152,24 @@ class ObjectStore:
 
     def check_whole(self, version: PolicyVersion) -> None:
         """Raises InvalidInput unless what lies there is what was published, by size and name."""
-        import obstore
-
         name = version.path.rpartition("/")[2]
         if self.manifest(name).files != version.files:
             raise InvalidInput(f"{version.path}: holds another version than the one published")
-        with self._failing(name):
-            held = {e["path"]: e["size"] for e in obstore.list(self._client, name).collect()}
+        held = self.sizes(name)
         for file in version.files:
-            if held.get(f"{name}/{file.name}") != file.size_bytes:
+            if held.get(file.name) != file.size_bytes:
                 raise InvalidInput(
-                    f"{version.path}/{file.name}: {held.get(f'{name}/{file.name}')} bytes, "
+                    f"{version.path}/{file.name}: {held.get(file.name)} bytes, "
                     f"expected {file.size_bytes}"
                 )
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Bytes of each file below `name`, whole or not."""
+        import obstore
+
+        with self._failing(name):
+            found = obstore.list(self._client, f"{name}/").collect()
+        return {each["path"].removeprefix(f"{name}/"): each["size"] for each in found}
 
     def _small(self, path: str) -> bytes:
         import obstore

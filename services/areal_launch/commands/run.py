@@ -36,6 +36,8 @@ def run_on(
         if not in_allocation():
             from areal_launch.commands.slurm import submit_and_follow
 
+            # The job fetches it: only there are nodes that need it.
+            resolved.config.model.path = resolved.source or resolved.config.model.path
             check_unchanged(resolved.config, accept=accept_changes)
             return submit_and_follow(resolved.config, as_json=as_json)
         cluster = SlurmCluster()

@@ -36,6 +36,7 @@ from areal.config.experiment import (
     cautions,
 )
 from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
+from areal.models.origin import find_model
 from areal.recipe import Recipe, find_config_class, load_recipe
 from areal.security import Security
 from areal.types import TaskState
@@ -64,7 +65,9 @@ class Resolved:
 
     config: BaseExperimentConfig
     prepare: bool
-    """Whether the recipe makes the model, which is not there yet."""
+    """Whether the model is made by the recipe, or fetched, before anything else starts."""
+    source: str = ""
+    """What it is fetched from; "": nothing."""
 
 
 def resolve_run(
@@ -117,6 +120,11 @@ def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -
 
 
 def _with_model(config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool) -> Resolved:
+    folder, source = find_model(config.model.path, made=can_prepare)
+    if source:
+        config.model.path = str(folder)
+        check_start(config, will_prepare=True, with_trainer=with_trainer)
+        return Resolved(config, prepare=True, source=source)
     why = "" if config.endpoints.inference else missing_model(config)
     if why and not (can_prepare and config.model.path):
         # An empty model.path is bad input; a path that does not exist may exist later.
@@ -233,7 +241,7 @@ class Session:
         """Until the trainer ends, something fails, or a signal comes."""
 
         async def work() -> None:
-            await self._stack.start(prepare=self._resolved.prepare)
+            await self._stack.start(prepare=self._resolved.prepare, source=self._resolved.source)
             self._tell_ready("ready")
             await self._stack.wait()
 

@@ -282,7 +282,7 @@ def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
     if not why:
         return ok(config.model.path)
     if can_prepare and config.model.path:
-        return ok(f"the recipe makes it in {config.model.path}")
+        return ok(f"made or fetched at start, into {config.model.path}")
     return missing(why, "model.path=DIRECTORY with config.json and *.safetensors")
 
 

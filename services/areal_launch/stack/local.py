@@ -41,6 +41,7 @@ from areal_launch.stack.recipe_check import refuse_failing
 from areal_launch.stack.scaling import Scaler
 
 PREPARE_TIMEOUT_S = 1800.0
+FETCH_TIMEOUT_S = 6 * 3600.0
 
 
 class StackState(StrEnum):
@@ -138,18 +139,19 @@ class LocalStack:
                 "(stack.gateway_port=PORT is for the one that a stack starts)",
             )
 
-    async def start(self, *, prepare: bool = False) -> None:
+    async def start(self, *, prepare: bool = False, source: str = "") -> None:
         """Returns when the stack is ready.
 
         Args:
-            prepare: Let the recipe make the model first (its `prepare_model`).
+            prepare: Make the model first: by the recipe's `prepare_model`, or from `source`.
+            source: What to fetch it from.
 
         Raises:
             CannotStart: There is no model.
             StackFailure | WaitTimeout: Names the process, its log and its last lines.
         """
         if prepare:
-            await self._prepare_model()
+            await self._prepare_model(source)
             if self.with_trainer:
                 await refuse_failing(self.config, model_later=False)
         if self.plan.inference and (why := missing_model(self.config)):
@@ -260,13 +262,16 @@ class LocalStack:
         finally:
             await client.close()
 
-    async def _prepare_model(self) -> None:
-        """Runs the recipe's `prepare_model` in a process of its own (it imports torch)."""
+    async def _prepare_model(self, source: str) -> None:
+        """Runs the recipe's `prepare_model`, which imports torch, or a fetch: in a process."""
+        model, patience = self.config.model.path, FETCH_TIMEOUT_S if source else PREPARE_TIMEOUT_S
+        module = "areal_trainer.bring_model" if source else "areal_trainer.prepare"
+        fetched = ("--model", model, "--source", source, "--deadline", str(patience - 10))
         spec = ProcessSpec(
             name="prepare",
             argv=(
-                *(sys.executable, "-m", "areal_trainer.prepare"),
-                *("--config", str(self.folder.config_file)),
+                *(sys.executable, "-m", module, "--config", str(self.folder.config_file)),
+                *(fetched if source else ()),
             ),
             log=self.folder.log_of("prepare"),
             job=True,
@@ -277,13 +282,13 @@ class LocalStack:
         process = self.supervisor.processes["prepare"]
         since = time.monotonic()
         done: set[asyncio.Future[int]] = set()
-        while not done and time.monotonic() - since < PREPARE_TIMEOUT_S:
+        while not done and time.monotonic() - since < patience:
             done, _ = await asyncio.wait({process.ended}, timeout=0.5)
             for line in tail.read():
                 self.events.report("info", "prepare", humanize(line))
         if not done:
             raise WaitTimeout(
-                "the recipe's prepare_model",
+                source or "the recipe's prepare_model",
                 on="prepare",
                 since=since,
                 hint=process.log_end(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -35,7 +34,6 @@ _SERVICES = {
 SGLANG = ".venv-sglang-gpu/bin/python"
 
 # organization/model, as the Hub writes it.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass
@@ -279,12 +277,6 @@ def missing_model(config: BaseExperimentConfig) -> str:
     if not config.model.path:
         return "model.path '': expected a Hugging Face model directory"
     path = Path(config.model.path)
-    if not path.exists() and _HUB_NAME.fullmatch(config.model.path):
-        return (
-            f"model.path {config.model.path!r}: no such folder; if that is a model of the Hugging "
-            f"Face Hub, `hf download {config.model.path} --local-dir models/{path.name}` and then "
-            f"model.path=models/{path.name}"
-        )
     if not (path / "config.json").is_file():
         return f"model.path {config.model.path!r}: no config.json there"
     if not any(path.glob("*.safetensors")):

@@ -11,7 +11,6 @@ from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ArealError, CannotStart, ConfigError
 from areal_launch.commands.stack import resolve_run
 from areal_launch.doctor.preflight import check_start
-from areal_launch.stack.plan import missing_model
 
 RECIPE = "def main(argv):\n    pass\n"
 
@@ -96,13 +95,6 @@ def test_check_when_the_dashboards_port_is_taken_then_it_is_named(
         config = experiment(model, tmp_path, f"stack.gateway_port={port}")
         assert refusal(config).startswith(f"stack.gateway_port {port}: something listens there")
     check_start(config, will_prepare=False)
-
-
-def test_missing_model_when_it_looks_like_a_hub_name_then_the_download_is_shown() -> None:
-    config = build_config(GRPOConfig, None, ["model.path=Qwen/Qwen2.5-0.5B-Instruct"])
-    why = missing_model(config)
-    assert "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Inst" in why
-    assert "model.path=models/Qwen2.5-0.5B-Instruct" in why
 
 
 def test_check_when_answers_cannot_fit_then_both_numbers_are_named(

@@ -1,0 +1,37 @@
+"""Where `model.path` leads: a folder, or a model that is fetched into one first. No torch here.
+
+models/qwen                        a folder, as it is
+Qwen/Qwen2.5-0.5B[@revision]       the Hub's, unless there is a folder Qwen
+hf://Qwen/Qwen2.5-0.5B[@revision]  the Hub's
+s3://bucket/models/qwen            of an object store, also gs:// and az://
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from areal.config.services import in_object_store
+
+HUB = "hf://"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^\s@]+)?")
+
+
+def find_model(path: str, *, made: bool) -> tuple[Path, str]:
+    """The folder of a model, and what it is fetched from; "": it is there, or someone makes it.
+
+    Args:
+        path: `model.path`.
+        made: The recipe makes a folder that is not there: `org/name` alone means one then.
+
+    Example:
+        >>> find_model("Qwen/Qwen2.5-0.5B@main", made=False)
+        (PosixPath('models/Qwen--Qwen2.5-0.5B@main'), 'hf://Qwen/Qwen2.5-0.5B@main')
+    """
+    name = path.removeprefix(HUB)
+    named = _HUB_NAME.fullmatch(name) is not None
+    if named and (path != name or not (made or Path(path).parent.exists())):
+        return Path("models") / name.replace("/", "--"), f"{HUB}{name}"
+    if in_object_store(path):
+        return Path("models") / path.partition("://")[2].strip("/").replace("/", "--"), path
+    return Path(path), ""

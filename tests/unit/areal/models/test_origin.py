@@ -1,0 +1,36 @@
+"""What `model.path` means."""
+
+from pathlib import Path
+
+import pytest
+
+from areal.models.origin import find_model
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("models/tiny", ("models/tiny", "")),
+        ("here/tiny", ("here/tiny", "")),
+        ("/data/models/tiny", ("/data/models/tiny", "")),
+        ("tiny", ("tiny", "")),
+        ("", (".", "")),
+        ("lab/tiny", ("models/lab--tiny", "hf://lab/tiny")),
+        ("lab/tiny@v1", ("models/lab--tiny@v1", "hf://lab/tiny@v1")),
+        ("hf://here/tiny", ("models/here--tiny", "hf://here/tiny")),
+        ("s3://bucket/a/tiny/", ("models/bucket--a--tiny", "s3://bucket/a/tiny/")),
+    ],
+)
+def test_find_model_when_asked_then_a_folder_wins_over_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: tuple[str, str]
+) -> None:
+    (tmp_path / "here" / "tiny").mkdir(parents=True)
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder, source = find_model(path, made=False)
+    assert (str(folder), source) == expected
+
+
+def test_find_model_when_the_recipe_makes_it_then_a_bare_name_is_a_folder() -> None:
+    assert find_model("runs/tiny", made=True) == (Path("runs/tiny"), "")
+    assert find_model("hf://lab/tiny", made=True)[1] == "hf://lab/tiny"
