@@ -18,8 +18,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from areal.config.model_origin import HUB
 from areal.errors import ArealError, InvalidInput, Unavailable, WaitTimeout
-from areal.models.origin import HUB
 from areal_trainer.model_folder import lacks, size_of
 
 Say = Callable[[str], None]

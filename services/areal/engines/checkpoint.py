@@ -10,6 +10,7 @@ this engine reads them. What others read has the Hub's names; see `hub_names`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,13 +19,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.checkpoint.storage import WriteResult
 
 from areal.engines import random_state
 from areal.errors import InvalidInput
+from areal.training.checkpoints import DIGESTS, describe
 
 STATE_FILE = "trainer_state.json"
 METADATA_FILE = ".metadata"
@@ -76,14 +80,29 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     if dist.get_rank(process_group) == 0:
         (directory / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n")
+    writer = _DigestingWriter(directory)
     if not background:
-        save_distributed(tensors, checkpoint_id=directory, process_group=process_group)
+        save_distributed(tensors, storage_writer=writer, process_group=process_group)
         done: Future[None] = Future()
         done.set_result(None)
         return done
     # Copies to CPU memory before it returns, then writes in a thread.
-    pending = async_save(tensors, checkpoint_id=directory, process_group=process_group)
+    pending = async_save(tensors, storage_writer=writer, process_group=process_group)
     return cast("Future[None]", pending)
+
+
+class _DigestingWriter(FileSystemWriter):
+    """Each rank also writes the digests of its own files, before rank 0 writes `.metadata`."""
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        written.wait()
+        folder, prefix = Path(os.fspath(self.path)), plan.storage_data.prefix
+        own = {file.name: describe(file) for file in sorted(folder.glob(f"{prefix}*.distcp"))}
+        (folder / f"{prefix}{DIGESTS}").write_text(json.dumps(own))
+        return written
 
 
 def load(

@@ -257,6 +257,11 @@ class FSDPEngine(TrainEngine):
         )
         return self._pending_save
 
+    def checkpoint_bytes(self) -> int:
+        """Of a checkpoint's tensors, on all ranks together."""
+        tensors = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         self._wait_for_save()
         self.exporter.wait_gathered()

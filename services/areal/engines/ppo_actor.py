@@ -191,6 +191,10 @@ class FSDPPPOActor:
         session.row["publish_seconds"] = time.monotonic() - start + waited
         session.finish_step()
 
+    def checkpoint_bytes(self) -> int:
+        """Of a checkpoint's tensors, on all ranks together."""
+        return self.engine.checkpoint_bytes()
+
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Copies model, optimizer and random states now; writes them in the background.
 

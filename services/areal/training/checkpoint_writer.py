@@ -7,7 +7,7 @@
 
 | state      | consumes      | waits for                  | unblocked by                       |
 |------------|---------------|----------------------------|------------------------------------|
-| pending    | memory, disk  | the writing threads        | they end, or CHECKPOINT_TIMEOUT_S  |
+| pending    | memory, disk  | the writing threads        | they end, or `_Pending.patience_s` |
 | committing | nothing       | the ledger                 | its answer, or the call's deadline |
 """
 
@@ -25,12 +25,16 @@ from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.training.checkpoints import CheckpointFolder
 from areal.training.ranks import Ranks
+from areal.weights.publisher import patience_s
 
-CHECKPOINT_TIMEOUT_S = 600.0
+_LEAST_S = 600.0
 
 
 class Checkpointable(Protocol):
     """What is asked of the actor."""
+
+    def checkpoint_bytes(self) -> int:
+        """Of all ranks' files together, about."""
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Snapshots now, writes in the background; the future ends when this rank is done."""
@@ -42,6 +46,7 @@ class _Pending:
     directory: Path
     written: Future[None]
     extra: dict[str, Any]
+    size_bytes: int
     sealed: Future[Path] | None = None
     """On rank 0: done when the checkpoint is whole and visible."""
     since: float = field(default_factory=time.monotonic)
@@ -50,6 +55,11 @@ class _Pending:
     def future(self) -> Future[Any]:
         """What this rank has to wait for."""
         return self.sealed or self.written
+
+    @property
+    def patience_s(self) -> float:
+        """How long a disk may take, by the checkpoint's size."""
+        return _LEAST_S + patience_s(self.size_bytes)
 
     def result(self, timeout: float) -> None:
         """Raises what went wrong; WaitTimeout when this wait, or that of its thread, passed."""
@@ -96,7 +106,7 @@ class CheckpointWriter:
         self.settle(wait=True)
         directory = Path(self._ranks.on_rank0(lambda: str(self._folder.begin(step, incarnation))))
         written = self.actor.save_checkpoint(directory)
-        self._pending = _Pending(step, directory, written, extra())
+        self._pending = _Pending(step, directory, written, extra(), self.actor.checkpoint_bytes())
         self.last_step = step
 
     def seal(self) -> None:
@@ -109,7 +119,7 @@ class CheckpointWriter:
             return
 
         def finish() -> Path:
-            pending.written.result(CHECKPOINT_TIMEOUT_S)
+            pending.written.result(pending.patience_s)
             return self._folder.finish(pending.directory, pending.extra)
 
         pending.sealed = self._sealer.submit(finish)
@@ -125,7 +135,7 @@ class CheckpointWriter:
         if pending is None:
             return
         if wait:
-            pending.result(CHECKPOINT_TIMEOUT_S)
+            pending.result(pending.patience_s)
         if not self._ranks.all_ranks(pending.future.done()):
             return
         pending.result(0.0)

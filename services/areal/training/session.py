@@ -140,8 +140,9 @@ class TrainerSession(Ranks):
 
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
-        self.resumed, self.ledger.incarnation, self.served_version, unstored = self.on_rank0(
-            self._register, tuple[Checkpoint | None, int, int, bool]
+        self.resumed = self._newest_whole()
+        self.ledger.incarnation, self.served_version, unstored = self.on_rank0(
+            self._register, tuple[int, int, bool]
         )
         # One that its trainer's death left unstored is made, and published, again.
         self.published_version = self.served_version - int(unstored)
@@ -153,9 +154,17 @@ class TrainerSession(Ranks):
             "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
         )
 
-    def _register(self) -> tuple[Checkpoint | None, int, int, bool]:
-        """What to resume from, the incarnation, the version served, whether it is unstored."""
-        newest = self.folder.newest()
+    def _newest_whole(self) -> Checkpoint | None:
+        """What to resume from; every rank reads a share of the files to be sure of them."""
+        listed = self.on_rank0(self.folder.list, list[Checkpoint])
+        for each in reversed(listed):
+            if self.all_ranks(self.folder.intact(each.path, self.rank, self.world_size)):
+                return each
+        return None
+
+    def _register(self) -> tuple[int, int, bool]:
+        """The incarnation, the version served, whether it is unstored."""
+        newest = self.resumed
         digest = ""
         if self.config.recipe:  # from the registration on workers are given tasks under it
             recipe = Recipe.read(Path(self.config.recipe))
@@ -175,7 +184,7 @@ class TrainerSession(Ranks):
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit(newest.step)
         versions = self._wait_confirmed(0, "the first inference server to serve")
-        return newest, registered.incarnation, versions.current_version, versions.unstored
+        return registered.incarnation, versions.current_version, versions.unstored
 
     @contextlib.contextmanager
     def active(self) -> Iterator[TrainerSession]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal.models.origin import find_model
+from areal.config.model_origin import find_model
 from areal_launch.commands.stack import read_experiment
 from areal_launch.doctor.local import Finding, examine_here
 from areal_launch.doctor.model import examine_model
@@ -29,8 +29,8 @@ def examine(
     else:
         experiment, can_prepare = build_config(GRPOConfig, config, overrides), False
     if on != "kubernetes":
-        folder, source = find_model(experiment.model.path, made=can_prepare)
-        experiment.model.path = str(folder) if source else experiment.model.path
+        place, source = find_model(experiment.model.path, made=can_prepare)
+        experiment.model.path = str(place) if source else experiment.model.path
         can_prepare = can_prepare or bool(source)
     if on == "kubernetes":
         from areal_launch.clusters.kubernetes import Release

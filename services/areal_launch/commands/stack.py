@@ -35,8 +35,8 @@ from areal.config.experiment import (
     build_config,
     cautions,
 )
+from areal.config.model_origin import find_model
 from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
-from areal.models.origin import find_model
 from areal.recipe import Recipe, find_config_class, load_recipe
 from areal.security import Security
 from areal.types import TaskState

@@ -20,6 +20,7 @@ from areal.engines.model.heads import logprobs_of
 from areal.engines.model.source import load_model
 from areal.engines.parallel.memory import checkpoints_activations
 from areal.errors import InvalidInput
+from areal.training.checkpoints import DIGESTS, describe
 
 
 @pytest.fixture
@@ -322,3 +323,14 @@ def test_load_checkpoint_when_it_is_not_one_then_names_what_is_missing(make_engi
     (tmp_path / "c" / ".metadata").unlink()
     with pytest.raises(InvalidInput, match=r"\.metadata"):
         engine.load_checkpoint(tmp_path / "c")
+
+
+def test_save_checkpoint_when_it_is_done_then_its_files_are_described(make_engine, tmp_path):
+    engine = make_engine()
+    engine.save_checkpoint(tmp_path, background=True).result(60)
+    (described,) = tmp_path.glob(f"*{DIGESTS}")
+    files = {file.name: describe(file) for file in tmp_path.glob("*.distcp")}
+    assert files
+    assert json.loads(described.read_text()) == files
+    held = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
+    assert engine.checkpoint_bytes() <= held < 1.1 * engine.checkpoint_bytes() + 2**20

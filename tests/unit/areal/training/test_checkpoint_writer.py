@@ -13,6 +13,9 @@ from areal.training.ranks import Ranks
 
 
 class Actor:
+    def checkpoint_bytes(self) -> int:
+        return 7
+
     def save_checkpoint(self, directory: Path) -> Future[None]:
         (directory / "model").write_bytes(b"weights")
         written: Future[None] = Future()

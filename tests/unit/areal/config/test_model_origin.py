@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.models.origin import find_model
+from areal.config.model_origin import find_model
 
 
 @pytest.mark.parametrize(
