@@ -256,7 +256,7 @@ def test_checkpoint_when_the_disk_is_slow_then_steps_go_on_and_the_next_one_wait
     assert any(
         str(w).startswith("checkpoint (step 2) on this disk") for w in session.waits.oldest()
     )
-    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_LEAST_S", 0.2)
     with pytest.raises(WaitTimeout, match=r"checkpoint of step 2 on .*is the disk full"):
         steps(session, 1)
     disk.written.set_result(None)  # its thread would wait for ten minutes
@@ -265,7 +265,7 @@ def test_checkpoint_when_the_disk_is_slow_then_steps_go_on_and_the_next_one_wait
 def test_checkpoint_when_it_takes_too_long_between_two_then_the_error_names_it(
     begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_LEAST_S", 0.2)
     session = begin(SlowDisk())
     steps(session, 1)
     session.config.checkpoint.freq_steps = 0

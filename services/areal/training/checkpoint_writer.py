@@ -25,9 +25,9 @@ from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.training.checkpoints import CheckpointFolder
 from areal.training.ranks import Ranks
-from areal.weights.publisher import patience_s
 
-_LEAST_S = 600.0
+CHECKPOINT_LEAST_S = 600.0
+_SLOWEST_BYTES_PER_S = 64 * 2**20
 
 
 class Checkpointable(Protocol):
@@ -59,7 +59,7 @@ class _Pending:
     @property
     def patience_s(self) -> float:
         """How long a disk may take, by the checkpoint's size."""
-        return _LEAST_S + patience_s(self.size_bytes)
+        return CHECKPOINT_LEAST_S + self.size_bytes / _SLOWEST_BYTES_PER_S
 
     def result(self, timeout: float) -> None:
         """Raises what went wrong; WaitTimeout when this wait, or that of its thread, passed."""

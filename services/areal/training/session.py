@@ -15,7 +15,7 @@ waits for is in `waits`, named.
 | version s-1 published    | its threads | background_publish.py   | by the model's bytes    |
 | version s-1 confirmed    | weight-sync | one server confirmed it | rollout.setup_timeout_s |
 | batch of step s          | buffer      | B groups are complete   | 3 x request_timeout_s   |
-| checkpoint being written | this disk   | checkpoint_writer.py    | CHECKPOINT_TIMEOUT_S    |
+| checkpoint being written | this disk   | checkpoint_writer.py    | 600 s and 1 s a 64 MiB  |
 """
 
 from __future__ import annotations
