@@ -132,11 +132,11 @@ class ClusterDoctor:
         """Asked from here: pods may have another identity, but not another bucket."""
         path = self._release.config.weight_sync.path
         if not in_object_store(path):
-            return ok("bucket", "none: versions are on a volume or in weight-sync's store")
+            return ok("none: versions are on a volume or in weight-sync's store")
         if why := weights_problem(self._release.config):
             fix = "create it, or grant access; if only the pods have access, their logs must say so"
-            return note("bucket", why, f"{fix} (else: transport_fell_back)")
-        return ok("bucket", f"{path} can be written, listed and deleted in from here")
+            return note(why, f"{fix} (else: transport_fell_back)")
+        return ok(f"{path} can be written, listed and deleted in from here")
 
     def _storage(self) -> Finding:
         claims = [each["spec"] for each in self._objects if each["kind"] == "PersistentVolumeClaim"]

@@ -121,7 +121,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, labels, kept = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
