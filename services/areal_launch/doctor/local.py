@@ -111,8 +111,8 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             "python": lambda: ok(f"{platform.python_version()} in {sys.prefix}"),
             "torch": _torch,
             "gpus": lambda: _gpus(config),
-            "redis": lambda: ok(config.endpoints.redis or find_redis_server()),
-            "nats": lambda: ok(config.endpoints.nats or find_nats_server()),
+            "redis": lambda: _store("redis", config.endpoints.redis, find_redis_server),
+            "nats": lambda: _store("nats", config.endpoints.nats, find_nats_server),
             "ports": _ports,
             "disk": lambda: _disk(config),
             "memory": lambda: _memory(config, shape),
@@ -165,6 +165,11 @@ def _gpus(config: BaseExperimentConfig) -> Finding:
     if devices:
         return note(f"{devices} here, unused", f"stack.gpus_per_node={devices}")
     return ok("none, and none requested")
+
+
+def _store(name: str, endpoint: str, find: Callable[[], str]) -> Finding:
+    """An endpoint is not shown: it may hold a password."""
+    return ok(f"endpoints.{name} is set" if endpoint else find())
 
 
 def _ports() -> Finding:
