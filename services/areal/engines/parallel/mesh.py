@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal.config.allocation import Layout
+from areal.errors import ConfigError
 
 
 def local_device() -> torch.device:
@@ -92,11 +93,16 @@ def make_mesh(layout: str, device: torch.device) -> Mesh:
         device: that tensors are computed on.
 
     Raises:
-        ConfigError: it is of another number of ranks.
+        ConfigError: it is of another number of ranks, or spreads matrices, tokens or experts.
     """
     world = dist.get_world_size()
     plan = Layout.parse(layout or f"d{world}")
     plan.check_world(world)
+    if plan.per_share > 1 or plan.experts > 1:
+        raise ConfigError(
+            f"trainer layout '{plan}': tensor, context and expert parallelism are not there yet; "
+            "expected no t, c, e"
+        )
     per_share = plan.per_share
     data = [list(range(first, world, per_share)) for first in range(per_share)]
     contexts = [
