@@ -314,6 +314,18 @@ def versions_show(
     return show_version(run, version, endpoint=endpoint)
 
 
+@versions.command("export")
+def versions_export(
+    which: Annotated[str, typer.Argument(help="best, latest, or a finished step.")],
+    to: Annotated[Path, typer.Option(help="A folder that is not there yet.")],
+    run: Run = None,
+) -> int:
+    """Write a checkpoint as a Hugging Face folder with tokenizer and model card."""
+    from areal_launch.commands.versions import export_version
+
+    return export_version(run, which, to)
+
+
 def main() -> None:
     """Entry point of the console script."""
     # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python keeps

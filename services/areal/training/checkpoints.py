@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ class CheckpointFolder:
     def __init__(self, root: Path, keep: int) -> None:
         self.root = root
         self.keep = keep
+        self.find_best: Callable[[Sequence[int]], int | None] = lambda _: None
+        """Which of these steps has the best held-out reward: its checkpoint is kept, too."""
         self._log = get_logger("areal.training.checkpoints")
 
     def begin(self, step: int, incarnation: int) -> Path:
@@ -80,8 +82,11 @@ class CheckpointFolder:
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _fsync(self.root)
-        for surplus in self.list()[: -self.keep]:
-            shutil.rmtree(surplus.path, ignore_errors=True)
+        listed = self.list()
+        best = self.find_best([each.step for each in listed])
+        for surplus in listed[: -self.keep]:
+            if surplus.step != best:
+                shutil.rmtree(surplus.path, ignore_errors=True)
         return final
 
     def list(self) -> list[Checkpoint]:

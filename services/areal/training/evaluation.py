@@ -17,7 +17,7 @@ from areal import errors
 from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
 from areal.training.ledger import POLL_S
-from areal.training.run_files import MEASURED_AT
+from areal.training.run_files import EVALUATIONS, MEASURED_AT
 from areal.training.session import TrainerSession
 from areal.training.status import Evaluation
 from areal.training.submission import Submission
@@ -44,6 +44,12 @@ def record(session: TrainerSession, name: str, mean: float) -> float:
     steps = dict(session.result(MEASURED_AT) or {})
     session.record(name, mean)
     session.record(MEASURED_AT, {**steps, name: session.step})
+    known = [
+        each
+        for each in session.result(EVALUATIONS) or []
+        if (each["name"], each["step"]) != (name, session.step)
+    ]
+    session.record(EVALUATIONS, [*known, {"name": name, "step": session.step, "mean": mean}])
     session.status.evaluated(Evaluation(name, session.step, mean))
     return mean
 

@@ -20,6 +20,15 @@ from areal.training.status import Evaluation
 MEASURED_AT = "measured_at_step"
 """The result that tells of each evaluation, by name, which step's policy it measured."""
 
+EVALUATIONS = "evaluations"
+"""The result that lists every evaluation of the run: name, step, mean."""
+
+
+def best_step(evaluations: Sequence[dict[str, Any]], steps: Sequence[int]) -> int | None:
+    """Which of these steps has the highest held-out reward, the later of two; None: unknown."""
+    known = [(float(e["mean"]), int(e["step"])) for e in evaluations if e["step"] in steps]
+    return max(known)[1] if known else None
+
 
 class RunFiles:
     """The files of one run."""

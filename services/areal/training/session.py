@@ -45,7 +45,7 @@ from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.ledger import TrainerLedger
 from areal.training.progress_log import ProgressLog
 from areal.training.ranks import Ranks
-from areal.training.run_files import RunFiles
+from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import TrainerStatus
 from areal.training.step_trace import StepTrace
 from areal.types import TrajectoryGroup
@@ -149,6 +149,9 @@ class TrainerSession(Ranks):
         self.step = self._checkpoints.last_step = self.resumed.step if self.resumed else 0
         if self.rank == 0:
             files = self._files = RunFiles(self.config.run_dir, self.step)
+            self.folder.find_best = lambda steps: best_step(
+                files.results.get(EVALUATIONS) or [], steps
+            )
             self.status.opened(self.incarnation, self.step, files.rows, files.evaluations())
         self._log.info(
             "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
@@ -365,7 +368,7 @@ class TrainerSession(Ranks):
         self._checkpoints.settle(wait=True)
 
     def _commit(self, step: int) -> None:
-        self.ledger.commit(step, self.folder.list()[0].step)
+        self.ledger.commit(step, self.folder.list()[-self.folder.keep :][0].step)
 
     def _snapshot(self) -> None:
         """Begins a checkpoint of the current step, unless there is one."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict
@@ -12,8 +16,10 @@ from typing import Any
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
 from areal.config.services import in_object_store
-from areal.errors import ArealError, NotFound
+from areal.errors import ArealError, InvalidInput, NotFound
 from areal.security import Security, SecurityConfig
+from areal.training.checkpoints import Checkpoint, CheckpointFolder
+from areal.training.run_files import EVALUATIONS, best_step
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions, version_name
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
@@ -62,6 +68,50 @@ def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
     # If several incarnations published this version, the last one counts.
     print_json(_as_json(found[-1], serving[version]))
     return 0
+
+
+def export_version(run: Path | None, which: str, to: Path) -> int:
+    """Writes a checkpoint as a Hugging Face folder; the exit code.
+
+    Raises:
+        NotFound: There is no such checkpoint, or none that was evaluated.
+        InvalidInput: `which` is none of those, or the folder is there already.
+    """
+    run_folder = find_run(run, live=False)
+    checkpoints = {each.step: each for each in _checkpoints(run_folder.path)}
+    if to.exists():
+        raise InvalidInput(f"--to {str(to)!r}: exists, expected a folder that is not there yet")
+    step: int | None
+    if which == "latest":
+        step = max(checkpoints, default=None)
+    elif which == "best":
+        results = run_folder.path / "trainer.json"
+        measured = json.loads(results.read_text()) if results.is_file() else {}
+        step = best_step(measured.get(EVALUATIONS, []), list(checkpoints))
+    elif which.isdigit():
+        step = int(which)
+    else:
+        raise InvalidInput(f"{which!r}: expected best, latest, or the number of a finished step")
+    if step is None or step not in checkpoints:
+        kept = ", ".join(map(str, sorted(checkpoints))) or "none"
+        evaluated = " that was evaluated" if which == "best" else ""
+        raise NotFound(f"{which}: no such checkpoint{evaluated}; kept: {kept}")
+    half = to.with_name(f".{to.name}.part")
+    shutil.rmtree(half, ignore_errors=True)
+    command = [sys.executable, "-m", "areal.engines.export_checkpoint"]
+    arguments = [run_folder.config_file, checkpoints[step].path, half]
+    done = subprocess.run(  # noqa: S603
+        [*command, *map(str, arguments)], check=False, stdout=sys.stderr
+    )
+    if done.returncode:
+        return done.returncode
+    half.rename(to)
+    say(f"step {step} of {run_folder.path}: {to}")
+    return 0
+
+
+def _checkpoints(run: Path) -> list[Checkpoint]:
+    return CheckpointFolder(run / "checkpoints", keep=1).list()
 
 
 def encoding(version: PolicyVersion) -> str:

@@ -1,0 +1,74 @@
+"""`python -m areal.engines.export_checkpoint CONFIG CHECKPOINT FOLDER`: a checkpoint for the Hub.
+
+The folder then has what `save_pretrained` writes, the tokenizer with its chat template, and a model
+card of the run. A process of its own, since the command line imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.config.experiment import GRPOConfig, load_service_config
+from areal.config.training import TrainEngineConfig
+from areal.engines.fsdp import FSDPEngine
+from areal.errors import ArealError
+from areal.models.directory import serving_dtype
+from areal.training.run_files import EVALUATIONS
+
+
+def export(config_file: Path, checkpoint: Path, folder: Path) -> None:
+    """Write a Hugging Face directory of a checkpoint's weights, in the precision of the source.
+
+    Raises:
+        InvalidInput: the model or the checkpoint cannot be read.
+    """
+    config = load_service_config(config_file)
+    source = config.model.path
+    engine = FSDPEngine(TrainEngineConfig(path=source, dtype="float32", optimizer=None))
+    engine.initialize()
+    try:
+        engine.load_checkpoint(checkpoint)
+        engine.save(folder, serving_dtype("auto", Path(source), gpu=False))
+    finally:
+        engine.destroy()
+    step = json.loads((checkpoint / "done.json").read_text())["extra"]["step"]
+    results = config_file.parent / "trainer.json"
+    measured = json.loads(results.read_text()).get(EVALUATIONS, []) if results.is_file() else []
+    (folder / "README.md").write_text(card(config, step, measured))
+
+
+def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]]) -> str:
+    """The model card: where the weights come from, and what was measured of them."""
+    found = [each for each in evaluations if each["step"] == step]
+    rows = [f"| {each['name']} | {each['mean']:.4f} |" for each in found]
+    table = ["", "| held-out reward | mean |", "|---|---|", *rows] if rows else []
+    return "\n".join(
+        [
+            "---",
+            "tags: [reinforcement-learning, areal]",
+            "---",
+            f"# {config.experiment_name}/{config.trial_name}, step {step}",
+            "",
+            f"- Trained from `{config.model.path}` with `{config.algorithm}`: step {step} of "
+            f"{config.total_train_steps}, {config.train_dataset.batch_size} groups of "
+            f"{config.gconfig.n_samples} samples a step.",
+            f"- Data: `{config.train_dataset.path}`; answers of up to "
+            f"{config.gconfig.max_new_tokens} tokens at temperature {config.gconfig.temperature}.",
+            *table,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        export(*(Path(each) for each in sys.argv[1:4]))
+    except ArealError as failure:
+        print(failure, file=sys.stderr)  # noqa: T201
+        sys.exit(2)

@@ -1,0 +1,63 @@
+"""`areal versions export`: a checkpoint becomes a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.areal.engines.hub_families import scatter
+
+from areal.config.experiment import GRPOConfig, build_config, save_config
+from areal.config.training import TrainEngineConfig
+from areal.engines.fsdp import FSDPEngine
+from areal.errors import InvalidInput, NotFound
+from areal.models.tiny import make_tiny_model
+from areal.training.checkpoints import CheckpointFolder
+from areal.training.run_files import EVALUATIONS, best_step
+from areal_launch.commands.versions import export_version
+
+
+def test_export_when_steps_were_evaluated_then_best_latest_and_a_number_are_written(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = make_tiny_model(tmp_path / "model", hidden_size=32)
+    config = build_config(
+        GRPOConfig, None, [f"model.path={model}", f"run_root={tmp_path / 'runs'}"]
+    )
+    run = config.run_dir
+    save_config(config, run / "config.yaml")
+    (run / "stack.json").write_text("{}")
+    measured = [{"name": "held", "step": step, "mean": mean} for step, mean in ((1, 0.9), (2, 0.4))]
+    (run / "trainer.json").write_text(json.dumps({EVALUATIONS: measured}))
+    folder = CheckpointFolder(run / "checkpoints", keep=1)
+    folder.find_best = lambda steps: best_step(measured, steps)
+    engine = FSDPEngine(TrainEngineConfig(path=str(model)))
+    engine.initialize()
+    weights = {}
+    for step in (1, 2, 3, 4):
+        scatter(engine.model.hf)
+        weights[step] = {n: t.clone() for n, t in engine.model.hf.state_dict().items()}
+        half = folder.begin(step, 1)
+        engine.save_checkpoint(half)
+        folder.finish(half, {"step": step})
+    engine.destroy()
+    assert [each.step for each in folder.list()] == [1, 4], "the best and the newest"
+
+    for which, step in (("best", 1), ("latest", 4)):
+        to = tmp_path / which
+        assert export_version(run, which, to) == 0
+        found = AutoModelForCausalLM.from_pretrained(to).state_dict()
+        assert all(torch.equal(found[name], each) for name, each in weights[step].items())
+        assert AutoTokenizer.from_pretrained(to).chat_template
+        assert f"step {step} of 100" in (to / "README.md").read_text()
+    assert "| held | 0.9000 |" in (tmp_path / "best" / "README.md").read_text()
+    with pytest.raises(NotFound, match=r"2: no such checkpoint; kept: 1, 4"):
+        export_version(run, "2", tmp_path / "two")
+    with pytest.raises(InvalidInput, match="'newest': expected best, latest, or the number"):
+        export_version(run, "newest", tmp_path / "two")
+    with pytest.raises(InvalidInput, match="exists, expected a folder that is not there yet"):
+        export_version(run, "latest", tmp_path / "best")
