@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from areal.clients.buffer.admin import BufferAdmin
 from areal.clients.buffer.connection import BufferConnection
-from areal.clients.buffer.recipes import BufferRecipes
-from areal.clients.buffer.tasks import BufferTasks
+from areal.clients.buffer.tasks import BufferRecipes, BufferTasks
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.buffer.worker import BufferWorker
 from areal.security import Security

@@ -17,8 +17,7 @@ from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_to_pb
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.config import BufferConfig
-from areal_buffer.memory import RECORD_BYTES
-from areal_buffer.records import Completion, NewTask
+from areal_buffer.records import RECORD_BYTES, Completion, NewTask
 from areal_buffer.redis_store import RedisStore
 
 

@@ -21,7 +21,7 @@ from tests.nats_server import start_nats
 from tests.ports import free_port
 from tests.redis_server import start_redis
 
-from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.chassis.process import PROCESS_VARIABLE
 from areal.config.experiment import GRPOConfig, save_config
 from areal.models.tiny import make_tiny_model
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ROOT / "services"
 COUNTED = ("trainer", "buffer", "rollout", "reward", "weight-sync")
 HOUSEKEEPING = re.compile(
-    r"areal/chassis/|(metrics|trace|autoscaling|load_watch|progress|progress_log|status)\.py$"
+    r"areal/chassis/|(metrics|trace|autoscaling|load_watch|progress|status)\.py$"
 )
 # Python runs this at the start of each process.
 TRACER = f"""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal.config.experiment import GRPOConfig
-from areal.protocol.compression import MAX_GROUP_BYTES
-from areal_buffer.memory import RECORD_BYTES
+from areal.protocol.trajectories import MAX_GROUP_BYTES
+from areal_buffer.records import RECORD_BYTES
 
 
 @dataclass(frozen=True)

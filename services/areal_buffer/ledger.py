@@ -21,6 +21,9 @@ with the reason it is waiting. Why a batch comes: completed groups leave the adm
 through the batch, so while fewer than B are completed, (eta + 1) * B - running > 0 or groups are
 running; running groups end or lose their lease. A group thrown away as too stale leaves the
 bound and is at the front of the queue.
+
+A script that finds nothing sets a flag; the script that changes that clears it and PUBLISHes. One
+subscriber per process (sweeper.py) hears it and calls `Wakes.notify(kind)`.
 """
 
 from __future__ import annotations
@@ -28,15 +31,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from areal.chassis.waits import Waits
 from areal.errors import ArealError
 from areal.protocol.leases import Take, TakeState
 from areal.v1 import buffer_service_pb2 as pb
-from areal_buffer.memory import MemoryGauge
-from areal_buffer.records import Completion
-from areal_buffer.wakes import Kind, Wakes
+from areal_buffer.records import Completion, MemoryGauge
 
 MAX_WAIT_S = 30.0
 # Look again after this long even without a wake-up: one may be lost with its connection, and a
@@ -44,6 +46,36 @@ MAX_WAIT_S = 30.0
 _FALLBACK_S = 1.0
 # Between two looks of one call, so that a stream of wake-ups does not become a stream of scripts.
 _COALESCE_S = 0.005
+
+
+class Kind(StrEnum):
+    """What may have become possible; the words that the scripts publish."""
+
+    LEASE = "lease"
+    TAKE = "take"
+    ENDED = "ended"
+
+
+class Wakes:
+    """Counts notifications by kind and lets callers wait for the next one."""
+
+    def __init__(self) -> None:
+        self._events = {kind: asyncio.Event() for kind in Kind}
+
+    def next(self, kind: Kind) -> asyncio.Event:
+        """The event of the next notification. Get it before looking, so that none is missed."""
+        return self._events[kind]
+
+    def notify(self, kind: Kind) -> None:
+        """Wakes everyone who waits for `kind`."""
+        event, self._events[kind] = self._events[kind], asyncio.Event()
+        event.set()
+
+    def notify_all(self) -> None:
+        """After messages may have been missed."""
+        for kind in Kind:
+            self.notify(kind)
+
 
 # Kind of wait and whom it is on, for the watchdog.
 _WAITS_FOR = {

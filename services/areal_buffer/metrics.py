@@ -5,8 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from areal.protocol.leases import LedgerStats, Take
-from areal_buffer.memory import MemoryGauge
-from areal_buffer.records import Completion, Swept
+from areal_buffer.records import Completion, MemoryGauge, Swept
 
 
 class BufferMetrics:

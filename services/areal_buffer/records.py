@@ -1,10 +1,38 @@
-"""What has been checked on its way into the store: plain records, no grpc and no redis."""
+"""What goes into the store, checked, and how much may: plain records, no grpc and no redis."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from areal.types import Purpose
+
+RECORD_BYTES = 512
+"""A task's record without its body, as the scripts count it; measured: about 530."""
+
+# Of Redis's own limit: above it Redis refuses every write, and then no commit could release
+# anything. What is left takes the next batch, which passes our limit, and what is not counted.
+_OF_REDIS = 0.8
+
+
+class MemoryGauge:
+    """The limit that the scripts compare the ledger's own bytes with; sampled once a second."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        """What the ledger may hold now."""
+        self.ledger_bytes = 0
+        """What it held at the sample: bodies, groups, journals, stack traces and records."""
+        self.redis_bytes = 0
+        """What Redis used then, everybody's data together."""
+        self._asked_bytes = limit_bytes
+
+    def sample(self, ledger_bytes: int, redis_bytes: int, redis_limit_bytes: int = 0) -> None:
+        """Takes in what the ledger holds, what Redis uses, and Redis's own limit (0: none)."""
+        self.ledger_bytes, self.redis_bytes = ledger_bytes, redis_bytes
+        self.limit_bytes = self._asked_bytes
+        if redis_limit_bytes:
+            left = int(_OF_REDIS * redis_limit_bytes) - redis_bytes
+            self.limit_bytes = max(0, min(self._asked_bytes, ledger_bytes + left))
 
 
 @dataclass(frozen=True)

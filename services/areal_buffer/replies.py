@@ -7,9 +7,8 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from areal.protocol.compression import expand
 from areal.protocol.leases import LedgerStats, Take, TakenGroup, TakeState, WorkflowFailure
-from areal.protocol.trajectories import PURPOSE_TO_PB, STATE_TO_PB
+from areal.protocol.trajectories import PURPOSE_TO_PB, STATE_TO_PB, GroupCodec
 from areal.types import Purpose, TaskState
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
@@ -72,7 +71,7 @@ def task_record(task_id: str, row: Row, payload: bytes | None) -> trajectory_pb2
         message.task.task_id = task_id
         message.task.purpose = PURPOSE_TO_PB[Purpose(text(row["purpose"]))]
     if payload is not None:
-        message.group.ParseFromString(expand(payload))
+        message.group.ParseFromString(GroupCodec().expand(payload))
     return message
 
 

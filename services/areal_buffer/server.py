@@ -9,13 +9,12 @@ from areal.chassis.service import Registration, Server, ServiceContext, run_serv
 from areal.clients.connections import connect_redis
 from areal.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from areal_buffer.config import BufferConfig
-from areal_buffer.ledger import Ledger
-from areal_buffer.memory import MemoryGauge
+from areal_buffer.ledger import Ledger, Wakes
 from areal_buffer.metrics import BufferMetrics
+from areal_buffer.records import MemoryGauge
 from areal_buffer.redis_store import RedisStore
 from areal_buffer.servicer import BufferService
 from areal_buffer.sweeper import Sweeper
-from areal_buffer.wakes import Wakes
 
 
 class BufferServer(Server):

@@ -12,18 +12,16 @@ from typing import Any
 import grpc
 
 from areal.errors import ArealError, InvalidInput, NotFound
-from areal.protocol.compression import GroupCodec
 from areal.protocol.leases import TakeState, stats_to_pb, take_to_pb
-from areal.protocol.trajectories import PURPOSE_FROM_PB, STATE_TO_PB
+from areal.protocol.trajectories import PURPOSE_FROM_PB, STATE_TO_PB, GroupCodec
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.v1.buffer_service_pb2_grpc import BufferServiceServicer
 from areal_buffer import validation as check
 from areal_buffer.config import BufferConfig
 from areal_buffer.ledger import Ledger
-from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import Completion
+from areal_buffer.records import Completion, MemoryGauge
 from areal_buffer.redis_store import RedisStore
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -21,10 +21,10 @@ from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.errors import ArealError
-from areal_buffer.memory import MemoryGauge
+from areal_buffer.ledger import Kind, Wakes
 from areal_buffer.metrics import BufferMetrics
+from areal_buffer.records import MemoryGauge
 from areal_buffer.redis_store import RedisStore
-from areal_buffer.wakes import Kind, Wakes
 
 _SAMPLE_S = 1.0
 # A script ends after so many; full rounds are repeated at once.

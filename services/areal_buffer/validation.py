@@ -9,8 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from areal.errors import InvalidInput
-from areal.protocol.compression import GroupCodec
-from areal.protocol.trajectories import check_group_pb, parse_json_object, task_from_pb
+from areal.protocol.trajectories import GroupCodec, check_group_pb, parse_json_object, task_from_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal.weights.manifest import MAX_POLICY_VERSION

@@ -31,8 +31,7 @@ from areal.errors import (
 )
 from areal_gateway.config import GatewayConfig
 from areal_gateway.login import DashboardAuth, Sessions, log_in
-from areal_gateway.metrics import GatewayMetrics
-from areal_gateway.middleware import RequestCount
+from areal_gateway.metrics import GatewayMetrics, RequestCount
 from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json, task_from_model
 from areal_gateway.status import RunStatus
 

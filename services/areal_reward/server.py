@@ -8,7 +8,7 @@ from functools import partial
 
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.buffer.connection import BufferConnection
-from areal.clients.buffer.recipes import BufferRecipes
+from areal.clients.buffer.tasks import BufferRecipes
 from areal.errors import Unavailable
 from areal.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from areal_reward.children import Children

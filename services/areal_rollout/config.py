@@ -9,8 +9,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.chassis.open_files import open_files
-from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.chassis.process import PROCESS_VARIABLE, open_files
 from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
 from areal_rollout.generation.connections import RESERVED_FILES

@@ -9,8 +9,8 @@ from typing import Any
 
 from areal.chassis import tracing
 from areal.errors import Unavailable, WorkflowError
-from areal.protocol.compression import GroupCodec
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.trajectories import GroupCodec
 from areal.recipe import function_reference
 from areal.tokenizer import Tokenizer
 from areal.types import LLMRequest, LLMResponse, StopReason

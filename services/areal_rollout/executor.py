@@ -33,8 +33,8 @@ from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.errors import ArealError, PromptDrift
-from areal.protocol.compression import GroupCodec
 from areal.protocol.leases import Lease, Return, ReturnCause
+from areal.protocol.trajectories import GroupCodec
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
 from areal_rollout.config import RolloutConfig

@@ -16,7 +16,7 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from areal.errors import InvalidInput
-from areal.protocol.compression import GroupCodec
+from areal.protocol.trajectories import GroupCodec
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.v1 import trajectory_pb2 as pb
 

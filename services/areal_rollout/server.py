@@ -8,8 +8,7 @@ from functools import partial
 
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.buffer.connection import BufferConnection
-from areal.clients.buffer.recipes import BufferRecipes
-from areal.clients.buffer.tasks import BufferTasks
+from areal.clients.buffer.tasks import BufferRecipes, BufferTasks
 from areal.clients.buffer.worker import BufferWorker
 from areal.clients.reward import RewardClient
 from areal.clients.trainer import TrainerClient

@@ -11,8 +11,8 @@ from tests.ledger_support import Book, finished, ledger_config
 import areal_buffer.redis_store
 import areal_buffer.servicer
 from areal.v1 import buffer_service_pb2 as pb
-from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
+from areal_buffer.records import MemoryGauge
 from areal_buffer.servicer import BufferService
 
 

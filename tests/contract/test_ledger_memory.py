@@ -8,8 +8,7 @@ import pytest
 from tests.ledger_support import EMPTY, FULL, Book, complete, finished, make_group
 
 from areal.errors import CapacityExceeded, Unavailable
-from areal.protocol.compression import expand
-from areal.protocol.trajectories import group_to_pb, pack_group
+from areal.protocol.trajectories import GroupCodec, group_to_pb, pack_group
 from areal.types import Purpose
 
 
@@ -66,7 +65,7 @@ async def test_group_when_large_then_stored_as_handed_in_and_read_back_whole(boo
     assert await complete(book.store, leases["served"], served, limit=EMPTY)
     assert await book.complete("plain", leases["plain"])
     # As a worker that does not compress sends it.
-    plain = expand(finished("plain").payload)
+    plain = GroupCodec().expand(finished("plain").payload)
     await book.redis.set(f"{book.prefix}group:plain", plain)
     stored = await book.redis.strlen(f"{book.prefix}group:large")
     assert stored == len(group.payload) < len(whole) / 2

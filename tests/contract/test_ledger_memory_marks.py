@@ -10,7 +10,7 @@ from tests.ledger_support import FULL, Book, complete, finished, make_task, new_
 from areal.errors import CapacityExceeded
 from areal.protocol.trajectories import task_to_pb
 from areal.types import Purpose
-from areal_buffer.memory import RECORD_BYTES
+from areal_buffer.records import RECORD_BYTES
 
 LIMIT = 1_000_000
 SIZE = 10_000

@@ -7,7 +7,7 @@ from tests.ledger_support import Book, make_group, open_book, returned
 
 from areal.errors import CapacityExceeded, NotFound
 from areal.types import Purpose
-from areal_buffer.memory import RECORD_BYTES
+from areal_buffer.records import RECORD_BYTES
 
 
 async def serve(book: Book, *ids: str) -> None:

@@ -9,12 +9,11 @@ from prometheus_client import CollectorRegistry
 from tests.ledger_support import Book
 
 from areal.errors import Unavailable
-from areal_buffer.memory import MemoryGauge
+from areal_buffer.ledger import Kind, Wakes
 from areal_buffer.metrics import BufferMetrics
-from areal_buffer.records import Swept
+from areal_buffer.records import MemoryGauge, Swept
 from areal_buffer.redis_store import RedisStore
 from areal_buffer.sweeper import Sweeper
-from areal_buffer.wakes import Kind, Wakes
 
 
 def sweeper(store: RedisStore, wakes: Wakes) -> Sweeper:

@@ -17,7 +17,7 @@ from typing import cast
 
 from aiohttp import web
 
-from areal.chassis.open_files import open_files
+from areal.chassis.process import open_files
 
 HEAD_WITHIN_S = 10.0
 # A process that stood still finds requests in a heap, and timers that are over: it reads first.

@@ -44,8 +44,7 @@ from areal.chassis.health import BoundedHealthServicer
 from areal.chassis.http_connections import HEAD_WITHIN_S, IDLE_S, HttpSite
 from areal.chassis.interceptors import CallInterceptor
 from areal.chassis.logging import configure_logging, get_logger
-from areal.chassis.open_files import open_files
-from areal.chassis.privacy import hide_memory
+from areal.chassis.process import hide_memory, open_files
 from areal.chassis.waits import Waits, WaitsCollector
 from areal.config.experiment import GRPOConfig, load_service_config
 from areal.errors import ArealError, ConfigError

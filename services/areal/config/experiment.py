@@ -34,21 +34,10 @@ from areal.config.services import (
     WeightSyncConfig,
     in_object_store,
 )
-from areal.config.training import OptimizerConfig, PPOActorConfig, RefConfig, TrainEngineConfig
+from areal.config.training import PPOActorConfig, RefConfig
 from areal.errors import ConfigError, did_you_mean
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
-
-__all__ = [
-    "BaseExperimentConfig",
-    "GRPOConfig",
-    "OptimizerConfig",
-    "PPOActorConfig",
-    "RefConfig",
-    "TrainEngineConfig",
-    "load_expr_config",
-    "load_service_config",
-]
 
 
 @dataclass

@@ -43,10 +43,9 @@ from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
 from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.ledger import TrainerLedger
-from areal.training.progress_log import ProgressLog
 from areal.training.ranks import Ranks
 from areal.training.run_files import EVALUATIONS, RunFiles, best_step
-from areal.training.status import TrainerStatus
+from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace
 from areal.types import TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats

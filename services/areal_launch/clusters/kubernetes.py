@@ -19,10 +19,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from areal.config.allocation import parse_allocation
-from areal.config.clusters import KubernetesConfig, SlurmConfig
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.config.presets import preset
-from areal.config.services import EndpointsConfig
+from areal.config.services import EndpointsConfig, KubernetesConfig, SlurmConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.security import Security, SecurityConfig
 from areal_launch.clusters.base import count_nodes

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.chassis.process import PROCESS_VARIABLE
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, CannotStart, WaitTimeout

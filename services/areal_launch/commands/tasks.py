@@ -17,7 +17,7 @@ from typing import Any
 
 from areal.chassis.backoff import Backoff
 from areal.clients.buffer.connection import BufferConnection
-from areal.clients.buffer.recipes import BufferRecipes
+from areal.clients.buffer.tasks import BufferRecipes
 from areal.clients.rollout import RolloutClient
 from areal.config.experiment import GRPOConfig, load_service_config
 from areal.errors import CapacityExceeded, InvalidInput, NotFound, Unavailable, WaitTimeout

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.chassis.process import PROCESS_VARIABLE
 
 STACK_VARIABLE = "AREAL_STACK"
 

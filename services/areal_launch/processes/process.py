@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import areal
-from areal.chassis.process_name import PROCESS_VARIABLE
+from areal.chassis.process import PROCESS_VARIABLE
 from areal.security import without_secrets
 from areal_launch.processes.descendants import STACK_VARIABLE, end_tagged
 from areal_launch.processes.keeper import keeper_argv

@@ -16,9 +16,14 @@ import orjson
 
 from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
-from areal.protocol.compression import MAX_GROUP_BYTES
 from areal.protocol.leases import Lease, ReturnCause
-from areal.protocol.trajectories import pack_group, task_from_pb, task_to_pb, unpack_group
+from areal.protocol.trajectories import (
+    MAX_GROUP_BYTES,
+    pack_group,
+    task_from_pb,
+    task_to_pb,
+    unpack_group,
+)
 from areal.recipe import Recipe, load_recipe
 from areal.tokenizer import Tokenizer
 from areal.types import Purpose, Task, TrajectoryGroup

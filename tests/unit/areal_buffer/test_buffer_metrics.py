@@ -7,8 +7,8 @@ import time
 from prometheus_client import CollectorRegistry
 
 from areal.protocol.leases import LedgerStats
-from areal_buffer.memory import MemoryGauge
 from areal_buffer.metrics import BufferMetrics
+from areal_buffer.records import MemoryGauge
 
 
 def test_redis_when_it_has_answered_then_the_time_is_kept() -> None:

@@ -8,8 +8,7 @@ import pytest
 from tests.ledger_support import make_group, make_task
 
 from areal.errors import InvalidInput
-from areal.protocol.compression import GroupCodec
-from areal.protocol.trajectories import pack_group, task_to_pb
+from areal.protocol.trajectories import GroupCodec, pack_group, task_to_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal_buffer.validation import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_buffer.memory import MemoryGauge
+from areal_buffer.records import MemoryGauge
 
 GIB = 2**30
 

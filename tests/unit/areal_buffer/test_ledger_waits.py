@@ -17,10 +17,8 @@ from areal.chassis.waits import Waits
 from areal.errors import ArealError, LeaseLost
 from areal.protocol.leases import Take, TakeState
 from areal.v1 import buffer_service_pb2 as pb
-from areal_buffer.ledger import Ledger
-from areal_buffer.memory import MemoryGauge
-from areal_buffer.records import Completion
-from areal_buffer.wakes import Kind, Wakes
+from areal_buffer.ledger import Kind, Ledger, Wakes
+from areal_buffer.records import Completion, MemoryGauge
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@ import zlib
 
 import pytest
 
-from areal.protocol.compression import compress
+from areal.protocol.trajectories import GroupCodec
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 from areal.v1 import trajectory_pb2 as pb
 from areal_rollout.journal import decode, encode, request_digest
@@ -76,13 +76,13 @@ CALL = {"request_digest": "x", "tokens": [1], "versions": [3], "stop_reason": "s
     "raw",
     [
         b"garbage",
-        compress(b"0" * 1_000)[:-1],
+        GroupCodec().compress(b"0" * 1_000)[:-1],
         zlib.compress(b"[]"),  # as an earlier release packed it
         pb.Journal(calls=[pb.JournaledCall(**CALL)]).SerializeToString(),
         pb.Journal(
             calls=[pb.JournaledCall(**{**CALL, "logprobs": [0.0], "stop_reason": "tired"})]
         ).SerializeToString(),
-        compress(b"0" * 10_000_000),
+        GroupCodec().compress(b"0" * 10_000_000),
     ],
 )
 def test_journal_when_malformed_then_value_error(raw):

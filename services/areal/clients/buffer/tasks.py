@@ -1,15 +1,16 @@
-"""Tasks: submitted, cancelled, read, waited for. Also the ledger's statistics."""
+"""Tasks: submitted, cancelled, read, waited for. Also statistics, and the recipes of tasks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 
+from areal.chassis import tracing
 from areal.clients.base import to_duration
 from areal.clients.buffer.connection import Role
-from areal.clients.buffer.submission_trace import submitting
 from areal.errors import CapacityExceeded
 from areal.protocol.leases import LedgerStats, TaskRecord, record_from_pb, stats_from_pb
-from areal.protocol.trajectories import PURPOSE_TO_PB, task_to_pb
+from areal.protocol.trajectories import PURPOSE_FROM_PB, PURPOSE_TO_PB, task_to_pb
 from areal.types import Purpose, Task
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
@@ -49,7 +50,7 @@ class BufferTasks(Role):
         """`submit_tasks` of encoded tasks; gives each that has a trace its span as parent."""
         accepted: list[bool] = []
         starts = range(0, max(1, len(tasks)), MAX_TASKS_PER_CALL)
-        with submitting(tasks, accepted):
+        with _submitting(tasks, accepted):
             for start in starts:
                 request = pb.BufferServiceSubmitTasksRequest(
                     tasks=tasks[start : start + MAX_TASKS_PER_CALL],
@@ -154,3 +155,54 @@ class BufferTasks(Role):
     async def get_stats(self) -> LedgerStats:
         """Counters and gauges of the ledger."""
         return stats_from_pb(await self._call(self._stub.GetStats, pb.GetStatsRequest()))
+
+
+@contextmanager
+def _submitting(tasks: Sequence[trajectory_pb2.Task], accepted: Sequence[bool]) -> Iterator[None]:
+    """A span `submit` for each task, until the ledger has answered for all.
+
+    Args:
+        tasks: With a traceparent of its own, a task continues with that trace; else with the
+            current one; else it begins one. Each gets its span as traceparent: the worker that
+            leases it continues from there.
+        accepted: The ledger's answers, filled in by the block.
+    """
+    if not tracing.enabled():
+        yield
+        return
+    spans = [
+        tracing.start(
+            "submit",
+            {
+                "areal.task_id": task.task_id,
+                "areal.purpose": PURPOSE_FROM_PB.get(task.purpose, ""),
+            },
+            parent=task.traceparent or None,
+            root=True,
+        )
+        for task in tasks
+    ]
+    for task, span in zip(tasks, spans, strict=True):
+        task.traceparent = tracing.traceparent(span) or task.traceparent
+    try:
+        yield
+    finally:
+        for number, span in enumerate(spans):
+            if span is not None:
+                if number < len(accepted):
+                    span.set_attribute("areal.accepted", accepted[number])
+                span.end()
+
+
+class BufferRecipes(Role):
+    """Stores recipes for the workers, and finds them."""
+
+    async def put_recipe(self, file_name: str, source: bytes) -> str:
+        """Stores a recipe's source; returns its digest (sha256 hex)."""
+        request = pb.PutRecipeRequest(file_name=file_name, source=source)
+        return (await self._call(self._stub.PutRecipe, request)).digest
+
+    async def get_recipe(self, digest: str) -> tuple[str, bytes]:
+        """Returns (file_name, source); NotFound for an unknown digest."""
+        response = await self._call(self._stub.GetRecipe, pb.GetRecipeRequest(digest=digest))
+        return response.file_name, response.source

@@ -7,12 +7,10 @@ from contextlib import aclosing
 
 from areal.clients.base import persist, to_duration
 from areal.clients.buffer.connection import BufferConnection, Role
-from areal.clients.buffer.recipes import BufferRecipes
-from areal.clients.buffer.tasks import BufferTasks
+from areal.clients.buffer.tasks import BufferRecipes, BufferTasks
 from areal.errors import NotFound
-from areal.protocol.compression import GroupCodec
 from areal.protocol.leases import Registration, Take, take_from_pb
-from areal.protocol.trajectories import unpack_group
+from areal.protocol.trajectories import GroupCodec, unpack_group
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 

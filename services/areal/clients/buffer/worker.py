@@ -8,9 +8,8 @@ from areal.clients.base import to_duration
 from areal.clients.buffer.batching import Batching
 from areal.clients.buffer.connection import BufferConnection, Role
 from areal.errors import InvalidInput
-from areal.protocol.compression import GroupCodec
 from areal.protocol.leases import Lease, Return
-from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_from_pb
+from areal.protocol.trajectories import STATE_FROM_PB, GroupCodec, pack_group, task_from_pb
 from areal.types import TaskState, TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
 

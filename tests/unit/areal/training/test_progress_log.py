@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.training.progress_log import ProgressLog
+from areal.training.status import ProgressLog
 
 
 class Lines(list[dict[str, Any]]):

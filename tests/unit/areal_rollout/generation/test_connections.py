@@ -210,7 +210,7 @@ async def test_abort_when_thousands_at_once_then_few_connections_and_all_arrive(
 
 def test_open_files_when_the_soft_limit_is_lower_then_it_is_raised_to_the_hard_one():
     script = (
-        "import resource; from areal.chassis.open_files import open_files;"
+        "import resource; from areal.chassis.process import open_files;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 700));"
         "print(open_files(), open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

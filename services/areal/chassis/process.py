@@ -1,0 +1,41 @@
+"""What a process is told, asks of the kernel, and hides: its name, its open files, its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+
+PROCESS_VARIABLE = "AREAL_PROCESS"
+"""Holds the process's name within its stack, e.g. `rollout`; the chart and Compose set it too."""
+
+
+_ENOUGH = 1_048_576
+
+
+def open_files() -> int:
+    """Raises the limit as far as the system lets us (it often starts at 1,024); returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return min(soft, most) if soft != resource.RLIM_INFINITY else most
+
+
+_PR_SET_DUMPABLE = 4
+
+
+def hide_memory() -> None:
+    """Makes this process one that only root looks into; without effect where Linux is not.
+
+    A service has secrets in its environment and memory; code of users (rewards, and what they
+    start) runs beside it as the same user. The kernel shows `/proc/PID/environ` and
+    `/proc/PID/mem` only of processes that are "dumpable", and lets only those be traced.
+
+    Costs: no core dumps of services, and py-spy or gdb need root. A program that the process
+    starts is dumpable again. Not for processes that use CUDA: NCCL's peers read each other's
+    memory.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
