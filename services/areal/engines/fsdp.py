@@ -32,7 +32,7 @@ from areal.engines.export.exporter import Deliver, Exporter
 from areal.engines.model import fill, source
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
-from areal.engines.parallel.apply import resolve_precision, shard
+from areal.engines.parallel.apply import parallelize, resolve_precision
 from areal.engines.parallel.memory import checkpoints_activations, recompute_layers
 from areal.engines.parallel.mesh import (
     Mesh,
@@ -100,7 +100,7 @@ class FSDPEngine(TrainEngine):
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
         )
         if self._sharded:
-            shard(model, self._mesh, compute, master, offload=offload)
+            parallelize(model, self._mesh, compute, master, offload=offload)
         fill.materialize(model, self.device, torch.device("cpu") if offload else self.device)
         source.fill_weights(
             hf,

@@ -31,6 +31,7 @@ from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines import finite
 from areal.engines.model.attention.packed import build_layout
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.parallel import gradients
 from areal.engines.parallel.mesh import Mesh, reduce_scalars
 from areal.engines.train_api import LossFn, LossWeightFn
 from areal.errors import InvalidInput, TrainingDiverged
@@ -165,14 +166,12 @@ class TrainStep:
         assert config is not None
         lr = config.learning_rate(self.steps_taken, self._total_train_steps)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
+        norm = gradients.total_norm([p.grad for p in parameters if p.grad is not None])
         grad_norm = float(norm)
         stepped = apply and bool(torch.isfinite(norm))
         if stepped:
             if config.gradient_clipping > 0:
-                torch.nn.utils.clip_grads_with_norm_(parameters, config.gradient_clipping, norm)
+                gradients.clip(parameters, config.gradient_clipping, norm)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -243,10 +242,15 @@ class TrainStep:
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; norms and biases do not decay."""
-    parameters = list(model.parameters())
+    # Fused AdamW takes tensors of one mesh at a time.
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": chosen, "weight_decay": decay}
+        for same in gradients.by_mesh(model.parameters())
+        for decay, chosen in (
+            (config.weight_decay, [p for p in same if p.ndim >= 2]),
+            (0.0, [p for p in same if p.ndim < 2]),
+        )
+        if chosen
     ]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from areal.engines.model.attention import packed
+from areal.engines.model.attention.ulysses import across_ranks
 from areal.errors import InvalidInput
 
 # Layers in which tokens meet in attention only. State spaces, convolutions and linear attention
@@ -71,7 +72,7 @@ def set_attention(hf: Any, name: str) -> None:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(packed.NAME, packed.packed_attention)
+    AttentionInterface.register(packed.NAME, across_ranks(packed.packed_attention))
     if not hf._can_set_attn_implementation():
         raise refusal(hf, "custom attention, which lets packed sequences see one another")
     hf.set_attn_implementation(name)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from areal.algorithms.packing import Batch
 from areal.engines.model import guards, heads
 from areal.engines.model.attention.packed import NAME, PackedLayout
+from areal.engines.model.attention.ulysses import Context
 from areal.errors import InvalidInput
 
 
@@ -35,6 +37,8 @@ class PackedCausalLM(nn.Module):
         self.hf = hf
         self.flash = flash
         self.chunk_elements = chunk_elements
+        self.context: Context | None = None
+        """Ranks among which a micro-batch's tokens are spread; set before the first forward."""
         guards.refuse_unsupported(hf, flash=flash)
         self.rope_limit = guards.rope_limit(hf.config)
         if not flash:
@@ -67,9 +71,13 @@ class PackedCausalLM(nn.Module):
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
+        input_ids, positions = batch["input_ids"][layout.computed], layout.position_ids
+        if self.context is not None:
+            attention |= {"context": self.context, "tokens": len(input_ids)}
+            input_ids, positions = self.context.cut(input_ids), self.context.cut(positions)
         output = guards.decoder_of(self.hf)(
-            input_ids=batch["input_ids"][layout.computed][None],
-            position_ids=layout.position_ids[None],
+            input_ids=input_ids[None],
+            position_ids=positions[None],
             attention_mask=None,
             use_cache=False,
             **attention,
@@ -77,9 +85,31 @@ class PackedCausalLM(nn.Module):
         # The distribution of token t is read off token t - 1: the only shift in the code base.
         rows = layout.locate[(targets - 1).clamp(min=0)]
         labels = batch["input_ids"][targets]
-        hidden = output.last_hidden_state[0].index_select(0, rows)
+        hidden = output.last_hidden_state[0]
+        if self.context is None:
+            return self._read_off(hidden, rows, labels, temperature)
+        first, count = self.context.own(len(layout.computed))
+        own = torch.nonzero((rows >= first) & (rows < first + count)).flatten()
+        found = torch.cat([own, own.new_zeros(1)])  # one more than there are: never none
+        here = (rows[found] - first).clamp(0, count - 1)
+        logprobs, entropies = self._read_off(hidden, here, labels[found], temperature)
+        # The one more counts nothing, and lets a rank without any take part in the backward pass.
+        weight = torch.ones_like(logprobs)
+        weight[-1] = 0
+        parts = torch.stack([logprobs * weight, entropies * weight])
+        whole = parts.new_zeros(2, len(rows)).index_add(1, found, parts)
+        logprobs, entropies = self.context.sum_parts(whole).unbind()
+        return logprobs, entropies.detach()
+
+    def _read_off(
+        self, hidden: Tensor, rows: Tensor, labels: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         return heads.chosen_logprobs(
-            self.hf, hidden, labels, temperature, chunk_elements=self.chunk_elements
+            self.hf,
+            hidden.index_select(0, rows),
+            labels,
+            temperature,
+            chunk_elements=self.chunk_elements,
         )
 
     def _check_lengths(self, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""What an engine makes once: precision and shards."""
+"""What an engine makes once: precision, and who of its ranks has which part of the model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from areal.config.allocation import Layout
 from areal.config.training import RefConfig, TrainEngineConfig
+from areal.engines.model.attention.ulysses import Context
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.parallel import plans
 from areal.engines.parallel.mesh import Mesh
 from areal.errors import InvalidInput
 
@@ -34,7 +37,7 @@ def resolve_precision(
     return compute, master, flash
 
 
-def shard(
+def parallelize(
     model: PackedCausalLM,
     mesh: Mesh,
     compute: torch.dtype,
@@ -42,12 +45,16 @@ def shard(
     *,
     offload: bool = False,
 ) -> None:
-    """Shards layers, then the rest, over ranks; gradients are reduced in `master`.
+    """Spread a model over ranks: matrices, tokens, then shards of what each rank has.
 
-    With `offload` the shards stay in host memory, and a layer is on the device while it computes.
+    Its parameters may be on the meta device. Gradients are reduced in `master` and averaged over
+    the ranks whose tokens differ. With `offload` the shards stay in host memory, and a layer is on
+    the device while it computes.
 
     Raises:
-        InvalidInput: the model does not say what its layers are: its ranks would gather all of it.
+        ConfigError: the model's heads or experts cannot be shared evenly.
+        InvalidInput: the model does not say what its layers are, so that its ranks would gather all
+            of it; or transformers has no plan for it.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -56,13 +63,37 @@ def shard(
         fully_shard,
     )
 
+    layout, hf = mesh.layout, model.hf
+    layers = _layers(hf)
+    _check_sizes(hf, layout)
+    if layout.tensor > 1:
+        plans.spread_matrices(hf, mesh)
+    if mesh.context_group is not None:
+        if model.flash:
+            raise InvalidInput("flash_attention_2 does not spread tokens: expected no c, or packed")
+        model.context = Context(mesh.context_group)
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != master else None, reduce_dtype=master
     )
     pinned = mesh.shards.device_type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    for module in [*_layers(model.hf), model]:
+    for module in [*layers, model]:
         fully_shard(module, mesh=mesh.shards, mp_policy=policy, offload_policy=place)
+
+
+def _check_sizes(hf: Any, layout: Layout) -> None:
+    config = hf.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
+    if layout.experts > 1:
+        raise InvalidInput(
+            f"trainer layout '{layout}': experts are not spread over ranks yet: expected no e"
+        )
+    layout.check_model(
+        heads,
+        int(getattr(config, "num_key_value_heads", None) or heads),
+        int(next(filter(None, experts), 0)),
+    )
 
 
 def _layers(hf: Any) -> list[nn.Module]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal.config.allocation import Layout
-from areal.errors import ConfigError
 
 
 def local_device() -> torch.device:
@@ -74,10 +73,6 @@ class Mesh:
     shards: DeviceMesh
     """Over which weights are sharded: one dimension, or two whose first is of copies."""
     tensor: DeviceMesh
-    experts: DeviceMesh | None
-    """Over which the experts of a layer are spread; None: each rank has all."""
-    expert_shards: DeviceMesh | None
-    """Over which those of one rank are sharded, as `shards`."""
 
     @property
     def share(self) -> int:
@@ -93,16 +88,11 @@ def make_mesh(layout: str, device: torch.device) -> Mesh:
         device: that tensors are computed on.
 
     Raises:
-        ConfigError: it is of another number of ranks, or spreads matrices, tokens or experts.
+        ConfigError: it is of another number of ranks.
     """
     world = dist.get_world_size()
     plan = Layout.parse(layout or f"d{world}")
     plan.check_world(world)
-    if plan.per_share > 1 or plan.experts > 1:
-        raise ConfigError(
-            f"trainer layout '{plan}': tensor, context and expert parallelism are not there yet; "
-            "expected no t, c, e"
-        )
     per_share = plan.per_share
     data = [list(range(first, world, per_share)) for first in range(per_share)]
     contexts = [
@@ -113,19 +103,12 @@ def make_mesh(layout: str, device: torch.device) -> Mesh:
     copies, shards = plan.data // plan.shard, plan.shard * plan.context
     names = ("copy", "shard", "tensor")
     dense = init_device_mesh(device.type, (copies, shards, plan.tensor), mesh_dim_names=names)
-    sparse = None
-    if plan.experts > 1:
-        sizes = (copies, shards * plan.tensor // plan.experts, plan.experts)
-        names = ("copy", "expert_shard", "expert")
-        sparse = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     return Mesh(
         layout=plan,
         data_group=_own_group(data),
         context_group=_own_group(contexts),
         shards=_with_copies(dense, "shard"),
         tensor=dense["tensor"],
-        experts=None if sparse is None else sparse["expert"],
-        expert_shards=None if sparse is None else _with_copies(sparse, "expert_shard"),
     )
 
 

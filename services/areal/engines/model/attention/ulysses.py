@@ -1,0 +1,132 @@
+"""Ulysses: a micro-batch's tokens are spread over ranks, and its heads while they attend.
+
+    outside attention    every head of U / c tokens      embedding, projections, MLP, head
+          |  all-to-all                   ^
+          v                               |  all-to-all
+    inside attention     1 / c of the heads of U tokens
+
+All ranks of a context group have the same micro-batch. Each computes its run of the tokens and the
+logprobs that are read off them, which are summed, so that all have all logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+Attention = Callable[..., tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share the tokens of a micro-batch."""
+
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def own(self, tokens: int) -> tuple[int, int]:
+        """First of this rank's tokens, and how many it computes; the last rank's run past the end.
+
+        Args:
+            tokens: of the micro-batch.
+        """
+        count = -(-tokens // self.size)
+        return dist.get_rank(self.group) * count, count
+
+    def cut(self, values: Tensor) -> Tensor:
+        """This rank's part of a value per token [U]; behind the end there are zeros."""
+        first, count = self.own(len(values))
+        padding = count * self.size - len(values)
+        return torch.nn.functional.pad(values, (0, padding))[first : first + count]
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """Sum what each rank has; the gradient of the sum is that of each part."""
+        total: Tensor = _SumOfParts.apply(part, self.group)  # type: ignore[no-untyped-call]
+        return total
+
+
+def across_ranks(attend: Attention) -> Attention:
+    """Make an attention function of packed tokens one of tokens that are spread over ranks.
+
+    Args:
+        attend: takes [1, heads, U, dim] three times, returns [1, U, heads, dim].
+
+    Returns:
+        The same for [1, heads, U / c, dim] where `context` is passed, else `attend` itself.
+    """
+
+    def attend_across(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        context: Context | None = None,
+        tokens: int = 0,
+        **others: Any,
+    ) -> tuple[Tensor, Any]:
+        if context is None:
+            return attend(module, query, key, value, attention_mask, **others)
+        if (sinks := others.get("s_aux")) is not None:
+            others["s_aux"] = sinks.chunk(context.size)[dist.get_rank(context.group)]
+        whole = (_swap(x, 1, 2, context)[:, :, :tokens] for x in (query, key, value))
+        out, _ = attend(module, *whole, attention_mask, **others)
+        padding = query.shape[2] * context.size - tokens
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))
+        return _swap(out, 1, 2, context), None
+
+    return attend_across
+
+
+def _swap(x: Tensor, split: int, join: int, context: Context) -> Tensor:
+    """Split one dimension over the ranks of the context, and join another that was split so."""
+    swapped: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+        x, split, join, context.group
+    )
+    return swapped
+
+
+def _exchange(x: Tensor, split: int, join: int, group: Any) -> Tensor:
+    parts = torch.stack([p.contiguous() for p in x.chunk(dist.get_world_size(group), split)])
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), dim=join)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its backward pass is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, group: Any) -> Tensor:
+        ctx.back = (join, split, group)
+        return _exchange(x, split, join, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradient, *ctx.back), None, None, None
+
+
+class _SumOfParts(torch.autograd.Function):
+    """All ranks compute the same loss of the sum: each part's gradient is there already."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, part: Tensor, group: Any) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -1,0 +1,95 @@
+"""Tensor parallelism by transformers' own plan for an architecture.
+
+A plan says for each projection whether its columns or its rows are spread. Embedding and head are
+left out: FSDP shards them, and every rank of a tensor group computes the same logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from areal.engines.parallel.mesh import Mesh
+from areal.errors import InvalidInput
+
+_SUMMED = "replicated_with_grad_allreduce"
+_COMPUTED = frozenset({"colwise", "rowwise", _SUMMED})
+"""Styles that tests have shown to train as one rank does."""
+
+
+def spread_matrices(hf: Any, mesh: Mesh) -> None:
+    """Spread the layers' matrices over the tensor group.
+
+    Raises:
+        InvalidInput: the architecture has no plan, or one with a style that is not shown right.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan: dict[str, str] | None = getattr(hf.config.get_text_config(), "base_model_tp_plan", None)
+    if not plan:
+        raise InvalidInput(
+            f"model {type(hf).__name__} has no base_model_tp_plan in transformers: expected a "
+            "layout without t"
+        )
+    styles = dict(_matching(hf, plan))
+    if any(".experts" in name for name, _ in _matching(hf, plan)):
+        raise InvalidInput(
+            f"model {type(hf).__name__} has experts, which are not spread over a tensor group: "
+            "expected a layout without t"
+        )
+    if unknown := sorted(set(styles.values()) - _COMPUTED):
+        raise InvalidInput(
+            f"model {type(hf).__name__}: its tensor-parallel plan has {', '.join(unknown)}, which "
+            "is not shown to train right; expected a layout without t"
+        )
+    names = dict(hf.named_modules())
+    for name, style in styles.items():
+        if style == _SUMMED:
+            _sum_gradients(names[name], mesh.tensor)
+    rest = {name: style for name, style in styles.items() if style != _SUMMED}
+    # A plan names modules; what becomes of their parameters follows from it.
+    own = {
+        f"{name}.{parameter}": style
+        for name, style in rest.items()
+        for parameter, _ in names[name].named_parameters(recurse=False)
+    }
+    apply_tensor_parallelism(hf, mesh.tensor, {**own, **rest})
+
+
+def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(full name of a module or parameter, style) of all that a plan's patterns name."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    base = hf.base_model_prefix
+    for name, _ in (*hf.named_modules(), *hf.named_parameters()):
+        pattern = replace_layer_number_by_wildcard(name.removeprefix(f"{base}."))
+        if pattern in plan:
+            yield name, plan[pattern]
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up the gradients of a norm that each rank of the group applies to its own heads.
+
+    transformers does it by a hook on the accumulated gradient, which would add up those of earlier
+    micro-batches again, and which FSDP's parameters do not call.
+    """
+    from transformers.distributed.parallel_utils import _AllReduceBackward
+
+    forward = module.forward
+
+    def forward_summed(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module._parameters)
+        summed: dict[str, Tensor | None] = {
+            name: None if p is None else _AllReduceBackward.apply(p, mesh.get_group())
+            for name, p in own.items()
+        }
+        module._parameters.update(summed)  # type: ignore[arg-type]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = forward_summed

@@ -1,0 +1,79 @@
+"""Ranks of test_layouts.py: they train tiny models in one layout after the other.
+
+Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
+gradients?}. All ranks of a share get the same groups. The ranks are forks of a
+process that has imported everything: imports take most of the time of models this small.
+"""
+
+import json
+import multiprocessing
+import sys
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
+from tests.integration.fsdp_worker import share_of
+from tests.unit.areal.engines.train_fixtures import gradients, make_batch
+
+from areal.config.training import PPOActorConfig
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.ppo import PPOActor
+from areal.training.ranks import gather_json
+
+
+def run(job):
+    config = TypeAdapter(PPOActorConfig).validate_python(job["config"])
+    engine = FSDPEngine(config)
+    engine.initialize(total_train_steps=10)
+    actor = PPOActor(config, engine)
+    rows = []
+    for seed in job["seeds"]:
+        whole = make_batch(seed, groups=5, vocabulary=96)
+        batch = share_of(whole, engine.mesh.share, engine.mesh.layout.data)
+        actor.compute_advantages(batch)
+        if job.get("gradients"):
+            found, stats = gradients(engine, batch, actor._loss)
+        else:
+            stats = actor.ppo_update(batch)
+            found = None
+        rows.append({k: v for k, v in stats.items() if not k.endswith("seconds")})
+    if found is None:
+        found = {
+            name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+            for name, p in engine.model.named_parameters()
+        }
+    everyone = gather_json(rows)
+    assert all(other == everyone[0] for other in everyone), everyone
+    if engine.rank == 0:
+        save_file({k: v.detach().contiguous() for k, v in found.items()}, job["out"])
+        Path(job["out"] + ".json").write_text(json.dumps(rows))
+    engine.destroy()
+
+
+def rank_of(rank, world, meet, jobs):
+    store = dist.FileStore(meet, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    for each in jobs:
+        run(each)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    forking = multiprocessing.get_context("fork")
+    for ranks, jobs in json.loads(sys.argv[2]):
+        meet = str(Path(sys.argv[1]) / f"meet{ranks}")
+        forks = [
+            forking.Process(target=rank_of, args=(rank, ranks, meet, jobs), daemon=True)
+            for rank in range(ranks)
+        ]
+        for each in forks:
+            each.start()
+        wait([each.sentinel for each in forks if each.is_alive()])
+        for each in forks:
+            each.join(60 if any(other.exitcode for other in forks) else None)
+        if any(each.exitcode for each in forks):
+            sys.exit(f"ranks of {ranks} ended with {[each.exitcode for each in forks]}")

@@ -1,0 +1,101 @@
+"""Layouts of the trainer's ranks (gloo): how model and batch are spread changes only the speed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.unit.areal.engines.hub_families import make_family
+from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600
+STEPS = list(range(10))
+# By number of ranks. Qwen3 has norms of its heads' queries and keys, Qwen2 biases of projections.
+DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2"]}
+
+pytestmark = pytest.mark.timeout(4 * LIMIT_S)
+
+
+def launch(folder, launches):
+    """Run [ranks, jobs] one after the other."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'services'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests/integration/layout_worker.py"), str(folder)]
+    done = subprocess.run(
+        [*command, json.dumps(launches)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Name of a job -> (tensors, statistics per step)."""
+    folder = tmp_path_factory.mktemp("layouts")
+    models = {
+        kind: str(make_family(kind, folder / kind, num_key_value_heads=4))
+        for kind in ("qwen2", "qwen3")
+    }
+    launches = []
+
+    def job(kind, layout, dtype, **extra):
+        name = f"{kind}-{layout}-{dtype}-{'-'.join(extra)}"
+        config = {
+            "path": models[kind],
+            "dtype": dtype,
+            "layout": layout,
+            "gradient_checkpointing": False,
+            "optimizer": {"lr": 1e-3, "gradient_clipping": 0.05},
+            "reward_norm": "group/group",
+            "mb_spec": {"max_tokens_per_mb": 70},
+        }
+        return {"config": config, "out": str(folder / name), "seeds": STEPS, **extra}
+
+    for ranks in (1, 2, 4):
+        jobs = []
+        for layout in DENSE[ranks]:
+            jobs.append(job("qwen2", layout, "float32", gradients=True, seeds=[0]))
+            jobs.append(job("qwen3", layout, "float32", gradients=True, seeds=[0]))
+            jobs.append(job("qwen3", layout, "float64"))
+        launches.append([ranks, jobs])
+    launch(folder, launches)
+    results = {}
+    for each in (job for _, jobs in launches for job in jobs):
+        rows = json.loads(Path(each["out"] + ".json").read_text())
+        results[Path(each["out"]).name] = (load_file(each["out"]), rows)
+    return results
+
+
+def assert_weights_close(ours, expected, relative):
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = float((ours[name] - tensor).norm() / tensor.norm())
+        assert error <= relative, f"{name} differs by {error:.2e} of its norm"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", [*DENSE[2], *DENSE[4]])
+def test_first_gradients_when_in_a_layout_then_equal_those_of_one_rank(runs, kind, layout):
+    (ours, rows), (one, rows1) = (
+        runs[f"{kind}-{each}-float32-gradients-seeds"] for each in (layout, "d1")
+    )
+    assert_gradients_close(ours, one, 1e-5)
+    for name in ("loss", "entropy", "n_loss_tokens", "n_tokens"):
+        assert rows[0][name] == pytest.approx(rows1[0][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [*DENSE[2], *DENSE[4]])
+def test_weights_when_trained_in_a_layout_then_equal_those_of_one_rank(runs, layout):
+    (ours, rows), (one, rows1) = (runs[f"qwen3-{each}-float64-"] for each in (layout, "d1"))
+    assert_weights_close(ours, one, 1e-10)
+    for a, b in zip(rows, rows1, strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert a[name] == pytest.approx(b[name], rel=1e-8)
+    assert max(row["grad_norm"] for row in rows1) > 0.05  # clipping took part
