@@ -24,6 +24,15 @@ _GAUGES = {
         "Of it, waiting until a server has confirmed the weights published last.",
     ),
     "loss": ("areal_trainer_loss_value", "Loss of the last step."),
+    "tokens_per_second": (
+        "areal_trainer_tokens_per_second",
+        "Tokens of the last batch over the seconds of its update.",
+    ),
+    "mfu": ("areal_trainer_mfu_ratio", "Model operations of the update over the GPUs' peak."),
+    "peak_gib": ("areal_trainer_peak_memory_gib", "Most memory that a rank has used, in GiB."),
+    "forward_seconds": ("areal_trainer_forward_seconds", "Of computing, forward passes."),
+    "backward_seconds": ("areal_trainer_backward_seconds", "Of computing, backward passes."),
+    "optimizer_seconds": ("areal_trainer_optimizer_seconds", "Of computing, clipping and AdamW."),
     "grad_norm": ("areal_trainer_grad_norm_value", "Gradient norm before clipping."),
 }
 

@@ -238,11 +238,22 @@ def dummy_like(batch: Batch) -> Batch:
     return result
 
 
-def assign_groups(lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """Deal groups to ranks so that tokens are balanced (longest processing time first).
+def cost(lengths: Sequence[int], pair_cost: float) -> float:
+    """Return what sequences cost to compute, in tokens.
 
     Args:
-        lengths: tokens of each group.
+        lengths: tokens of each sequence.
+        pair_cost: of a pair of tokens of one sequence, in attention, over that of a token
+            elsewhere; about 1 / (12 x hidden size).
+    """
+    return sum(length + pair_cost * length * length for length in lengths)
+
+
+def assign_groups(lengths: Sequence[float], world_size: int) -> list[list[int]]:
+    """Deal groups to ranks so that their costs are balanced (longest processing time first).
+
+    Args:
+        lengths: tokens of each group, or its `cost`.
         world_size: number of ranks.
 
     Returns:
@@ -251,7 +262,7 @@ def assign_groups(lengths: Sequence[int], world_size: int) -> list[list[int]]:
     """
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     # Equal loads go to the rank with fewer groups, then to the lower rank.
-    heap = [(0, 0, rank) for rank in range(world_size)]
+    heap = [(0.0, 0, rank) for rank in range(world_size)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, count, rank = heap[0]
         ranks[rank].append(index)
@@ -280,20 +291,25 @@ def split_minibatches(batch: Batch, count: int) -> list[list[int]]:
     return [[index for number in chosen for index in units[number]] for chosen in dealt]
 
 
-def split_micro_batches(batch: Batch, max_tokens: int, min_count: int = 1) -> list[list[int]]:
+def split_micro_batches(
+    batch: Batch, max_tokens: int, min_count: int = 1, pair_cost: float = 0.0
+) -> list[list[int]]:
     """Cut a batch into micro-batches of at most `max_tokens` tokens (best fit, longest first).
 
     Groups stay together where they fit, so that their common prefixes are computed once. Where
     that makes fewer micro-batches than `min_count`, the largest is split until there are enough:
-    no micro-batch grows, so the budget holds.
+    no micro-batch grows, so the budget holds. As many as that makes are dealt so that their costs
+    are balanced, where a deal within the budget is found.
 
     Args:
         batch: the batch.
         max_tokens: token budget; a longer sequence forms a micro-batch of its own.
         min_count: smallest number of micro-batches (fewer only if there are fewer sequences).
+        pair_cost: see `cost`.
 
     Returns:
-        For each micro-batch the ascending indices of its sequences; deterministic, none empty.
+        For each micro-batch the ascending indices of its sequences; deterministic, none empty. The
+        costliest comes first: ranks wait for each other after each, so the like meet.
     """
     lengths = sequence_lengths(batch).tolist()
     units = []
@@ -301,9 +317,42 @@ def split_micro_batches(batch: Batch, max_tokens: int, min_count: int = 1) -> li
         fits = sum(lengths[i] for i in unit) <= max_tokens
         units.extend([unit] if fits else [[i] for i in unit])
     sizes = [sum(lengths[i] for i in unit) for unit in units]
-    bins = [[units[n] for n in chosen] for chosen in _best_fit_decreasing(sizes, max_tokens)]
+    costs = [cost([lengths[i] for i in unit], pair_cost) for unit in units]
+    dealt = _best_fit_decreasing(sizes, max_tokens)
+    dealt = _balance(sizes, costs, len(dealt), max_tokens) or dealt
+    bins = [[units[n] for n in chosen] for chosen in dealt]
     bins = _split_largest(bins, lengths, min(min_count, len(lengths)))
-    return [sorted(i for unit in chosen for i in unit) for chosen in bins]
+    result = [sorted(i for unit in chosen for i in unit) for chosen in bins]
+    return sorted(result, key=lambda chosen: -cost([lengths[i] for i in chosen], pair_cost))
+
+
+def _balance(
+    sizes: Sequence[int], costs: Sequence[float], count: int, capacity: int
+) -> list[list[int]] | None:
+    """Deal the costliest first, each to the cheapest bin with room; None: one found no room.
+
+    One that is larger than the capacity takes a bin of its own, and the others share the rest.
+    """
+    alone = [[index] for index, size in enumerate(sizes) if size >= capacity]
+    bins: list[list[int]] = []
+    heap = [(0.0, number) for number in range(count - len(alone))]
+    bins.extend([] for _ in heap)
+    room = [capacity] * len(bins)
+    rest = [index for index, size in enumerate(sizes) if size < capacity]
+    smallest = min(sizes, default=0)
+    for index in sorted(rest, key=lambda i: (-costs[i], i)):
+        full = []
+        while heap and room[heap[0][1]] < sizes[index]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        spent, number = heapq.heappop(heap)
+        bins[number].append(index)
+        room[number] -= sizes[index]
+        for entry in [*full, (spent + costs[index], number)]:
+            if room[entry[1]] >= smallest:
+                heapq.heappush(heap, entry)
+    return alone + bins
 
 
 def _split_largest(

@@ -189,15 +189,18 @@ class FSDPEngine(TrainEngine):
 
     # -- computing -----------------------------------------------------------------------------
 
-    def train_batch(
+    def accumulate(
         self,
         batch: Batch,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn | None = None,
         *,
         temperature: float = 1.0,
-    ) -> dict[str, float]:
-        return self.step.train(batch, loss_fn, loss_weight_fn, temperature=temperature)
+    ) -> None:
+        self.step.accumulate(batch, loss_fn, loss_weight_fn, temperature=temperature)
+
+    def apply(self) -> dict[str, float]:
+        return self.step.apply()
 
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         return self.step.forward(batch, temperature=temperature)

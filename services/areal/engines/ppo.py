@@ -21,7 +21,10 @@ from areal.errors import InvalidInput
 # Ways to the proximal logprobs that need those of the policy at the start of the update.
 _FORWARD = ("recompute", "unweighted")
 # Statistics of minibatches that add up; all others are averaged (or maximized, `_max`).
-_ADDED = ("n_tokens", "n_loss_tokens", "n_micro_batches", "skipped_steps", "seconds")
+_ADDED = frozenset(
+    {"n_tokens", "n_loss_tokens", "n_micro_batches", "skipped_steps", "seconds"}
+    | {"forward_seconds", "backward_seconds", "optimizer_seconds"}
+)
 
 
 class PPOActor:
@@ -263,7 +266,7 @@ def _combine(results: list[dict[str, float]]) -> dict[str, float]:
         values = [result[name] for result in results]
         if name in _ADDED:
             combined[name] = sum(values)
-        elif name.endswith("_max"):
+        elif name.endswith("_max") or name == "peak_gib":
             combined[name] = max(values)
         elif name == "lr":
             combined[name] = values[-1]
@@ -271,4 +274,5 @@ def _combine(results: list[dict[str, float]]) -> dict[str, float]:
             combined[name] = sum(values) / len(values)
         else:
             combined[name] = sum(v * w for v, w in zip(values, weights, strict=True)) / total
+    combined["tokens_per_second"] = combined["n_tokens"] / combined["seconds"]
     return combined

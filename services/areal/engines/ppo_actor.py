@@ -72,6 +72,7 @@ class FSDPPPOActor:
         self.engine.initialize(total_train_steps=None if self.frozen else steps)
         if self.frozen:
             return
+        session.pair_cost = self.engine.step.work.pair_cost
         if session.resumed is not None:
             # Until its first step, a resumed recipe draws what it drew in its first life.
             drawn = random_state.capture()

@@ -6,8 +6,11 @@
     forward, packed, prefixes once -> logprobs at loss tokens -> loss_fn -> loss sum
           |
           v
-    backward of loss sum x ranks / W           (W: loss tokens of all micro-batches of all
-          |                                     shares; FSDP averages gradients over ranks)
+    backward of loss sum x ranks               (FSDP averages gradients over ranks)
+          |
+          v            accumulate: any number of times, then apply
+    gradients / W                              (W: loss tokens of all micro-batches of all shares)
+          |
           v
     global gradient norm -> clip -> AdamW, or skip if it is not finite; several in a row: the end
 
@@ -18,7 +21,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,9 +37,12 @@ from areal.engines import finite
 from areal.engines.model.attention.packed import build_layout
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.parallel import gradients
+from areal.engines.parallel.apply import resolve_precision
+from areal.engines.parallel.memory import checkpoints_activations
 from areal.engines.parallel.mesh import Mesh, reduce_scalars
+from areal.engines.perf import Phases, Work, peak_flops, peak_gib
 from areal.engines.train_api import LossFn, LossWeightFn
-from areal.errors import InvalidInput, TrainingDiverged
+from areal.errors import CapacityExceeded, InvalidInput, TrainingDiverged
 from areal.training.ranks import gather_json
 
 
@@ -43,10 +51,25 @@ def count_loss_tokens(batch: Batch) -> int:
     return int(batch["loss_mask"].sum())
 
 
+@dataclass
+class _Gathered:
+    """What micro-batches have added up since the last optimizer step, of this rank."""
+
+    started: float = field(default_factory=time.perf_counter)
+    batch: Batch = field(default_factory=dict)
+    """The last."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    weight: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    micro_batches: int = 0
+    bad_logprobs: Tensor | int = 0
+
+
 class TrainStep:
     """Computes with one model, and trains it if there is an optimizer; all methods are collective.
 
-    `train` and `forward` are `TrainEngine.train_batch` and `TrainEngine.forward`.
+    `accumulate`, `apply` and `forward` are those of `TrainEngine`.
     """
 
     def __init__(
@@ -80,51 +103,116 @@ class TrainStep:
         self._sharded = sharded
         self._total_train_steps = total_train_steps
         self._skipped_in_a_row = 0
+        self._gathered: _Gathered | None = None
+        self._phases = Phases(device)
+        self.work = Work.of(model.hf)
+        self._peak_flops = peak_flops(device, resolve_precision(config, device)[0])
+        self._averaged = mesh.layout.averaged if sharded else 1
+        self._gathers_gradients = self.optimizer is not None and self._has_room_for_gradients()
         self._log = get_logger("areal.engines.step")
 
-    def train(
+    def _has_room_for_gradients(self) -> bool:
+        """Whether whole gradients take at most a quarter of each rank's free memory."""
+        if not self._sharded or dist.get_world_size() == 1:
+            return False
+        whole = 4 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0]
+        else:
+            pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = pages // dist.get_world_size()
+        short = {"short_max": float(4 * whole > free)}
+        return not reduce_scalars(short, dist.group.WORLD)["short_max"]
+
+    def accumulate(
         self,
         batch: Batch,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn | None = None,
         *,
         temperature: float = 1.0,
-    ) -> dict[str, float]:
-        started = time.perf_counter()
+    ) -> None:
         if self.optimizer is None:
             raise InvalidInput("optimizer=None: expected an optimizer to train a model")
         packing.check_batch(batch)
-        micro_batches = self._micro_batches(batch)
-        weigh = loss_weight_fn or count_loss_tokens
-        weight_of = [0 if index is None else weigh(mb) for index, mb in micro_batches]
+        self._gathered = so_far = self._gathered or _Gathered()
+        so_far.batch = batch
+        so_far.tokens += len(batch["input_ids"])
+        so_far.flops += self.work.flops(batch["cu_seqlens"])
+        try:
+            micro_batches = self._micro_batches(batch)
+            for number, (index, mb) in enumerate(micro_batches):
+                if self._gathers_gradients:
+                    # Whole gradients add up on each rank, and are shared out once.
+                    last = number + 1 == len(micro_batches)
+                    self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+                self._backward(index, mb, loss_fn, loss_weight_fn or count_loss_tokens, temperature)
+        except torch.OutOfMemoryError as error:
+            self._forget()
+            raise self._out_of_memory(error, batch) from error
+        except BaseException:
+            self._forget()
+            raise
+
+    def _backward(
+        self,
+        index: list[int] | None,
+        mb: Batch,
+        loss_fn: LossFn,
+        weigh: LossWeightFn,
+        temperature: float,
+    ) -> None:
+        """Add a micro-batch's gradients and statistics to what is gathered."""
+        assert self._gathered is not None
+        so_far, weight = self._gathered, 0 if index is None else weigh(mb)
+        with self._phases("forward"):
+            logprobs, entropies, mb = self._logprobs(mb, temperature)
+            loss_sum, stats = loss_fn(logprobs, entropies, mb)
+        used = float(index is not None and weight > 0)
+        with self._phases("backward"):
+            # FSDP averages gradients over ranks; the loss is a sum over their tokens.
+            torch.autograd.backward(loss_sum * (self._averaged * used))
+        so_far.weight += weight
+        so_far.micro_batches += 1
+        so_far.bad_logprobs = so_far.bad_logprobs + (~torch.isfinite(logprobs.detach())).sum()
+        stats = {**stats, "loss": loss_sum.detach(), "entropy": entropies.sum()}
+        sums = so_far.sums
+        for name, raw in stats.items():
+            value = raw.detach().double() * used
+            if name.endswith("_max"):
+                sums[name] = torch.maximum(sums[name], value) if name in sums else value
+            else:
+                sums[name] = sums[name] + value if name in sums else value
+
+    def apply(self) -> dict[str, float]:
+        if self._gathered is None:
+            raise InvalidInput("nothing is accumulated: expected accumulate() before apply()")
+        done, self._gathered = self._gathered, None
         counts = reduce_scalars(
-            {"weight": float(sum(weight_of)), "tokens": float(len(batch["input_ids"]))},
-            self._mesh.data_group,
+            {"weight": float(done.weight), "tokens": float(done.tokens)}, self._mesh.data_group
         )
         total_weight = counts["weight"]
-        # FSDP averages gradients over ranks; the loss is a sum over their tokens.
-        scale = (self._mesh.layout.averaged if self._sharded else 1) / max(total_weight, 1.0)
-        sums: dict[str, Tensor] = {}
-        bad_logprobs: Tensor | int = 0
-        for (index, mb), weight in zip(micro_batches, weight_of, strict=True):
-            logprobs, entropies = self._logprobs(mb, temperature)
-            bad_logprobs = bad_logprobs + (~torch.isfinite(logprobs.detach())).sum()
-            loss_sum, stats = loss_fn(logprobs, entropies, mb)
-            used = float(index is not None and weight > 0)
-            torch.autograd.backward(loss_sum * (scale * used))
-            stats = {**stats, "loss": loss_sum.detach(), "entropy": entropies.sum()}
-            for name, raw in stats.items():
-                value = raw.detach().double() * used
-                if name.endswith("_max"):
-                    sums[name] = torch.maximum(sums[name], value) if name in sums else value
-                else:
-                    sums[name] = sums[name] + value if name in sums else value
-        grad_norm, lr, stepped = self._optimizer_step(apply=total_weight > 0)
+        with self._phases("optimizer"):
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0 / max(total_weight, 1.0))
+            grad_norm, lr, stepped = self._optimizer_step(apply=total_weight > 0)
         if stepped:
             self._skipped_in_a_row = 0
         elif total_weight > 0:
-            self._note_skipped(batch, int(bad_logprobs), float(sums["loss"]), grad_norm)
-        reduced = reduce_scalars(sums, self._mesh.data_group)
+            loss, bad = float(done.sums["loss"]), int(done.bad_logprobs)
+            self._note_skipped(done.batch, bad, loss, grad_norm)
+        sums: dict[str, Tensor | float] = {**done.sums}
+        spent = self._phases.take("forward", "backward", "optimizer")
+        seconds = time.perf_counter() - done.started
+        own = {f"{name}_seconds": value for name, value in spent.items()}
+        own |= {"seconds": seconds, "peak_gib": peak_gib(self._device)}
+        reduced = reduce_scalars(
+            {**sums, "flops": done.flops} | {f"{name}_max": value for name, value in own.items()},
+            self._mesh.data_group,
+        )
+        slowest = {name: reduced.pop(f"{name}_max") for name in own}
+        flops = reduced.pop("flops")
         result = {
             name: value if name.endswith("_max") else value / max(total_weight, 1.0)
             for name, value in reduced.items()
@@ -134,11 +222,34 @@ class TrainStep:
             "lr": lr,
             "n_tokens": counts["tokens"],
             "n_loss_tokens": total_weight,
-            "n_micro_batches": float(len(micro_batches)),
+            "n_micro_batches": float(done.micro_batches),
             "skipped_steps": float(not stepped),
-            "seconds": time.perf_counter() - started,
+            **slowest,
+            "tokens_per_second": counts["tokens"] / slowest["seconds"],
         }
+        if self._peak_flops is not None:
+            result["mfu"] = flops / slowest["seconds"] / dist.get_world_size() / self._peak_flops
         return result
+
+    def _forget(self) -> None:
+        """Drop what is gathered, after an error."""
+        assert self.optimizer is not None
+        self._gathered = None
+        self._phases.take("forward", "backward", "optimizer")
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _out_of_memory(self, error: Exception, batch: Batch) -> CapacityExceeded:
+        config = self._config
+        assert isinstance(config, TrainEngineConfig)
+        knobs = [f"a smaller actor.mb_spec.max_tokens_per_mb ({config.mb_spec.max_tokens_per_mb})"]
+        if not checkpoints_activations(config, self._device):
+            knobs.append("actor.gradient_checkpointing=true")
+        knobs.append(f"more ranks to shard over ({dist.get_world_size()})")
+        longest = int(batch["cu_seqlens"].diff().max())
+        return CapacityExceeded(
+            f"out of memory in a train step, longest sequence {longest} tokens: expected "
+            f"{', or '.join(knobs)} ({' '.join(str(error).split())[:200]})"
+        )
 
     def _note_skipped(self, batch: Batch, bad_logprobs: int, loss: float, grad_norm: float) -> None:
         """Say on rank 0 why a step was skipped; end training where one after the other is."""
@@ -184,7 +295,7 @@ class TrainStep:
         result: Tensor | None = None
         with torch.no_grad():
             for index, mb in self._micro_batches(batch):
-                logprobs, _ = self._logprobs(mb, temperature)
+                logprobs, *_ = self._logprobs(mb, temperature)
                 if result is None:
                     result = logprobs.new_zeros(len(batch["input_ids"]))
                 if index is not None:
@@ -202,7 +313,9 @@ class TrainStep:
         # A larger smallest number can only make more bins: this ends at the largest number of bins
         # of any rank.
         while True:
-            split = packing.split_micro_batches(batch, spec.max_tokens_per_mb, count)
+            split = packing.split_micro_batches(
+                batch, spec.max_tokens_per_mb, count, self.work.pair_cost
+            )
             needed = {"n_max": float(max(len(split), 1))}
             largest = int(reduce_scalars(needed, self._mesh.data_group)["n_max"])
             if largest <= count or self._mesh.data_group is None:
@@ -213,31 +326,40 @@ class TrainStep:
             if number < len(split):
                 index = split[number]
                 whole = len(split) == 1 and index == list(range(len(index)))
-                chosen.append(
-                    (index, self._to_device(batch if whole else packing.select(batch, index)))
-                )
+                chosen.append((index, batch if whole else packing.select(batch, index)))
             else:
-                chosen.append((None, self._to_device(packing.dummy_like(batch))))
+                chosen.append((None, packing.dummy_like(batch)))
         return chosen
 
-    def _to_device(self, batch: Batch) -> Batch:
-        return {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """A copy that the device makes beside its work: from pinned memory."""
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _logprobs(self, mb: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of a micro-batch, full length, 0 where loss_mask is false."""
+    def _logprobs(self, mb: Batch, temperature: float) -> tuple[Tensor, Tensor, Batch]:
+        """Logprobs and entropies of a micro-batch, full length, 0 where loss_mask is false.
+
+        The layout is planned where the batch comes from, in host memory: the device never waits.
+
+        Returns:
+            Also the micro-batch on the device.
+        """
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         layout = build_layout(
             mb, share_prefixes=self._config.share_prefixes and not self.model.flash
-        )
+        ).map(self._to_device)
+        empty = not len(targets)
         # A micro-batch without loss tokens still takes part in the collectives of forward and
         # backward; it may be a single token, so it asks for its first.
-        wanted = targets if len(targets) else targets.new_zeros(1)
+        wanted = self._to_device(targets.new_zeros(1) if empty else targets)
+        mb = {key: self._to_device(value) for key, value in mb.items()}
         logprobs, entropies = self.model(mb, layout, wanted, temperature)
-        if not len(targets):
+        if empty:
             logprobs = logprobs * 0.0
         zeros = logprobs.new_zeros(len(mb["input_ids"]))
         entropies = torch.where(mb["loss_mask"], zeros.index_copy(0, wanted, entropies), 0.0)
-        return zeros.index_copy(0, wanted, logprobs), entropies
+        return zeros.index_copy(0, wanted, logprobs), entropies, mb
 
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -62,6 +62,39 @@ class TrainEngine(abc.ABC):
         """Finish a background save, free the model, leave the process group if it was joined."""
 
     @abc.abstractmethod
+    def accumulate(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        """Add a batch's gradients to those of the next `apply`; collective.
+
+        Args:
+            batch: this rank's share; may be empty.
+            loss_fn: called once per micro-batch.
+            loss_weight_fn: default: the number of loss tokens.
+            temperature: divides the logits.
+
+        Raises:
+            CapacityExceeded: the device's memory does not suffice; says which settings need less.
+                What was accumulated is dropped, as after any error.
+        """
+
+    @abc.abstractmethod
+    def apply(self) -> dict[str, float]:
+        """Take an optimizer step with what `accumulate` has added up; collective.
+
+        Returns:
+            What `train_batch` does, of all batches since the last step.
+
+        Raises:
+            InvalidInput: nothing is accumulated.
+            TrainingDiverged: as `train_batch`, with the last batch.
+        """
+
     def train_batch(
         self,
         batch: Batch,
@@ -70,7 +103,7 @@ class TrainEngine(abc.ABC):
         *,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """Take one optimizer step; collective.
+        """Take one optimizer step, `accumulate` and `apply`; collective.
 
         The loss is the sum over all micro-batches of all ranks over the sum of their weights.
 
@@ -83,13 +116,18 @@ class TrainEngine(abc.ABC):
         Returns:
             Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`,
             `n_loss_tokens`, `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not
-            finite, in which case the weights and the optimizer are left as they were), `seconds`,
-            and each of the loss's statistics.
+            finite, in which case the weights and the optimizer are left as they were), each of the
+            loss's statistics; of the slowest rank `seconds`, of them `forward_seconds`,
+            `backward_seconds` (both with their communication) and `optimizer_seconds`, and
+            `peak_gib`, the most memory so far; `tokens_per_second`, and on a known GPU `mfu` (see
+            `areal.engines.perf`).
 
         Raises:
             TrainingDiverged: on every rank, when `optimizer.max_skipped_steps` steps in a row were
                 skipped because their gradient was not finite.
         """
+        self.accumulate(batch, loss_fn, loss_weight_fn, temperature=temperature)
+        return self.apply()
 
     @abc.abstractmethod
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor:

@@ -104,6 +104,8 @@ class TrainerSession(Ranks):
         self.published_version = 0
         self.served_version = 0
         """What servers are brought to: one more where its trainer died before it was stored."""
+        self.pair_cost = 0.0
+        """What the actor's model makes of long sequences; see `areal.algorithms.packing.cost`."""
         self.row: dict[str, Any] = {}
         """The metrics row of the step in progress."""
         self.batch_tasks: list[str] = []
@@ -292,12 +294,12 @@ class TrainerSession(Ranks):
 
     def fetch(self, taken: Take) -> list[TrajectoryGroup]:
         """This rank's share of a batch that was taken; describes the batch in the step's row."""
-        from areal.algorithms.packing import assign_groups
+        from areal.algorithms.packing import assign_groups, cost
 
         self.trace.taking()
         # Ranks that share matrices or the tokens of a sequence compute the same share.
         layout = Layout.parse(self.config.actor.layout or f"d{self.world_size}")
-        shares = assign_groups([sum(g.lengths) for g in taken.groups], layout.data)
+        shares = assign_groups([cost(g.lengths, self.pair_cost) for g in taken.groups], layout.data)
         mine = [taken.groups[i].task_id for i in shares[self.rank // layout.per_share]]
         groups = self.ledger.fetch(self.step + 1, mine)
         self.batch_tasks = mine

@@ -60,16 +60,15 @@ class PackedCausalLM(nn.Module):
             log p(token | tokens before it) [N] with gradient, and the entropy of that distribution
             [N] without; float32, or float64 from a float64 model.
         """
-        self._check_lengths(batch)
+        self._check_lengths(layout.longest)
         attention: dict[str, Any] = {"packed_layout": layout}
         if self.flash:
             cu_seqlens = batch["cu_seqlens"]
-            longest = int(cu_seqlens.diff().max())
             attention = {
                 "cu_seq_lens_q": cu_seqlens,
                 "cu_seq_lens_k": cu_seqlens,
-                "max_length_q": longest,
-                "max_length_k": longest,
+                "max_length_q": layout.longest,
+                "max_length_k": layout.longest,
             }
         input_ids, positions = batch["input_ids"][layout.computed], layout.position_ids
         if self.context is not None:
@@ -112,11 +111,8 @@ class PackedCausalLM(nn.Module):
             chunk_elements=self.chunk_elements,
         )
 
-    def _check_lengths(self, batch: Batch) -> None:
-        if self.rope_limit is None:
-            return
-        longest = int(batch["cu_seqlens"].diff().max())
-        if longest > self.rope_limit:
+    def _check_lengths(self, longest: int) -> None:
+        if self.rope_limit is not None and longest > self.rope_limit:
             raise InvalidInput(
                 f"a sequence of {longest} tokens: beyond {self.rope_limit} this model's rope "
                 "changes for all sequences of a micro-batch; expected prompt and response within "

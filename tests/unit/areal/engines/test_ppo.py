@@ -139,7 +139,9 @@ def test_ppo_update_when_settings_vary_then_micro_batching_changes_nothing(make_
     assert our_stats["n_micro_batches"] > stats["n_micro_batches"]
     assert_gradients_close(ours, expected, 1e-12)
     for name in stats:
-        if name not in ("seconds", "n_micro_batches"):
+        if name not in ("n_micro_batches", "tokens_per_second", "peak_gib", "seconds") and (
+            not name.endswith("_seconds")
+        ):
             assert our_stats[name] == pytest.approx(stats[name], rel=1e-9, abs=1e-12), name
 
 

@@ -16,6 +16,7 @@ copies add up through the gather).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,19 @@ class PackedLayout:
     buckets: tuple[Bucket, ...]
     output: Tensor
     """Place of each computed token in the concatenated buckets, int64 [U]."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
+        """The same layout with each tensor moved, as to a device."""
+        return PackedLayout(
+            computed=move(self.computed),
+            locate=move(self.locate),
+            position_ids=move(self.position_ids),
+            buckets=tuple(Bucket(move(b.index), b.sequences, b.longest) for b in self.buckets),
+            output=move(self.output),
+            longest=self.longest,
+        )
 
 
 def build_layout(batch: Batch, *, share_prefixes: bool) -> PackedLayout:
@@ -78,7 +92,8 @@ def build_layout(batch: Batch, *, share_prefixes: bool) -> PackedLayout:
     slot[computed] = torch.arange(len(computed), device=offsets.device)
     locate = slot[stands_for]
     buckets, place = _bucketize(cu_seqlens, offsets, locate)
-    return PackedLayout(computed, locate, offsets[computed], buckets, place[computed])
+    longest = max((bucket.longest for bucket in buckets), default=0)
+    return PackedLayout(computed, locate, offsets[computed], buckets, place[computed], longest)
 
 
 def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:
@@ -244,7 +259,7 @@ def _checked(
     window = getattr(config, "sliding_window", None)
     if layer_types and index is not None and layer_types[index] != "sliding_attention":
         window = None
-    longest = max(bucket.longest for bucket in layout.buckets)
+    longest = layout.longest
     if sliding_window is None and window is not None and longest > window:
         raise InvalidInput(
             f"{name} does not tell attention its sliding window of {window} tokens, which packed "

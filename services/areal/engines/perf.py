@@ -1,0 +1,119 @@
+"""What a step costs: floating-point operations, time by phase, memory at its peak.
+
+    MFU = (6 N T + 6 layers heads head_dim sum of L^2) / (seconds x GPUs x peak FLOP/s)
+
+N is the parameters that a token is multiplied with (of experts those it is routed to; a lookup of
+an embedding is none), T the tokens of the batch, L the length of each sequence: 2 operations a
+parameter forward and 4 backward; causal attention 2 x 2 x L^2 / 2 forward and twice that backward.
+It counts the model's operations, not the machine's: what is computed again (activations, logits)
+adds to the time only, and a prefix that is computed once counts in each sequence that has it.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Dense bfloat16, 10^12 a second, as the makers state it; the first name that is part of the GPU's.
+_PEAK = (
+    ("B300", 2250), ("B200", 2250), ("H20 ", 148), ("H100 PCIe", 756), ("H100 NVL", 835),
+    ("H200", 989), ("H100", 989), ("H800", 989), ("GH200", 989), ("A100", 312), ("A800", 312),
+    ("L40S", 362), ("L40", 181), ("L4", 121), ("RTX 6000 Ada", 364), ("RTX A6000", 155),
+    ("A10G", 70), ("A10", 125), ("RTX 5090", 209), ("RTX 4090", 165), ("RTX 3090", 71),
+    ("MI325X", 1307), ("MI300X", 1307), ("MI250X", 383),
+)  # fmt: skip
+
+
+def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
+    """Most operations a second in bfloat16; None: on a CPU, an unknown GPU, another precision."""
+    if device.type != "cuda" or compute != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device) + " "
+    return next((peak * 1e12 for part, peak in _PEAK if part in name), None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a train step."""
+
+    per_token: float
+    """6 N."""
+    per_pair: float
+    """Of a sequence of L tokens, over L^2."""
+
+    @classmethod
+    def of(cls, hf: Any) -> Work:
+        """Read it off a transformers causal language model, sharded or not."""
+        config = hf.config.get_text_config()
+        embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
+        experts = next(
+            (n for k in ("num_experts", "num_local_experts", "n_routed_experts")
+             if (n := getattr(config, k, None))), 1
+        )  # fmt: skip
+        routed = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+        multiplied = sum(
+            parameter.numel() * (routed if ".experts." in name else 1.0)
+            for name, parameter in hf.named_parameters()
+            if parameter.ndim >= 2 and (parameter is not embedding or parameter is head)
+        )
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(6.0 * multiplied, 6.0 * config.num_hidden_layers * heads * dim)
+
+    @property
+    def pair_cost(self) -> float:
+        """What a pair of tokens costs over what a token costs; see `packing.costs`."""
+        return self.per_pair / self.per_token
+
+    def flops(self, cu_seqlens: Tensor) -> float:
+        """Operations of a batch of these sequences."""
+        lengths = cu_seqlens.diff().double()
+        return float(self.per_token * lengths.sum() + self.per_pair * lengths.square().sum())
+
+
+class Phases:
+    """Adds up the time of named phases; on a GPU its own time, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Time what runs on `device`."""
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the context."""
+        start = self._now()
+        yield
+        self._spans.append((name, start, self._now()))
+
+    def take(self, *names: str) -> dict[str, float]:
+        """Return the seconds of the named phases since the last call, 0 for one that was not."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        total = dict.fromkeys(names, 0.0)
+        for name, start, end in self._spans:
+            total[name] += start.elapsed_time(end) / 1e3 if self._cuda else end - start
+        self._spans.clear()
+        return total
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
+        event.record()
+        return event
+
+
+def peak_gib(device: torch.device) -> float:
+    """Most memory in use so far: of the GPU's tensors, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # in KiB on Linux

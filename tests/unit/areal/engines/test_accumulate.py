@@ -1,0 +1,100 @@
+"""Training commands one by one, what they cost, and memory that runs out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+
+from areal.algorithms import packing
+from areal.config.training import OptimizerConfig, TrainEngineConfig
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.perf import Work, peak_flops
+from areal.errors import CapacityExceeded, InvalidInput
+
+
+@pytest.fixture
+def make_engine(model_dir):
+    engines = []
+
+    def make(**options):
+        options.setdefault("optimizer", OptimizerConfig(lr=1e-3))
+        engine = FSDPEngine(TrainEngineConfig(path=str(model_dir), **options))
+        engine.initialize()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in reversed(engines):
+        engine.destroy()
+
+
+def weights(engine):
+    return [p.detach().clone() for p in engine.model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_accumulate_when_a_batch_comes_in_parts_then_steps_as_one(make_engine, sharded):
+    batch = make_batch(groups=4)
+    options = {"dtype": "float64", "fsdp_at_world_size_1": sharded}
+    whole, parts = (make_engine(optimizer=OptimizerConfig(lr=1e-2), **options) for _ in range(2))
+    for _ in range(2):
+        expected = whole.train_batch(batch, weighted_loss)
+        for indices in packing.split_minibatches(batch, 3):
+            parts.accumulate(packing.select(batch, indices), weighted_loss)
+        stats = parts.apply()
+        for name in ("loss", "grad_norm", "entropy", "n_tokens", "n_loss_tokens"):
+            assert stats[name] == pytest.approx(expected[name], rel=1e-10)
+        assert stats["n_micro_batches"] == 3
+    for ours, theirs in zip(weights(parts), weights(whole), strict=True):
+        full = [w.full_tensor() if sharded else w for w in (ours, theirs)]
+        torch.testing.assert_close(*full, rtol=1e-9, atol=1e-10)
+
+
+def test_apply_when_nothing_is_accumulated_then_says_so(make_engine):
+    with pytest.raises(InvalidInput, match="nothing is accumulated"):
+        make_engine().apply()
+
+
+def test_accumulate_when_memory_runs_out_then_names_the_settings_and_drops_the_rest(make_engine):
+    engine = make_engine()
+    batch = make_batch()
+
+    def greedy(*_):
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    engine.accumulate(batch, weighted_loss)
+    with pytest.raises(
+        CapacityExceeded,
+        match=r"smaller actor\.mb_spec\.max_tokens_per_mb \(10240\), or "
+        r"actor\.gradient_checkpointing=true, or more ranks .*80 GiB",
+    ):
+        engine.accumulate(batch, greedy)
+    assert all(p.grad is None for p in engine.model.parameters())
+    with pytest.raises(InvalidInput, match="nothing is accumulated"):
+        engine.apply()
+
+
+def test_train_batch_when_done_then_says_what_it_cost(make_engine):
+    engine = make_engine()
+    stats = engine.train_batch(make_batch(), weighted_loss)
+    parts = [stats[f"{name}_seconds"] for name in ("forward", "backward", "optimizer")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts) <= stats["seconds"]
+    assert stats["tokens_per_second"] == pytest.approx(stats["n_tokens"] / stats["seconds"])
+    assert stats["peak_gib"] > 0.1
+    assert "mfu" not in stats  # a CPU has no peak
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_work_when_a_model_is_dense_then_follows_the_formula(make_engine):
+    hf = make_engine().model.hf
+    config = hf.config
+    kv = config.hidden_size * config.num_key_value_heads // config.num_attention_heads
+    layer = 2 * config.hidden_size * (config.hidden_size + kv)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    multiplied = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    work = Work.of(hf)
+    assert work.per_token == 6 * multiplied
+    assert work.per_pair == 6 * config.num_hidden_layers * config.hidden_size
+    assert work.flops(torch.tensor([0, 3, 5])) == 5 * work.per_token + 13 * work.per_pair
