@@ -112,8 +112,12 @@ class TrainStep:
         self._log = get_logger("areal.engines.step")
 
     def _has_room_for_gradients(self) -> bool:
-        """Whether whole gradients take at most a quarter of each rank's free memory."""
-        if not self._sharded or dist.get_world_size() == 1:
+        """Whether whole gradients take at most a quarter of each rank's free memory.
+
+        Where ranks share matrices or tokens, each micro-batch's gradients are shared out at once:
+        the hooks that add up partial gradients expect it.
+        """
+        if not self._sharded or dist.get_world_size() == 1 or self._mesh.layout.per_share > 1:
             return False
         whole = 4 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if self._device.type == "cuda":
@@ -193,9 +197,7 @@ class TrainStep:
         )
         total_weight = counts["weight"]
         with self._phases("optimizer"):
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, 1.0 / max(total_weight, 1.0))
+            gradients.scale(self.model.parameters(), 1.0 / max(total_weight, 1.0))
             grad_norm, lr, stepped = self._optimizer_step(apply=total_weight > 0)
         if stepped:
             self._skipped_in_a_row = 0
@@ -207,12 +209,12 @@ class TrainStep:
         seconds = time.perf_counter() - done.started
         own = {f"{name}_seconds": value for name, value in spent.items()}
         own |= {"seconds": seconds, "peak_gib": peak_gib(self._device)}
-        reduced = reduce_scalars(
-            {**sums, "flops": done.flops} | {f"{name}_max": value for name, value in own.items()},
-            self._mesh.data_group,
-        )
-        slowest = {name: reduced.pop(f"{name}_max") for name in own}
+        reduced = reduce_scalars({**sums, "flops": done.flops}, self._mesh.data_group)
         flops = reduced.pop("flops")
+        # Ranks of one share differ in time and memory, too.
+        everyone = dist.group.WORLD if dist.get_world_size() > 1 else None
+        worst = reduce_scalars({f"{name}_max": value for name, value in own.items()}, everyone)
+        slowest = {name: worst[f"{name}_max"] for name in own}
         result = {
             name: value if name.endswith("_max") else value / max(total_weight, 1.0)
             for name, value in reduced.items()

@@ -49,9 +49,15 @@ def clip(parameters: Sequence[Tensor], largest: float, norm: Tensor) -> None:
         largest: > 0.
         norm: of all gradients.
     """
-    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    scale(parameters, (largest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply what there is of gradients."""
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    if grads:
+        exact = factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(grads, exact)
 
 
 def _local(tensor: Tensor) -> Tensor:
