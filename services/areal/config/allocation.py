@@ -67,7 +67,7 @@ class Layout:
                 f"trainer layout {text!r}: shards over s{layout.shard} of d{layout.data} "
                 f"ranks: {layout.data} / {layout.shard} is not whole"
             )
-        copy = layout.shard * layout.context * layout.tensor
+        copy = layout.per_copy
         if copy % layout.experts:
             raise ConfigError(
                 f"trainer layout {text!r}: experts over e{layout.experts} of the ranks of one "
@@ -96,6 +96,11 @@ class Layout:
     def per_share(self) -> int:
         """Ranks that get the same share of a batch; their numbers follow each other."""
         return self.context * self.tensor
+
+    @property
+    def per_copy(self) -> int:
+        """Ranks that share one copy of the weights."""
+        return self.shard * self.per_share
 
     @property
     def averaged(self) -> int:

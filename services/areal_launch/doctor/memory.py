@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal.config.allocation import parse_allocation
+from areal.config.allocation import Layout, parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.config.training import EngineConfig, TrainEngineConfig
 from areal.errors import InvalidInput
@@ -170,10 +170,11 @@ def micro_batch_tokens(config: GRPOConfig, engine: EngineConfig) -> int:
 def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool) -> Need:
     """What one trainer rank needs at its peak, on its device."""
     actor = config.actor
-    ranks = parse_allocation(config.allocation_mode).trainer_ranks
+    layout = parse_allocation(config.allocation_mode).layout
+    ranks = layout.per_copy
     parts = {
         "states": 4 * _MASTER * shape.parameters // ranks,
-        **_step(actor, shape, micro_batch_tokens(config, actor), ranks, gpu=gpu),
+        **_step(actor, shape, micro_batch_tokens(config, actor), layout, gpu=gpu),
     }
     if config.ref is not None:
         element = _BYTES[_compute(actor, gpu=gpu)]
@@ -188,13 +189,18 @@ def _compute(engine: EngineConfig, *, gpu: bool) -> str:
 
 
 def _step(
-    engine: TrainEngineConfig, shape: ModelShape, tokens: int, ranks: int, *, gpu: bool
+    engine: TrainEngineConfig, shape: ModelShape, tokens: int, layout: Layout, *, gpu: bool
 ) -> dict[str, int]:
-    """What a train step adds to the states."""
+    """What a train step adds to the states.
+
+    Ranks that share tokens have their part of them; those that share matrices a part of each layer,
+    but every activation: that is an upper bound.
+    """
     element = _BYTES[_compute(engine, gpu=gpu)]
     recompute = gpu if engine.gradient_checkpointing is None else engine.gradient_checkpointing
-    whole = ranks > 1 or element < _MASTER or engine.fsdp_at_world_size_1
-    layer, root = shape.layer_parameters, shape.root_parameters
+    whole = layout.ranks > 1 or element < _MASTER or engine.fsdp_at_world_size_1
+    layer, root = shape.layer_parameters // layout.tensor, shape.root_parameters
+    tokens = -(-tokens // layout.context)
     gathered = layer * (4 * element + _MASTER) + root * (2 * element + _MASTER)
     logits = min(engine.logits_chunk_elements, tokens * shape.vocabulary)
     return {

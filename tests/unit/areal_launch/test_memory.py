@@ -69,6 +69,22 @@ def test_parameters_when_the_weights_are_there_then_counted(tiny_model):
     assert shape.parameters == sum(tensor.numel() for tensor in stored.values())
 
 
+def test_trainer_rank_when_ranks_share_less_or_more_then_states_and_layers_follow(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(Path(config.model.path))
+
+    def parts(layout: str) -> dict[str, int]:
+        config.allocation_mode = f"sglang:d8+fsdp:{layout}"
+        return memory.trainer_rank(config, shape, gpu=True).parts
+
+    whole = parts("d8")
+    assert parts("d8s4")["states"] == pytest.approx(2 * whole["states"]), "two copies"
+    assert parts("d4t2")["states"] == whole["states"]
+    assert parts("d4t2")["gathered"] < whole["gathered"]
+    assert parts("d4c2")["states"] == whole["states"]
+    assert parts("d4c2")["activations"] == pytest.approx(whole["activations"] / 2)
+
+
 def test_shape_when_it_is_no_decoder_then_names_the_missing_key(tmp_path):
     with pytest.raises(InvalidInput, match=r"config\.json': no num_hidden_layers: not a decoder"):
         ModelShape.read(model(tmp_path, hidden_size=8))
