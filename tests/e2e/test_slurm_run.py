@@ -53,11 +53,12 @@ def test_slurm_when_two_nodes_train_and_a_server_is_killed_then_it_finishes_and_
         assert stack.content["launcher"]["slurm_job"] == job
         assert (stack.run_dir / "secrets" / "token").stat().st_mode & 0o077 == 0
         stack_id = stack.content["stack_id"]
-        # Both nodes are this machine: the step's process carries the stack's tag.
+        # Both nodes are this machine: the step's process carries the stack's tag. So do srun and
+        # its keeper, whose arguments end with the same command.
         (server,) = (
             process
             for process in find_tagged(stack_id, "inference-1")
-            if "areal_inference" in process.cmdline() and process.name() != "srun"
+            if process.cmdline()[1:3] == ["-m", "areal_inference"]
         )
         server.kill()
         assert launcher.wait(600.0) == 0, log.read_text() + stack.log("launcher")
