@@ -39,7 +39,7 @@ from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse
 from areal_rollout.config import RolloutConfig
 from areal_rollout.episode import EpisodeEngine
-from areal_rollout.failures import describe_failure, leading_error, where_defined, where_it_waits
+from areal_rollout.failures import describe_failure, leading_error, where_it_waits
 from areal_rollout.interfaces import Buffer, Generation, Observer, Scorer, Workflows
 from areal_rollout.journal import CallKey, decode
 from areal_rollout.lease_trace import traced
@@ -304,7 +304,7 @@ class Executor:
             if self._draining and episode.engine.interrupted:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
-            return group_of(result, lease, where_defined(workflow.arun_episode))
+            return group_of(result, lease, workflow.arun_episode)
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:
                 return Return(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from areal.chassis import tracing
 from areal.chassis.backoff import Backoff
@@ -20,6 +22,7 @@ from areal.errors import (
 )
 from areal.protocol.leases import Lease, Return, ReturnCause
 from areal.types import Trajectory, TrajectoryGroup
+from areal_rollout.failures import where_defined
 from areal_rollout.interfaces import Buffer
 
 # Errors of the buffer that pass: it is away, or near its memory limit.
@@ -88,8 +91,8 @@ class Results:
         return end.cause.value
 
 
-def group_of(result: object, lease: Lease, where: str = "") -> TrajectoryGroup | None:
-    """Checks what a workflow returned and stamps the ids; `where` is in what it raises."""
+def group_of(result: object, lease: Lease, episode: Callable[..., Any]) -> TrajectoryGroup | None:
+    """Checks what a workflow returned and stamps the ids; its errors say where `episode` is."""
     if result is None:
         return None
     trajectories = [result] if isinstance(result, Trajectory) else result
@@ -100,7 +103,8 @@ def group_of(result: object, lease: Lease, where: str = "") -> TrajectoryGroup |
     ):
         what = type(result).__name__ if result != [] else "an empty list"
         raise WorkflowError(
-            f"arun_episode returned {what}: expected a Trajectory, a list of them, or None{where}"
+            f"arun_episode returned {what}: expected a Trajectory, a list of them, or None"
+            f"{where_defined(episode)}"
         )
     pinned = lease.task.policy_version
     if pinned is not None:

@@ -33,7 +33,7 @@ from areal_rollout.check.fakes import FakePolicy, InProcessScorer
 from areal_rollout.check.report import Report
 from areal_rollout.check.stand_ins import Sample
 from areal_rollout.episode import EpisodeEngine
-from areal_rollout.failures import describe_failure, where_defined, where_it_waits
+from areal_rollout.failures import describe_failure, where_it_waits
 from areal_rollout.results import group_of
 
 WORKFLOW_S = 20.0
@@ -116,7 +116,7 @@ class RowCheck:
             where, _ = where_it_waits(episode)
             episode.cancel()
             raise _Late(where)
-        return group_of(episode.result(), lease, where_defined(workflow.arun_episode))
+        return group_of(episode.result(), lease, workflow.arun_episode)
 
     def _failed(self, error: BaseException, scorer: InProcessScorer) -> None:
         """Of the reward, when that is what has failed; else of the workflow."""
