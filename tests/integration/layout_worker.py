@@ -1,7 +1,7 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?}. All ranks of a share get the same groups. The ranks are forks of a
+gradients?, save_to?, resume?}. All ranks of a share get the same groups. The ranks are forks of a
 process that has imported everything: imports take most of the time of models this small.
 """
 
@@ -29,8 +29,9 @@ def run(job):
     engine = FSDPEngine(config)
     engine.initialize(total_train_steps=10)
     actor = PPOActor(config, engine)
+    begin = engine.load_checkpoint(job["resume"])["step"] if "resume" in job else 0
     rows = []
-    for seed in job["seeds"]:
+    for seed in job["seeds"][begin:]:
         whole = make_batch(seed, groups=5, vocabulary=96)
         batch = share_of(whole, engine.mesh.share, engine.mesh.layout.data)
         actor.compute_advantages(batch)
@@ -40,6 +41,8 @@ def run(job):
             stats = actor.ppo_update(batch)
             found = None
         rows.append({k: v for k, v in stats.items() if not k.endswith("seconds")})
+    if "save_to" in job:
+        engine.save_checkpoint(job["save_to"], {"step": len(job["seeds"])}).result(timeout=60)
     if found is None:
         found = {
             name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()

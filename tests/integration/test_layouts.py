@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
 STEPS = list(range(10))
 # By number of ranks. Qwen3 has norms of its heads' queries and keys, Qwen2 biases of projections.
-DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2"]}
+DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2", "d1t2c2", "d4s2"]}
+EXPERTS = {1: ["d1"], 2: ["d2", "d2e2"], 4: ["d4e2", "d2t2e2", "d2t2e4", "d2c2e2"]}
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
@@ -41,7 +42,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     models = {
         kind: str(make_family(kind, folder / kind, num_key_value_heads=4))
-        for kind in ("qwen2", "qwen3")
+        for kind in ("qwen2", "qwen3", "qwen3_moe")
     }
     launches = []
 
@@ -64,6 +65,13 @@ def runs(tmp_path_factory):
             jobs.append(job("qwen2", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3", layout, "float64"))
+        for layout in EXPERTS[ranks]:
+            jobs.append(job("qwen3_moe", layout, "float32", gradients=True, seeds=[0]))
+            jobs.append(job("qwen3_moe", layout, "float64"))
+        if ranks == 4:  # half a run in one layout, the rest in another
+            half = str(folder / "half")
+            jobs.append(job("qwen3", "d2t2", "float64", seeds=STEPS[:5], save_to=half))
+            jobs.append(job("qwen3", "d2c2", "float64", resume=half))
         launches.append([ranks, jobs])
     launch(folder, launches)
     results = {}
@@ -80,8 +88,12 @@ def assert_weights_close(ours, expected, relative):
         assert error <= relative, f"{name} differs by {error:.2e} of its norm"
 
 
+def others(layouts):
+    return [layout for ranks in (2, 4) for layout in layouts[ranks]]
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("layout", [*DENSE[2], *DENSE[4]])
+@pytest.mark.parametrize("layout", others(DENSE))
 def test_first_gradients_when_in_a_layout_then_equal_those_of_one_rank(runs, kind, layout):
     (ours, rows), (one, rows1) = (
         runs[f"{kind}-{each}-float32-gradients-seeds"] for each in (layout, "d1")
@@ -91,7 +103,7 @@ def test_first_gradients_when_in_a_layout_then_equal_those_of_one_rank(runs, kin
         assert rows[0][name] == pytest.approx(rows1[0][name], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [*DENSE[2], *DENSE[4]])
+@pytest.mark.parametrize("layout", others(DENSE))
 def test_weights_when_trained_in_a_layout_then_equal_those_of_one_rank(runs, layout):
     (ours, rows), (one, rows1) = (runs[f"qwen3-{each}-float64-"] for each in (layout, "d1"))
     assert_weights_close(ours, one, 1e-10)
@@ -99,3 +111,26 @@ def test_weights_when_trained_in_a_layout_then_equal_those_of_one_rank(runs, lay
         for name in ("loss", "grad_norm", "reward"):
             assert a[name] == pytest.approx(b[name], rel=1e-8)
     assert max(row["grad_norm"] for row in rows1) > 0.05  # clipping took part
+
+
+@pytest.mark.parametrize("layout", others(EXPERTS))
+def test_first_gradients_of_experts_when_in_a_layout_then_equal_those_of_one_rank(runs, layout):
+    (ours, _), (one, _) = (
+        runs[f"qwen3_moe-{each}-float32-gradients-seeds"] for each in (layout, "d1")
+    )
+    assert_gradients_close(ours, one, 1e-5)
+
+
+@pytest.mark.parametrize("layout", others(EXPERTS))
+def test_weights_of_experts_when_trained_in_a_layout_then_equal_those_of_one_rank(runs, layout):
+    (ours, rows), (one, rows1) = (runs[f"qwen3_moe-{each}-float64-"] for each in (layout, "d1"))
+    assert_weights_close(ours, one, 1e-9)  # transformers' routers compute in float32
+    for a, b in zip(rows, rows1, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-8)
+
+
+def test_weights_when_a_run_resumes_in_another_layout_then_equal_those_of_one_rank(runs):
+    (ours, rows), (one, _) = runs["qwen3-d2c2-float64-resume"], runs["qwen3-d1-float64-"]
+    assert len(rows) == 5
+    assert_weights_close(ours, one, 1e-10)

@@ -54,7 +54,7 @@ class BaseExperimentConfig:
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
     """Inference servers, and the trainer's ranks: `d8` shares of a batch, `s4` of which shard the
-    weights, `t2` tensor, `c2` context parallel; `sglang.d2p1t1+d1p1t1` is read too."""
+    weights, `t2` tensor, `c2` context, `e4` expert parallel; `sglang.d2p1t1+d1p1t1` is read too."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -211,11 +211,6 @@ def validate(config: BaseExperimentConfig) -> None:
                 f"{key} {getattr(config, key)!r}: expected lower-case letters, digits and dashes"
             )
     layout = parse_allocation(config.allocation_mode).layout
-    if layout.experts > 1:
-        raise ConfigError(
-            f"allocation_mode {config.allocation_mode!r}: the trainer does not spread experts over "
-            "ranks yet; expected no e"
-        )
     for entry in config.endpoints.inference:
         parse_source(entry)
     _check_weights_path(config.weight_sync)

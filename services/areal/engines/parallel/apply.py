@@ -45,7 +45,7 @@ def parallelize(
     *,
     offload: bool = False,
 ) -> None:
-    """Spread a model over ranks: matrices, tokens, then shards of what each rank has.
+    """Spread a model over ranks: matrices, experts, tokens, then shards of what each rank has.
 
     Its parameters may be on the meta device. Gradients are reduced in `master` and averaged over
     the ranks whose tokens differ. With `offload` the shards stay in host memory, and a layer is on
@@ -68,6 +68,7 @@ def parallelize(
     _check_sizes(hf, layout)
     if layout.tensor > 1:
         plans.spread_matrices(hf, mesh)
+    experts = plans.spread_experts(hf, mesh) if layout.experts > 1 else []
     if mesh.context_group is not None:
         if model.flash:
             raise InvalidInput("flash_attention_2 does not spread tokens: expected no c, or packed")
@@ -77,6 +78,18 @@ def parallelize(
     )
     pinned = mesh.shards.device_type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for module in experts:
+        assert mesh.expert_shards is not None
+        fully_shard(module, mesh=mesh.expert_shards, mp_policy=policy, offload_policy=place)
+        # The tokens of the whole expert group have come here: fewer ranks, as many tokens.
+        own: Any = module
+        factor = float(layout.averaged)
+        if mesh.expert_shards.size() == 1 and master == torch.float64:
+            factor = factor**0.5  # torch divides twice by it: one rank, more than 32 bits
+        own.set_gradient_divide_factor(factor)
+        if mesh.expert_shards.size() > 1:
+            # Else the factor goes into the collective, which gloo cannot, and NCCL not in bfloat16.
+            own.set_force_sum_reduction_for_comms(True)
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh.shards, mp_policy=policy, offload_policy=place)
 
@@ -85,10 +98,6 @@ def _check_sizes(hf: Any, layout: Layout) -> None:
     config = hf.config.get_text_config()
     heads = int(config.num_attention_heads)
     experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
-    if layout.experts > 1:
-        raise InvalidInput(
-            f"trainer layout '{layout}': experts are not spread over ranks yet: expected no e"
-        )
     layout.check_model(
         heads,
         int(getattr(config, "num_key_value_heads", None) or heads),

@@ -73,6 +73,10 @@ class Mesh:
     shards: DeviceMesh
     """Over which weights are sharded: one dimension, or two whose first is of copies."""
     tensor: DeviceMesh
+    experts: DeviceMesh | None
+    """Over which the experts of a layer are spread; None: each rank has all."""
+    expert_shards: DeviceMesh | None
+    """Over which those of one rank are sharded, as `shards`."""
 
     @property
     def share(self) -> int:
@@ -103,12 +107,19 @@ def make_mesh(layout: str, device: torch.device) -> Mesh:
     copies, shards = plan.data // plan.shard, plan.shard * plan.context
     names = ("copy", "shard", "tensor")
     dense = init_device_mesh(device.type, (copies, shards, plan.tensor), mesh_dim_names=names)
+    sparse = None
+    if plan.experts > 1:
+        sizes = (copies, shards * plan.tensor // plan.experts, plan.experts)
+        names = ("copy", "expert_shard", "expert")
+        sparse = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     return Mesh(
         layout=plan,
         data_group=_own_group(data),
         context_group=_own_group(contexts),
         shards=_with_copies(dense, "shard"),
         tensor=dense["tensor"],
+        experts=None if sparse is None else sparse["expert"],
+        expert_shards=None if sparse is None else _with_copies(sparse, "expert_shard"),
     )
 
 

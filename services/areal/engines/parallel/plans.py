@@ -1,6 +1,7 @@
-"""Tensor parallelism by transformers' own plan for an architecture.
+"""Tensor and expert parallelism by transformers' own plans for an architecture.
 
-A plan says for each projection whether its columns or its rows are spread. Embedding and head are
+A plan says for each projection whether its columns or its rows are spread, and for experts that
+each rank has some of them whole and gets the tokens that are routed there. Embedding and head are
 left out: FSDP shards them, and every rank of a tensor group computes the same logits.
 """
 
@@ -16,6 +17,7 @@ from areal.engines.parallel.mesh import Mesh
 from areal.errors import InvalidInput
 
 _SUMMED = "replicated_with_grad_allreduce"
+_EXPERTS = "ep_dispatch_experts"
 _COMPUTED = frozenset({"colwise", "rowwise", _SUMMED})
 """Styles that tests have shown to train as one rank does."""
 
@@ -28,22 +30,17 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    plan: dict[str, str] | None = getattr(hf.config.get_text_config(), "base_model_tp_plan", None)
-    if not plan:
-        raise InvalidInput(
-            f"model {type(hf).__name__} has no base_model_tp_plan in transformers: expected a "
-            "layout without t"
-        )
-    styles = dict(_matching(hf, plan))
-    if any(".experts" in name for name, _ in _matching(hf, plan)):
-        raise InvalidInput(
-            f"model {type(hf).__name__} has experts, which are not spread over a tensor group: "
-            "expected a layout without t"
-        )
+    plan = _plan_of(hf, "base_model_tp_plan", "t")
+    styles = {name: style for name, style in _matching(hf, plan) if ".experts" not in name}
     if unknown := sorted(set(styles.values()) - _COMPUTED):
         raise InvalidInput(
             f"model {type(hf).__name__}: its tensor-parallel plan has {', '.join(unknown)}, which "
             "is not shown to train right; expected a layout without t"
+        )
+    if mesh.experts is None and any(".experts" in name for name, _ in _matching(hf, plan)):
+        raise InvalidInput(
+            f"model {type(hf).__name__} has experts, which are not spread over a tensor group: "
+            "expected e beside t, as in d4t2e8, or a layout without t"
         )
     names = dict(hf.named_modules())
     for name, style in styles.items():
@@ -57,6 +54,39 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
         for parameter, _ in names[name].named_parameters(recurse=False)
     }
     apply_tensor_parallelism(hf, mesh.tensor, {**own, **rest})
+
+
+def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
+    """Spread whole experts over the expert group; returns the modules that hold them.
+
+    Raises:
+        InvalidInput: the architecture has no plan for it.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    assert mesh.experts is not None
+    plan = dict(_matching(hf, _plan_of(hf, "base_model_ep_plan", "e")))
+    names = dict(hf.named_modules())
+    found = [names[name] for name, style in plan.items() if style == _EXPERTS]
+    if not found or set(plan.values()) - {_EXPERTS, "grouped_gemm"}:
+        raise InvalidInput(
+            f"model {type(hf).__name__}: its expert-parallel plan has "
+            f"{', '.join(sorted(set(plan.values())))}; expected {_EXPERTS} and grouped_gemm"
+        )
+    # Parameters first: what sends tokens asks the module how many experts are left.
+    plan = dict(sorted(plan.items(), key=lambda item: item[1] == _EXPERTS))
+    apply_expert_parallelism(hf, mesh.experts, mesh.tensor, plan, "all_to_all")
+    return found
+
+
+def _plan_of(hf: Any, name: str, letter: str) -> dict[str, str]:
+    plan: dict[str, str] | None = getattr(hf.config.get_text_config(), name, None)
+    if not plan:
+        raise InvalidInput(
+            f"model {type(hf).__name__} has no {name} in transformers: expected a layout without "
+            f"{letter}"
+        )
+    return plan
 
 
 def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -113,8 +113,3 @@ def test_recipe_config_when_service_reads_it_then_own_keys_are_ignored(tmp_path)
 def test_parse_allocation_when_valid_then_counts(text, inference, ranks):
     allocation = parse_allocation(text)
     assert (allocation.inference_replicas, allocation.trainer_ranks) == (inference, ranks)
-
-
-def test_config_when_experts_are_to_be_spread_then_refused_before_a_trainer_starts():
-    with pytest.raises(ConfigError, match=r"'sglang:d1\+fsdp:d4e2': .*expected no e"):
-        build_config(GRPOConfig, None, ["allocation_mode=sglang:d1+fsdp:d4e2"])
