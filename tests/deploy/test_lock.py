@@ -153,10 +153,18 @@ def test_file_when_it_installs_then_only_locked_packages_or_this_repository(name
     found = installs((ROOT / name).read_text())
     assert found
     for command in found:
+        if "sglang==" in command:  # in an environment of its own; see below
+            continue
         if "--no-index" in command:  # this repository, which downloads nothing
             assert {"--no-deps", "--no-build-isolation"} <= set(command.split()), command
         else:
             assert {"--no-deps", "--require-hashes"} <= set(command.split()), command
+
+
+def test_sglang_for_gpus_when_installed_then_of_the_version_that_is_tested() -> None:
+    """Its packages are not locked: which builds fit depends on the GPU's driver."""
+    [pinned] = re.findall(r"sglang==([\d.]+)", (ROOT / "Makefile").read_text())
+    assert f"sglang=={pinned}" in (ROOT / "tools/sglang_cpu/requirements.txt").read_text()
 
 
 def test_layers_when_images_and_setup_are_made_then_each_lock_has_its_place() -> None:

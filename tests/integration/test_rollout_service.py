@@ -273,6 +273,7 @@ async def test_weights_when_updated_in_flight_then_tokens_carry_their_own_versio
     for version in (1, 2):
         await weight_sync.publish_version(_new_weights(stack.config, version))
         await weight_sync.wait_confirmed(version, timeout=30)
+    await weight_sync.wait_for("both on 2", lambda s: s.confirmed_servers == 2, timeout=60)
     await client.submit_tasks([task("update-late", rlvr(2, 20, min_new_tokens=20))])
     records = await finished(client, [*ids, "update-late"])
     for name, record in records.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 _SMALL = (
     *("train_dataset.batch_size=2", "gconfig.n_samples=2"),
-    *("warm_start_steps=1", "train_problems=20", "heldout_problems=4"),
+    *("warm_start_steps=1", "train_problems=200", "heldout_problems=4"),
 )
 RECIPE = Path(__file__).parents[3] / "examples" / "arithmetic_grpo.py"
 
