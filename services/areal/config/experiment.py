@@ -96,7 +96,7 @@ class GRPOConfig(BaseExperimentConfig):
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: RefConfig | None = None
-    """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null: none."""
+    """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null turns it off."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)

@@ -261,7 +261,7 @@ class FSDPEngine(TrainEngine):
         return self._pending_save
 
     def checkpoint_bytes(self) -> int:
-        """Of a checkpoint's tensors, on all ranks together."""
+        """Size of a checkpoint's tensors, summed over all ranks."""
         tensors = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
         return sum(tensor.nbytes for tensor in tensors.values())
 

@@ -193,7 +193,7 @@ class FSDPPPOActor:
         session.finish_step()
 
     def checkpoint_bytes(self) -> int:
-        """Of a checkpoint's tensors, on all ranks together."""
+        """Size of a checkpoint's tensors, summed over all ranks."""
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
