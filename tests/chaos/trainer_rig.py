@@ -21,6 +21,7 @@ from tests.buffer_client import BufferClient
 from tests.integration.stack_tools import RunningStack, areal_background, environment, eventually
 from tests.service_process import free_port
 
+from areal.clients.weight_sync import WeightSyncClient
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 
 RECIPE = Path(__file__).parent / "recipes" / "replay.py"
@@ -219,6 +220,18 @@ class TrainerRig:
             finally:
                 await client.close()
             return {state.value: tasks for state, tasks in stats.train_counts.items()}
+
+        return asyncio.run(ask())
+
+    def served_version(self) -> int:
+        """The newest version that weight-sync knows."""
+
+        async def ask() -> int:
+            client = WeightSyncClient(self.stack.address("weight-sync"), self.stack.security)
+            try:
+                return (await client.status()).current_version
+            finally:
+                await client.close()
 
         return asyncio.run(ask())
 
