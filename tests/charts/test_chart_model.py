@@ -16,20 +16,23 @@ def set_source(source):
     return ("--set", f"prepare.source={source}")
 
 
-def hub_policies(*arguments):
+def source_policies(*arguments):
     names = [each["metadata"]["name"] for each in of_kind(render(*arguments), "NetworkPolicy")]
-    return [name for name in names if "hub" in name]
+    return [name for name in names if "prepare-to-source" in name]
 
 
-def test_model_when_it_is_on_the_hub_then_prepare_fetches_it_and_may_go_out():
-    source = set_source("hf://Qwen/Qwen3-0.6B@v1.0")
+@pytest.mark.parametrize(
+    "address", ["hf://Qwen/Qwen3-0.6B@v1.0", "s3://models/qwen/3", "gs://models/qwen3", "az://m/q"]
+)
+def test_model_when_it_is_outside_the_cluster_then_prepare_fetches_it_and_may_go_out(address):
+    source = set_source(address)
     found, container = job(*source)
-    assert "--source=hf://Qwen/Qwen3-0.6B@v1.0" in container["args"]
+    assert f"--source={address}" in container["args"]
     assert "source" not in {v["name"] for v in found["spec"]["template"]["spec"]["volumes"]}
-    policy = named(render(*source), "NetworkPolicy", "areal-prepare-to-hub")["spec"]
+    policy = named(render(*source), "NetworkPolicy", "areal-prepare-to-source")["spec"]
     assert policy["egress"] == [{}]
     assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "prepare"
-    assert not hub_policies(), "a recipe runs there then"
+    assert not source_policies(), "a recipe runs there then"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_model_when_it_is_on_another_claim_then_it_is_mounted_for_reading(source
     assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
     mount = {"name": "source", "mountPath": "/source", "readOnly": True}
     assert mount in container["volumeMounts"]
-    assert not hub_policies(*set_source(source))
+    assert not source_policies(*set_source(source))
 
 
 def test_prepare_when_its_pod_is_described_then_the_description_is_its_own(tmp_path):

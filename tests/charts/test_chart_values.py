@@ -23,7 +23,7 @@ MISTAKES = [
     ("storage.hostPath=/d,storage.existingClaim=c", "are both set: choose one"),
     ("redis.enabled=false", "redis.externalUrl is empty: expected e.g. redis://host:6379/0"),
     ("nats.enabled=false,nats.externalUrl=nats://a b", "nats.externalUrl: Does not match"),
-    ("prepare.source=s3://bucket/model", "prepare.source: Does not match pattern"),
+    ("prepare.source=s3://bucket", "prepare.source: Does not match pattern"),
     ("prepare.source=hf://name", "prepare.source: Does not match pattern"),
     ("image.references.sglang=x", "Additional property sglang is not allowed"),
     ("nats.externalUrl=nats://n:4222", "set nats.enabled=false to use the external one"),

@@ -22,7 +22,7 @@ def find_model(path: str, *, made: bool) -> tuple[Path, str]:
 
     Args:
         path: `model.path`.
-        made: The recipe makes a folder that is not there: `org/name` alone means one then.
+        made: A folder that is not here will be made: `org/name` alone means one then.
 
     Example:
         >>> find_model("Qwen/Qwen2.5-0.5B@main", made=False)

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
+from areal.config.model_origin import find_model
 from areal.config.presets import preset
 from areal.config.services import EndpointsConfig, KubernetesConfig, SlurmConfig
 from areal.errors import ArealError, ConfigError, NotFound
@@ -42,7 +43,7 @@ FORWARDED = {
 
 
 def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
-    """The chart's values that `allocation_mode` and `stack` stand for."""
+    """The chart's values that `allocation_mode`, `stack` and `model.path` stand for."""
     allocation, counts = parse_allocation(config.allocation_mode), count_nodes(config)
     gpus = config.stack.gpus_per_node
     servers: dict[str, Any] = {
@@ -51,7 +52,9 @@ def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
     }
     if config.endpoints.inference:
         servers = {"enabled": False}
+    _, source = _model(config)
     return {
+        **({"prepare": {"source": source}} if source else {}),
         "sglang": servers,
         "rollout": {"replicaCount": config.stack.rollout_workers},
         "trainer": {
@@ -62,6 +65,15 @@ def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
     }
 
 
+def _model(config: BaseExperimentConfig) -> tuple[str, str]:
+    """`model.path` on the cluster's volume, and the address that it is fetched from, or "".
+
+    A plain `org/name` is a folder there: which folders exist here says nothing about the volume.
+    """
+    folder, source = find_model(config.model.path, made=True)
+    return str(folder) if source else config.model.path, source
+
+
 def experiment_to_send(config: BaseExperimentConfig) -> str:
     """The experiment file for the chart: what differs from the defaults.
 
@@ -70,6 +82,7 @@ def experiment_to_send(config: BaseExperimentConfig) -> str:
     """
     sent = deepcopy(config)
     sent.recipe = ""
+    sent.model.path, _ = _model(config)
     sent.stack.kubernetes, sent.stack.slurm = KubernetesConfig(), SlurmConfig()
     sent.stack.gpus_per_node = sent.stack.ranks_per_node = 0
     chosen, defaults = (

@@ -87,6 +87,22 @@ def test_values_when_allocated_then_pods_and_gpus_follow(
     assert values["trainer"] == trainer
 
 
+@pytest.mark.parametrize(
+    ("path", "folder", "source"),
+    [
+        ("hf://Qwen/Qwen3-0.6B@v1", "models/Qwen--Qwen3-0.6B@v1", "hf://Qwen/Qwen3-0.6B@v1"),
+        ("s3://lab/models/qwen", "models/lab--models--qwen", "s3://lab/models/qwen"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None),
+    ],
+)
+def test_model_when_it_has_an_address_then_the_cluster_fetches_it(
+    tmp_path: Path, path: str, folder: str, source: str | None
+) -> None:
+    config = make(tmp_path, f"model.path={path}")
+    assert yaml.safe_load(experiment_to_send(config))["model"]["path"] == folder
+    assert allocation_values(config).get("prepare", {}).get("source") == source
+
+
 def test_experiment_when_sent_then_only_what_was_chosen_goes(tmp_path: Path) -> None:
     config = make(
         tmp_path,
