@@ -273,7 +273,17 @@ function drawSteps({ trainer, run, ledger }) {
   });
   legend("legend-time", rows.length ? TIMES.map(([, label, color]) => ({ label: label.toLowerCase(), color, block: true })) : []);
   drawSparks(empty);
-  rich("training-aside", ...(trainer ? [["b", "", String(trainer.world_size)], ` rank${trainer.world_size === 1 ? "" : "s"}, incarnation ${trainer.incarnation}`] : []));
+  rich("training-aside", ...(trainer ? [["b", "", String(trainer.world_size)], ` rank${trainer.world_size === 1 ? "" : "s"}, incarnation ${trainer.incarnation}${trainingSpeed(rows)}`] : []));
+}
+
+function trainingSpeed(rows) {
+  const recent = (key) => mean(rows.slice(-MEAN_STEPS).map((r) => r[key]).filter(isNumber));
+  const [speed, mfu, peak] = ["tokens_per_second", "mfu", "peak_gib"].map(recent);
+  return [
+    isNumber(speed) ? `, ${short(speed)} tokens/s` : "",
+    isNumber(mfu) ? ` (${Math.round(100 * mfu)} % MFU)` : "",
+    isNumber(peak) ? `, ${number(peak, 1)} GiB` : "",
+  ].join("");
 }
 
 const sparks = new Map();

@@ -87,6 +87,10 @@ def facts(snapshot: Snapshot) -> dict[str, str]:
         parts = ("wait", "train", "publish")
         times = (f"{part} {recent_mean(rows, f'{part}_seconds'):.2f}" for part in parts)
         found["each step"] = f"{step:.2f} s: {', '.join(times)}"
+    if speed := recent_mean(rows, "tokens_per_second"):
+        mfu = f" ({recent_mean(rows, 'mfu'):.0%} MFU)" if column(rows, "mfu") else ""
+        peak = f", peak {column(rows, 'peak_gib')[-1]:.1f} GiB" if column(rows, "peak_gib") else ""
+        found["trained"] = f"{count(speed)} tokens/s{mfu}{peak}"
     if ledger is not None:
         if rows:
             bound = f"max {ledger.staleness_max} (bound {ledger.max_head_offpolicyness})"

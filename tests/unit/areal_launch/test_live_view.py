@@ -115,6 +115,22 @@ def test_view_when_engine_and_trainer_disagree_then_a_line_says_so_until_they_ag
     assert "disagree" not in draw(stack, snapshot, width=160)
 
 
+@pytest.mark.parametrize(
+    ("measured", "shown"),
+    [
+        ({"mfu": 0.41}, "81.2k tokens/s (41% MFU), peak 23.4 GiB"),
+        ({}, "81.2k tokens/s, peak 23.4 GiB"),  # on a CPU, or a GPU that is not known
+    ],
+)
+def test_view_when_the_trainer_reports_its_speed_then_it_is_shown(
+    measured: dict[str, float], shown: str
+) -> None:
+    snapshot = make_snapshot()
+    for row in snapshot.rows:
+        row |= {"tokens_per_second": 81_234.0, "peak_gib": 23.42} | measured
+    assert shown in draw(make_stack(trainer=("up", 0)), snapshot)
+
+
 def test_view_when_nothing_is_known_yet_then_it_still_draws() -> None:
     text = draw(make_stack(redis=("starting", 0)), Snapshot())
     assert "redis" in text
