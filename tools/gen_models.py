@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from tools.tiny_architectures import NotTried, tiny_model  # noqa: E402
 
 from areal.algorithms import packing  # noqa: E402
-from areal.engines.model.attention.packed import build_layout  # noqa: E402
+from areal.engines.model.attention.layout import build_layout  # noqa: E402
 from areal.engines.model.guards import silence_noise  # noqa: E402
 from areal.engines.model.packed import PackedCausalLM  # noqa: E402
 from areal.engines.model.self_test import self_test  # noqa: E402
@@ -69,7 +69,7 @@ def try_architecture(model_type: str, seed: int = 0) -> Row:
     trained = copy.deepcopy(hf)
     silence_noise(trained)
     try:
-        model = PackedCausalLM(trained, flash=False, chunk_elements=1 << 12)
+        model = PackedCausalLM(trained, kernel="packed", chunk_elements=1 << 12)
         self_test(model, torch.device("cpu"), torch.float32)
     except InvalidInput as error:
         return Row(model_type, name, REFUSED, _reason(str(error)))

@@ -50,7 +50,7 @@ def gathered(engine, dtype):
 
 def layouts(model):
     """Whether pieces of any layout make the tensors that were distributed."""
-    hf = load_model(model, torch.float32, flash=False, from_scratch=False, seed=0)
+    hf = load_model(model, torch.float32, from_scratch=False, seed=0)
     live = {name: t.detach().clone() for name, t in hub_names.live_tensors(hf).items()}
     steps = hub_names.export_steps(hf)
     expected = dict(pair for step in steps for pair in step.run(hf, map(live.get, step.names)))

@@ -1,8 +1,8 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?}. All ranks of a share get the same groups. The ranks are forks of a
-process that has imported everything: imports take most of the time of models this small.
+gradients?, save_to?, resume?, kernel?}. All ranks of a share get the same groups. The ranks are
+forks of a process that has imported everything: imports take most of the time of models this small.
 """
 
 import json
@@ -16,15 +16,29 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from tests.integration.fsdp_worker import share_of
+from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model.attention import dispatch
 from areal.engines.ppo import PPOActor
 from areal.training.ranks import gather_json
 
 
 def run(job):
+    """One job; with a kernel of torch, over what it computes written out for a CPU."""
+    if "kernel" not in job:
+        return train(job)
+    kept, dispatch.choose = dispatch.choose, lambda *_: job["kernel"]
+    try:
+        with torch_kernels():
+            return train(job)
+    finally:
+        dispatch.choose = kept
+
+
+def train(job):
     config = TypeAdapter(PPOActorConfig).validate_python(job["config"])
     engine = FSDPEngine(config)
     engine.initialize(total_train_steps=10)

@@ -37,6 +37,13 @@ def test_case_when_it_runs_in_miniature_then_it_gives_figures(
         assert result["gradient"] < 1e-5
 
 
+def test_attention_when_a_kernel_is_not_there_then_the_reason_is_its_figure() -> None:
+    attention = cases.find("attention")
+    setting = attention.settings(miniature=True)[0]
+    refused = attention.measure(setting, miniature=True)["refused"]
+    assert refused.startswith("attn_impl=varlen: there is no GPU, but a cpu")
+
+
 def test_driver_when_tries_hang_fail_or_come_too_late_then_each_has_a_line(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
     kit.run_all(["probe"], time.monotonic() + 60, 0.1, out, miniature=True)

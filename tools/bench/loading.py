@@ -93,7 +93,7 @@ def worker(folder: Path) -> None:
 
     fsdp.self_test = note  # type: ignore[assignment]
     source = folder / "model"
-    fsdp.source.build(str(source), torch.bfloat16, flash=False)  # imports the architecture
+    fsdp.source.build(str(source), torch.bfloat16)  # imports the architecture
     Path("/proc/self/clear_refs").write_text("5")
     before, began = resident("VmRSS"), time.monotonic()
     engine = fsdp.FSDPEngine(RefConfig(path=str(source), dtype="bfloat16"))

@@ -105,13 +105,15 @@ class EngineConfig:
     dtype: Dtype = field(default="auto", metadata=_NOT_A_KEY)
     """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on
     CPU)."""
-    attn_impl: Literal["auto", "packed", "flash_attention_2"] = field(
-        default="auto", metadata=_NOT_A_KEY
+    attn_impl: Literal["auto", "packed", "varlen", "flash_attention_2", "flash_attention_3"] = (
+        field(default="auto", metadata=_NOT_A_KEY)
     )
-    """`packed` (bucketed SDPA, any device, shares prefixes), `flash_attention_2`, or `auto`: flash
-    attention where it is installed and computes what the model needs."""
-    share_prefixes: bool = field(default=True, metadata=_NOT_A_KEY)
-    """Compute the common prefix of a group's sequences once (exact; `packed` attention only)."""
+    """`packed` (bucketed SDPA, any device and model), `varlen` (torch's flash attention on a GPU),
+    `flash_attention_2` and `3` (their packages), or `auto`: a flash kernel that is there and
+    computes what the model needs, else `packed`."""
+    share_prefixes: bool | None = field(default=None, metadata=_NOT_A_KEY)
+    """Compute the common prefix of a group's sequences once (exact); null: with `packed` attention.
+    Whether it pays with the kernels of a GPU has not been measured."""
     logits_chunk_elements: Annotated[int, Gt(0)] = field(default=1 << 26, metadata=_NOT_A_KEY)
     """Largest logits tensor (tokens x vocabulary) that is materialized at once: 256 MiB in
     float32, above which larger ones are not faster."""

@@ -30,6 +30,7 @@ from areal.engines import checkpoint
 from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
 from areal.engines.model import fill, source
+from areal.engines.model.attention import dispatch
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.parallel.apply import parallelize, resolve_precision
@@ -88,13 +89,14 @@ class FSDPEngine(TrainEngine):
             backend="gloo", timeout=timedelta(seconds=config.distributed_timeout_seconds)
         )
         self._mesh = make_mesh(config.layout, self.device)
-        compute, master, flash = resolve_precision(config, self.device)
-        hf = source.build(config.path, master, flash=flash)
+        compute, master = resolve_precision(config, self.device)
+        hf = source.build(config.path, master)
         if checkpoints_activations(config, self.device):
             recompute_layers(hf)
         if config.optimizer is None:
             hf.requires_grad_(False)
-        model = PackedCausalLM(hf, flash=flash, chunk_elements=config.logits_chunk_elements)
+        kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
+        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=config.logits_chunk_elements)
         offload = isinstance(config, RefConfig) and config.offload
         self._sharded = (
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
@@ -106,7 +108,6 @@ class FSDPEngine(TrainEngine):
             hf,
             config.path,
             master,
-            flash=flash,
             from_scratch=config.init_from_scratch,
             seed=config.seed,
         )

@@ -34,7 +34,8 @@ from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
 from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines import finite
-from areal.engines.model.attention.packed import build_layout
+from areal.engines.model.attention.dispatch import PACKED
+from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.parallel import gradients
 from areal.engines.parallel.apply import resolve_precision
@@ -348,9 +349,9 @@ class TrainStep:
             Also the micro-batch on the device.
         """
         targets = torch.nonzero(mb["loss_mask"]).flatten()
-        layout = build_layout(
-            mb, share_prefixes=self._config.share_prefixes and not self.model.flash
-        ).map(self._to_device)
+        packed, shares = self.model.kernel == PACKED, self._config.share_prefixes
+        shares = packed if shares is None else shares
+        layout = build_layout(mb, share_prefixes=shares, buckets=packed).map(self._to_device)
         empty = not len(targets)
         # A micro-batch without loss tokens still takes part in the collectives of forward and
         # backward; it may be a single token, so it asks for its first.

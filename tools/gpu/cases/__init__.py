@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 
 # The cheapest failure first.
-NAMES = ("probe", "correct", "step", "head", "export", "checkpoint", "stack")
+NAMES = ("probe", "correct", "attention", "step", "head", "export", "checkpoint", "stack")
 
 
 def find(name: str) -> ModuleType:

@@ -29,8 +29,8 @@ def examine(directory: Path) -> dict[str, Any]:
     from_scratch = not any(directory.glob("*.safetensors"))
     dtype = torch.float32
     try:
-        hf = load_model(str(directory), dtype, flash=False, from_scratch=from_scratch, seed=0)
-        model = PackedCausalLM(hf, flash=False, chunk_elements=1 << 26)
+        hf = load_model(str(directory), dtype, from_scratch=from_scratch, seed=0)
+        model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 26)
         found = asdict(self_test(model, torch.device("cpu"), dtype))
     except InvalidInput as error:
         return {"refused": str(error)}

@@ -1,7 +1,7 @@
 """Which architectures packed attention computes right, as far as a model itself can say.
 
 Sequences lie end to end in one row. That is right where tokens meet in attention and nowhere else,
-and where attention is computed by the function that this package gives. What reads off otherwise
+and where attention is computed by the functions that this package gives. What reads off otherwise
 is refused here, with one line; what cannot be read off, the self-test finds.
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from areal.engines.model.attention import packed
-from areal.engines.model.attention.ulysses import across_ranks
+from areal.engines.model.attention.dispatch import registered_name
 from areal.errors import InvalidInput
 
 # Layers in which tokens meet in attention only. State spaces, convolutions and linear attention
@@ -21,12 +20,11 @@ from areal.errors import InvalidInput
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 
 
-def refuse_unsupported(hf: Any, *, flash: bool) -> None:
+def refuse_unsupported(hf: Any) -> None:
     """Refuse an architecture that says itself that it is not made for packed sequences.
 
     Args:
         hf: transformers causal language model.
-        flash: attention is transformers' flash_attention_2.
 
     Raises:
         InvalidInput: what it is, why it is wrong, what to do.
@@ -45,11 +43,6 @@ def refuse_unsupported(hf: Any, *, flash: bool) -> None:
             raise refusal(hf, f"{type(module).__name__} lets tokens see later tokens")
     if hf.get_output_embeddings() is None:
         raise refusal(hf, "no language-model head")
-    if flash and any(name.endswith("sinks") for name, _ in hf.named_parameters()):
-        raise InvalidInput(
-            f"model {type(hf).__name__} has attention sinks, which flash_attention_2 leaves out; "
-            "expected attn_impl=packed"
-        )
 
 
 def _block_types(config: Any) -> set[str]:
@@ -64,15 +57,13 @@ def refusal(hf: Any, what: str) -> InvalidInput:
     )
 
 
-def set_attention(hf: Any, name: str) -> None:
-    """Make all of the model's attention run through a registered function.
+def set_attention(hf: Any, kernel: str) -> None:
+    """Make all of the model's attention run through a kernel.
 
     Raises:
         InvalidInput: the architecture has attention of its own.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(packed.NAME, across_ranks(packed.packed_attention))
+    name = registered_name(kernel)
     if not hf._can_set_attn_implementation():
         raise refusal(hf, "custom attention, which lets packed sequences see one another")
     hf.set_attn_implementation(name)

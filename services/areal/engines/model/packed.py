@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from areal.algorithms.packing import Batch
 from areal.engines.model import guards, heads
-from areal.engines.model.attention.packed import NAME, PackedLayout
+from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.model.attention.ulysses import Context
 from areal.errors import InvalidInput
 
@@ -21,13 +21,12 @@ from areal.errors import InvalidInput
 class PackedCausalLM(nn.Module):
     """A Hugging Face causal language model that maps a packed batch to logprobs."""
 
-    def __init__(self, hf: Any, *, flash: bool, chunk_elements: int) -> None:
+    def __init__(self, hf: Any, *, kernel: str, chunk_elements: int) -> None:
         """Wrap `hf`.
 
         Args:
             hf: transformers causal language model.
-            flash: attention is transformers' flash_attention_2; else it is `packed_attention`,
-                which is set here.
+            kernel: computes its attention from now on; from `dispatch.choose`.
             chunk_elements: largest logits tensor.
 
         Raises:
@@ -35,14 +34,13 @@ class PackedCausalLM(nn.Module):
         """
         super().__init__()
         self.hf = hf
-        self.flash = flash
+        self.kernel = kernel
         self.chunk_elements = chunk_elements
         self.context: Context | None = None
         """Ranks among which a micro-batch's tokens are spread; set before the first forward."""
-        guards.refuse_unsupported(hf, flash=flash)
+        guards.refuse_unsupported(hf)
         self.rope_limit = guards.rope_limit(hf.config)
-        if not flash:
-            guards.set_attention(hf, NAME)
+        guards.set_attention(hf, kernel)
 
     def forward(
         self, batch: Batch, layout: PackedLayout, targets: Tensor, temperature: float
@@ -62,14 +60,6 @@ class PackedCausalLM(nn.Module):
         """
         self._check_lengths(layout.longest)
         attention: dict[str, Any] = {"packed_layout": layout}
-        if self.flash:
-            cu_seqlens = batch["cu_seqlens"]
-            attention = {
-                "cu_seq_lens_q": cu_seqlens,
-                "cu_seq_lens_k": cu_seqlens,
-                "max_length_q": layout.longest,
-                "max_length_k": layout.longest,
-            }
         input_ids, positions = batch["input_ids"][layout.computed], layout.position_ids
         if self.context is not None:
             attention |= {"context": self.context, "tokens": len(input_ids)}

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.engines.model.attention.packed import NAME, build_layout
-from areal.engines.model.guards import decoder_of, refusal, set_attention
+from areal.engines.model.attention.dispatch import PACKED
+from areal.engines.model.attention.layout import build_layout
+from areal.engines.model.guards import decoder_of, refusal
 from areal.engines.model.heads import logprobs_of
 from areal.engines.model.packed import PackedCausalLM
 from areal.errors import InvalidInput
@@ -67,17 +68,6 @@ def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype)
         InvalidInput: they differ, or the model does not run on packed sequences.
     """
     with _first_layers(model) as layers:
-        if not model.flash:
-            return _compare(model, device, compute, layers)
-        # The flash kernel takes any argument without a word: ours, which does not, is asked first.
-        kernel = model.hf.config._attn_implementation
-        model.flash = False
-        set_attention(model.hf, NAME)
-        try:
-            _compare(model, device, compute, layers)
-        finally:
-            model.flash = True
-            set_attention(model.hf, kernel)
         return _compare(model, device, compute, layers)
 
 
@@ -98,7 +88,7 @@ def _compare(
         raise refusal(model.hf, why) from error
     result = SelfTest(
         architecture=type(model.hf).__name__,
-        attention=model.hf.config._attn_implementation,
+        attention=model.kernel,
         dtype=str(compute).removeprefix("torch."),
         layers=layers,
         difference=float((found - expected).abs().mean()),
@@ -132,7 +122,7 @@ def _batch(vocabulary: int) -> Batch:
 
 @torch.no_grad()
 def _packed(model: PackedCausalLM, batch: Batch) -> Tensor:
-    layout = build_layout(batch, share_prefixes=not model.flash)
+    layout = build_layout(batch, share_prefixes=True, buckets=model.kernel == PACKED)
     logprobs: Tensor
     logprobs, _ = model(batch, layout, torch.nonzero(batch["loss_mask"]).flatten(), 1.0)
     return logprobs

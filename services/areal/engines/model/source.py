@@ -13,7 +13,7 @@ from areal.engines.model import fill, guards
 from areal.errors import InvalidInput
 
 
-def build(path: str, dtype: torch.dtype, *, flash: bool) -> Any:
+def build(path: str, dtype: torch.dtype) -> Any:
     """Make a transformers causal language model from its config: parameters on the meta device.
 
     A model of text and images is built whole. Buffers that are not in its files have their values.
@@ -21,7 +21,6 @@ def build(path: str, dtype: torch.dtype, *, flash: bool) -> Any:
     Args:
         path: a folder with config.json.
         dtype: of the parameters.
-        flash: attention is transformers' flash_attention_2.
 
     Raises:
         InvalidInput: there is no such folder, or transformers cannot build such a model.
@@ -35,14 +34,13 @@ def build(path: str, dtype: torch.dtype, *, flash: bool) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    attention = "flash_attention_2" if flash else "eager"
     try:
         config = AutoConfig.from_pretrained(directory)
         kind: Any = AutoModelForCausalLM
         if type(config) not in kind._model_mapping:
             kind = AutoModelForImageTextToText
         with torch.device("meta"):
-            hf = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+            hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
     except (ImportError, OSError, ValueError) as error:
         # An unknown architecture, code that would have to be downloaded, an absent kernel.
@@ -70,29 +68,27 @@ def load_weights(hf: Any, path: str) -> None:
         hf.generation_config = GenerationConfig.from_pretrained(directory)
 
 
-def fill_weights(
-    hf: Any, path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool, seed: int
-) -> None:
+def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> None:
     """Weights for a model that `build` made and that has memory: the directory's, or random ones.
 
     Raises:
         InvalidInput: see `load_weights`.
     """
     if from_scratch:
-        fill.draw_own(hf, build(path, dtype, flash=flash), seed)
+        fill.draw_own(hf, build(path, dtype), seed)
     else:
         load_weights(hf, path)
 
 
-def load_model(path: str, dtype: torch.dtype, *, flash: bool, from_scratch: bool, seed: int) -> Any:
+def load_model(path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> Any:
     """Make a whole model on the CPU, of one process alone.
 
     Raises:
         InvalidInput: see `build` and `load_weights`.
     """
-    hf, cpu = build(path, dtype, flash=flash), torch.device("cpu")
+    hf, cpu = build(path, dtype), torch.device("cpu")
     fill.materialize(hf, cpu, cpu)
-    fill_weights(hf, path, dtype, flash=flash, from_scratch=from_scratch, seed=seed)
+    fill_weights(hf, path, dtype, from_scratch=from_scratch, seed=seed)
     return hf
 
 

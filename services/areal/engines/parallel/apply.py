@@ -20,8 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 def resolve_precision(
     config: TrainEngineConfig | RefConfig, device: torch.device
-) -> tuple[torch.dtype, torch.dtype, bool]:
-    """(dtype to compute in, dtype of the master weights, whether to use flash attention)."""
+) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype to compute in, dtype of the master weights)."""
     on_gpu = device.type == "cuda"
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     compute = DTYPES[name]
@@ -29,12 +29,7 @@ def resolve_precision(
         master = compute  # nothing updates them
     else:  # the larger of the two: never below the compute precision
         master = max(compute, torch.float32, key=lambda dtype: dtype.itemsize)
-    flash = config.attn_impl == "flash_attention_2"
-    if config.attn_impl == "auto" and on_gpu and compute == torch.bfloat16:
-        from transformers.utils import is_flash_attn_2_available
-
-        flash = bool(is_flash_attn_2_available())
-    return compute, master, flash
+    return compute, master
 
 
 def parallelize(
@@ -70,8 +65,6 @@ def parallelize(
         plans.spread_matrices(hf, mesh)
     experts = plans.spread_experts(hf, mesh) if layout.experts > 1 else []
     if mesh.context_group is not None:
-        if model.flash:
-            raise InvalidInput("flash_attention_2 does not spread tokens: expected no c, or packed")
         model.context = Context(mesh.context_group)
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != master else None, reduce_dtype=master

@@ -42,7 +42,7 @@ def make_engine(model_dir):
 
 def plain_logprobs(engine, batch, temperature=1.0):
     """Logprobs from transformers, one sequence at a time."""
-    hf = load_model(engine.config.path, torch.float64, flash=False, from_scratch=False, seed=0)
+    hf = load_model(engine.config.path, torch.float64, from_scratch=False, seed=0)
     hf.set_attn_implementation("sdpa")
     parts = []
     for sequence in packing.unpack(batch):

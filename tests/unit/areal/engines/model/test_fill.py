@@ -100,7 +100,7 @@ def test_own_box_when_over_all_ranks_then_tiles_the_tensor(shape, mesh_shape, pl
 
 def test_build_when_only_the_config_is_read_then_no_parameter_has_memory(tmp_path):
     make_family("qwen3_moe", tmp_path)
-    hf = source.build(str(tmp_path), torch.float32, flash=False)
+    hf = source.build(str(tmp_path), torch.float32)
     assert all(parameter.is_meta for parameter in hf.parameters())
     frequencies = hf.model.rotary_emb.inv_freq
     assert not frequencies.is_meta
@@ -113,7 +113,7 @@ def test_load_model_when_made_in_two_steps_then_is_what_from_pretrained_makes(tm
 
     make_family(kind, tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    hf = source.load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
+    hf = source.load_model(str(tmp_path), torch.float32, from_scratch=False, seed=0)
     ours = dict(hf.named_buffers()) | dict(hf.named_parameters())
     theirs = dict(expected.named_buffers()) | dict(expected.named_parameters())
     assert ours.keys() == theirs.keys()
@@ -128,9 +128,7 @@ def test_draw_when_the_seed_is_the_same_then_weights_are_and_look_like_transform
     make_family("qwen3_moe", tmp_path)
 
     def drawn(seed):
-        hf = source.load_model(
-            str(tmp_path), torch.float32, flash=False, from_scratch=True, seed=seed
-        )
+        hf = source.load_model(str(tmp_path), torch.float32, from_scratch=True, seed=seed)
         return hf.state_dict()
 
     state = torch.get_rng_state()

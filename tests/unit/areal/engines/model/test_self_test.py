@@ -159,48 +159,14 @@ def test_forward_when_rope_would_depend_on_the_neighbors_then_refuses_long_seque
         engine.forward(long)
 
 
-def test_self_test_when_a_kernel_is_given_then_tries_it_in_its_precision(tmp_path):
-    # SDPA keeps packed sequences apart by their positions: it stands in for flash attention,
-    # which needs a GPU.
-    wild_model(tmp_path, "qwen3", head_dim=8)
-    hf = load_model(str(tmp_path), torch.bfloat16, flash=False, from_scratch=False, seed=0)
-    hf.set_attn_implementation("sdpa")
-    model = PackedCausalLM(hf, flash=True, chunk_elements=1 << 20)
-    found = self_test(model, torch.device("cpu"), torch.bfloat16)
-    assert (found.attention, found.dtype, found.tolerance) == ("sdpa", "bfloat16", 0.05)
-    assert 0 < found.difference < 0.05
-    assert hf.config._attn_implementation == "sdpa"
-    assert model.flash
-
-
-def test_self_test_when_a_kernel_lets_sequences_see_one_another_then_refuses(tmp_path):
-    # The same kernel without the mask that transformers makes for it.
-    transformers.AttentionInterface.register(
-        "leaky", transformers.AttentionInterface._global_mapping["sdpa"]
-    )
-    wild_model(tmp_path, "qwen3", head_dim=8)
-    hf = load_model(str(tmp_path), torch.bfloat16, flash=False, from_scratch=False, seed=0)
-    hf.set_attn_implementation("leaky")
-    model = PackedCausalLM(hf, flash=True, chunk_elements=1 << 20)
-    with pytest.raises(InvalidInput, match=r"differ by .* nats.* more than 0\.05 \(bfloat16\)"):
-        self_test(model, torch.device("cpu"), torch.bfloat16)
-
-
-def test_model_when_flash_attention_would_leave_sinks_out_then_refuses(tmp_path):
-    wild_model(tmp_path, "gpt_oss", **MADE_RIGHT["gpt_oss"])
-    hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
-    with pytest.raises(InvalidInput, match=r"sinks.*attn_impl=packed"):
-        PackedCausalLM(hf, flash=True, chunk_elements=1 << 20)
-
-
 def test_self_test_when_a_model_is_big_then_runs_its_first_layers_of_every_kind(
     tmp_path, monkeypatch
 ):
     kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 3
     options = {"num_hidden_layers": 9, "layer_types": kinds, "head_dim": 8, "sliding_window": 7}
     wild_model(tmp_path, "gemma3_text", **options)
-    hf = load_model(str(tmp_path), torch.float32, flash=False, from_scratch=False, seed=0)
-    model = PackedCausalLM(hf, flash=False, chunk_elements=1 << 20)
+    hf = load_model(str(tmp_path), torch.float32, from_scratch=False, seed=0)
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 20)
     everything = self_test(model, torch.device("cpu"), torch.float32)
     monkeypatch.setattr("areal.engines.model.self_test.WHOLE", 1000)
     found = self_test(model, torch.device("cpu"), torch.float32)

@@ -5,8 +5,11 @@ import torch
 from tests.unit.areal.engines.train_fixtures import make_batch
 
 from areal.algorithms import packing
-from areal.engines.model.attention.packed import build_layout, packed_attention
+from areal.engines.model.attention.dispatch import PACKED, attention_function
+from areal.engines.model.attention.layout import build_layout
 from areal.errors import InvalidInput
+
+packed_attention = attention_function(PACKED)
 
 
 def dense_attention(q, k, v, cu_seqlens, window):
