@@ -1,4 +1,4 @@
-"""docs/configuration.md from the experiment file's dataclasses, and docs/api.md (gen_api.py)."""
+"""docs/configuration.md from the experiment file's dataclasses; gen_api.py and gen_migration.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import gen_api
+import gen_migration
 from areal.config.experiment import GRPOConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -102,9 +103,9 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    """Writes both pages."""
+    """Writes the pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    return gen_api.main()
+    return gen_api.main() or gen_migration.main()
 
 
 if __name__ == "__main__":

@@ -132,10 +132,23 @@ def up(
 
 
 @app.command()
-def config(recipe: Recipe, overrides: Overrides = None, config: Config = None) -> int:
+def config(
+    recipe: Annotated[Path | None, typer.Argument(help="The recipe: one Python file.")] = None,
+    overrides: Overrides = None,
+    config: Config = None,
+    from_areal: Annotated[
+        Path | None, typer.Option(help="Convert an experiment file of AReaL instead.")
+    ] = None,
+) -> int:
     """Print the complete experiment file that `areal run` would use; start nothing."""
+    from areal_launch.commands.from_areal import converted_yaml
     from areal_launch.commands.stack import print_config
 
+    if from_areal is not None:
+        sys.stdout.write(converted_yaml(from_areal))
+        return 0
+    if recipe is None:
+        raise InvalidInput("areal config: expected a recipe, or --from-areal FILE")
     return print_config(recipe, config, overrides or [])
 
 

@@ -130,7 +130,9 @@ def test_documents_when_read_then_no_key_that_is_gone() -> None:
     ]
     assert gone
     pattern = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, gone)) + r")(?!\w)")
-    history = {ROOT / "CHANGELOG.md", ROOT / "docs/adr/0015-configuration-keys.md"}
+    # In the last one the keys are AReaL's.
+    others = ("CHANGELOG.md", "docs/adr/0015-configuration-keys.md", "docs/migration.md")
+    history = {ROOT / each for each in others}
     found = [
         f"{page.relative_to(ROOT)}: {key}"
         for page in DOCUMENTS

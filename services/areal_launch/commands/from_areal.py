@@ -1,0 +1,398 @@
+"""AReaL's experiment files as ours, key by key: `areal config --from-areal FILE`.
+
+    their YAML ── RULES ──> our keys ──> YAML
+                    └─────> comments: what has no key here, and what to do instead
+
+A key that their file leaves out has AReaL's default, which is written out where ours differs: the
+converted file trains with the same numbers. RULES knows the keys of AReaLite, 0.3 and 1.0, and is
+the table of docs/migration.md.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal.config.experiment import GRPOConfig, build_config
+from areal.errors import ArealError, ConfigError
+
+# AReaL 1.0.4's defaults that are not ours.
+_DEFAULTS: dict[str, Any] = {
+    "seed": 1,
+    "gconfig.max_new_tokens": 16384,
+    "rollout.max_head_offpolicyness": 0,
+    "actor.ppo_n_minibatches": 4,
+    "actor.kl_ctl": 0.1,
+    "actor.reward_norm": None,
+    "actor.adv_norm": None,
+    "actor.optimizer.lr": 1e-3,
+    "actor.optimizer.weight_decay": 0.01,
+    "model.context_length": 32768,
+}
+
+
+@dataclass
+class Converted:
+    """Our keys, and what has none."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Dotted key to value."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """What to do instead, to the keys that were not carried over as they were."""
+
+    def note(self, key: str, instead: str) -> None:
+        """Adds a key."""
+        self.notes.setdefault(instead, []).append(key)
+
+
+Apply = Callable[[Converted, Any], None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one of their keys, or of a section, when that is more than another name."""
+
+    says: str
+    """For a person who converts by hand."""
+    apply: Apply | None = None
+    """Sets our keys; None: there are none, and `says` goes into the file as a comment."""
+
+
+def _allocation(out: Converted, text: str) -> None:
+    form = r"(sglang|vllm)?[.:]?([a-z0-9]+)\+(?:(fsdp|megatron|archon)[.:])?([a-z0-9]+)"
+    match = re.fullmatch(form, str(text))
+    if match is None:
+        raise ConfigError(f"allocation_mode {text!r}: expected e.g. sglang:d4+fsdp:d2t2")
+    _backends(out, f"{match[1] or 'sglang'}:{match[2]}", f"{match[3] or 'fsdp'}:{match[4]}")
+
+
+def _backends(out: Converted, rollout: str, actor: str) -> None:
+    halves = []
+    for key, backend, ours in (("rollout", rollout, "sglang"), ("actor", actor, "fsdp")):
+        name, _, sizes = backend.partition(":")
+        if name != ours:
+            out.note(f"{key}.backend {name}", f"here it is {ours}")
+        if pipeline := re.search(r"p(?!1(?!\d))\d+", sizes):
+            out.note(f"{key} {pipeline[0]}", "no pipeline parallelism: its ranks are left out")
+        halves.append(f"{ours}:" + (re.sub(r"p\d+|[tce]1(?!\d)", "", sizes) or "d1"))
+    out.keys["allocation_mode"] = "+".join(halves)
+
+
+def _name(key: str) -> Rule:
+    def apply(out: Converted, value: Any) -> None:
+        plain = re.sub(r"[^a-z0-9-]+", "-", str(value).lower()).strip("-")[:63]
+        out.keys[key] = plain
+        if plain != value:
+            out.note(f"{key} {value!r}", f"is now {plain!r}")
+
+    return Rule(f"`{key}`, in lower-case letters, digits and dashes", apply)
+
+
+def _norm(key: str) -> Rule:
+    def apply(out: Converted, value: Mapping[str, Any] | bool | None) -> None:
+        if isinstance(value, bool):  # AReaLite had a switch
+            value = {} if value else None
+        if value is None:
+            out.keys[key] = None
+            return
+        mean = value.get("mean_level", "batch") or "none"
+        if value.get("mean_leave1out") and mean != "none":
+            mean = "leave1out"
+        std = value.get("std_level", "batch") or "none"
+        out.keys[key] = None if mean == std == "none" else f"{mean}/{std}"
+
+    return Rule(f"`{key}` as MEAN/STD: `group/group`, `leave1out/none`, …", apply)
+
+
+def _group_reward_norm(out: Converted, value: bool) -> None:
+    out.keys["actor.reward_norm"] = "group/group" if value else None
+
+
+def _top_k(out: Converted, value: int) -> None:
+    out.keys["gconfig.top_k"] = -1 if value >= 10**6 else value
+
+
+def _transport(out: Converted, value: str) -> None:
+    out.keys["weight_sync.transport"] = "disk" if value == "disk" else "distributed"
+
+
+def _loss_level(out: Converted, value: str) -> None:
+    if value == "sequence":
+        out.keys["actor.loss_type"] = "gspo"
+
+
+def _rejection(out: Converted, value: Mapping[str, Any] | None) -> None:
+    if value is None:
+        return
+    out.keys["actor.behavior_weight_cap"] = float(value.get("upper", 5.0))
+    level, action = value.get("level", "token"), value.get("action", "mask")
+    if (level, action) != ("token", "mask"):
+        out.note(f"actor.rejection_sampling {level}/{action}", "each token above the cap is masked")
+
+
+def _reference(out: Converted, value: Mapping[str, Any] | None) -> None:
+    if value is not None:
+        out.keys["ref.path"] = str(value.get("path", ""))
+        out.keys["ref.offload"] = bool(value.get("offload", False))
+
+
+def _server_flag(key: str) -> Rule:
+    flag = f"--{key.replace('_', '-')}"
+
+    def apply(out: Converted, value: Any) -> None:
+        if value is None or value is False:
+            return
+        before = out.keys.get("stack.inference_command", "python -m sglang.launch_server")
+        words = flag if value is True else f"{flag} {value}"
+        out.keys["stack.inference_command"] = f"{before} {words}"
+
+    return Rule(f"`{flag}` in `stack.inference_command`", apply)
+
+
+def _only(key: str, supported: tuple[str, ...], ours: str | None = None) -> Rule:
+    """A choice of which some words are known here."""
+
+    def apply(out: Converted, value: str) -> None:
+        if value not in supported:
+            out.note(f"{key} {value!r}", f"expected one of {', '.join(supported)}")
+        elif ours is not None:
+            out.keys[ours] = value
+
+    known = " or ".join(f"`{each}`" for each in supported)
+    return Rule(f"`{ours}`: {known}" if ours else f"{known} only", apply)
+
+
+def _if_set(key: str, instead: str) -> Rule:
+    """Worth a comment only where it is not empty, 0 or false."""
+
+    def apply(out: Converted, value: Any) -> None:
+        if value:
+            out.note(f"{key} {value!r}", instead)
+
+    return Rule(instead, apply)
+
+
+_SAME = (
+    "seed", "total_train_steps", "train_dataset.path", "train_dataset.batch_size",
+    "gconfig.n_samples", "gconfig.max_new_tokens", "gconfig.temperature", "gconfig.top_p",
+    "gconfig.stop_token_ids", "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness",
+    "actor.gradient_checkpointing", "actor.mb_spec.max_tokens_per_mb",
+    "actor.optimizer.lr", "actor.optimizer.weight_decay", "actor.optimizer.beta2",
+    "actor.optimizer.lr_scheduler_type", "actor.optimizer.min_lr_ratio",
+    "actor.optimizer.warmup_steps_proportion", "actor.optimizer.gradient_clipping",
+    "actor.ppo_n_minibatches", "actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip",
+    "actor.reward_scaling", "actor.reward_clip", "actor.overlong_tokens",
+    "actor.mask_no_eos_with_zero", "actor.kl_ctl", "actor.kl_estimator",
+)  # fmt: skip
+_SERVER_FLAGS = (
+    "attention_backend", "chunked_prefill_size", "cuda_graph_max_bs", "disable_cuda_graph",
+    "disable_radix_cache", "enable_torch_compile", "kv_cache_dtype", "max_prefill_tokens",
+    "mem_fraction_static", "sampling_backend", "schedule_policy",
+)  # fmt: skip
+_ELSEWHERE = Rule("`areal run --on local`, `slurm`, `ray` or `kubernetes`")
+_IN_RECIPE = "the recipe decides it"
+_TOKENIZER = Rule("the tokenizer is read from `model.path`")
+_LAYOUT = Rule("`allocation_mode` carries the layout: `fsdp:d8t2c2e4`")
+_AUTOMATIC = Rule("follows from what is installed and what the model needs")
+
+# The rule of a section holds for those of its keys that have none of their own.
+RULES: dict[str, str | Rule] = {
+    **{key: key for key in _SAME},
+    "experiment_name": _name("experiment_name"),
+    "trial_name": _name("trial_name"),
+    "allocation_mode": Rule(
+        "`sglang:d4+fsdp:d2t2`; `vllm`, `megatron` and `p` have no counterpart", _allocation
+    ),
+    "total_train_epochs": Rule("`total_train_steps`: epochs x rows / `train_dataset.batch_size`"),
+    "total_train_n_seqs": Rule("`total_train_steps`"),
+    "async_training": Rule(
+        "the recipe calls `prepare_batch` (generation runs ahead) or `rollout_batch`"
+    ),
+    "cluster.fileroot": "run_root",
+    "cluster.n_gpus_per_node": "stack.gpus_per_node",
+    "cluster": Rule("nodes follow from `allocation_mode`; services find each other by themselves"),
+    "tokenizer_path": _TOKENIZER,
+    "train_dataset": Rule(f"how rows are read: {_IN_RECIPE}"),
+    "valid_dataset": Rule("the recipe loads it and calls `rollout.evaluate(rows, workflow)`"),
+    "gconfig.top_k": Rule("`gconfig.top_k`; -1 turns it off", _top_k),
+    "gconfig.max_tokens": "model.context_length",
+    "gconfig.stop": _if_set(
+        "gconfig.stop", "only token ids end a sample: `gconfig.stop_token_ids`"
+    ),
+    "gconfig.greedy": _if_set("gconfig.greedy", "greedy samples cannot be trained on"),
+    "gconfig.min_new_tokens": _if_set(
+        "gconfig.min_new_tokens", "a workflow sets it on its own `GenerationHyperparameters`"
+    ),
+    "gconfig": Rule("no sampling parameter here"),
+    "eval_gconfig": Rule("the recipe gives an evaluation its own `GenerationHyperparameters`"),
+    "rollout.backend": Rule("the first half of `allocation_mode`"),
+    "rollout.request_timeout": "rollout.request_timeout_s",
+    "rollout.setup_timeout": "rollout.setup_timeout_s",
+    "rollout.tokenizer_path": _TOKENIZER,
+    "rollout": Rule("not needed: the ledger queues and retries"),
+    "actor.backend": Rule("the second half of `allocation_mode`"),
+    "actor.path": "model.path",
+    "actor.dtype": _only("actor.dtype", ("bfloat16", "float32"), "actor.dtype"),
+    "actor.temperature": Rule("`gconfig.temperature` holds for both"),
+    "actor.mb_spec": Rule("only the token budget is set: `actor.mb_spec.max_tokens_per_mb`"),
+    "actor.optimizer.type": _only("actor.optimizer.type", ("adam", "adamw")),
+    "actor.optimizer": Rule("has one value for all runs"),
+    "actor.weight_update_mode": Rule(
+        "`weight_sync.transport`: `disk`, or `distributed` for the others", _transport
+    ),
+    "actor.reward_norm": _norm("actor.reward_norm"),
+    "actor.group_reward_norm": Rule("`actor.reward_norm: group/group`", _group_reward_norm),
+    "actor.adv_norm": _norm("actor.adv_norm"),
+    "actor.reward_bias": _if_set("actor.reward_bias", "the reward function adds it"),
+    "actor.use_decoupled_loss": Rule(
+        "`actor.prox_logp_method`: `recompute` or `loglinear`; false: `unweighted` or `behavior`"
+    ),
+    "actor.recompute_logprob": Rule("`actor.prox_logp_method`: `unweighted`; false: `behavior`"),
+    "actor.behav_imp_weight_cap": "actor.behavior_weight_cap",
+    "actor.rejection_sampling": Rule(
+        "`actor.behavior_weight_cap` is `upper`; tokens above it are masked", _rejection
+    ),
+    "actor.importance_sampling_level": Rule("`sequence`: `actor.loss_type: gspo`", _loss_level),
+    "actor.overlong_reward_penalty": Rule("`actor.overlong_tokens` above 0"),
+    "actor.overlong_penalty_factor": Rule("has one value for all runs: 1"),
+    "actor.init_from_scratch": _if_set("actor.init_from_scratch", _IN_RECIPE),
+    **dict.fromkeys(
+        [f"actor.{key}" for key in ("attn_impl", "use_kernels", "pad_to_maximum")], _AUTOMATIC
+    ),
+    **dict.fromkeys([f"actor.{key}" for key in ("megatron", "archon", "fsdp")], _LAYOUT),
+    "actor": Rule("no counterpart"),
+    "ref": Rule("`ref.path` and `ref.offload`; the rest is as for the actor", _reference),
+    "critic": Rule("no counterpart"),
+    "teacher": Rule("no counterpart"),
+    "sglang.context_length": "model.context_length",
+    "sglang.max_running_requests": "stack.inference_max_running",
+    "sglang.dtype": _only("sglang.dtype", ("bfloat16", "float32"), "model.dtype"),
+    "sglang.model_path": Rule("`model.path`"),
+    **{f"sglang.{key}": _server_flag(key) for key in _SERVER_FLAGS},
+    "sglang": Rule("add its flag to `stack.inference_command` if it matters"),
+    "vllm": Rule("SGLang is what serves here"),
+    "recover.freq_steps": "checkpoint.freq_steps",
+    "recover": Rule("a trial always resumes from its newest checkpoint"),
+    "saver": Rule(
+        "`checkpoint.freq_steps`; `areal versions export` makes a Hugging Face folder of one"
+    ),
+    "checkpointer": Rule("`checkpoint.freq_steps`"),
+    "evaluator": Rule("the recipe calls `rollout.evaluate(rows, workflow)` when it wants to"),
+    "stats_logger": Rule("`metrics.jsonl` in the run folder, and Prometheus"),
+    "perf_tracer": Rule("OpenTelemetry: docs/tracing.md"),
+    "memory_profiler": Rule("`peak_gib` in each row of `metrics.jsonl`"),
+    "launcher": _ELSEWHERE,
+    "scheduler": _ELSEWHERE,
+    "server_only": Rule("`areal up` starts a stack without a trainer"),
+    "enable_offload": Rule("servers and trainer have GPUs of their own"),
+}
+
+
+def convert(theirs: Mapping[Any, Any]) -> Converted:
+    """Their experiment file as our keys.
+
+    Args:
+        theirs: Its references (`${actor.path}`) resolved.
+
+    Raises:
+        ConfigError: `allocation_mode` has a form that is not known.
+    """
+    out, values = Converted(dict(_DEFAULTS)), dict(_flat(theirs))
+    backends = [str(values.pop(f"{key}.backend", "")) for key in ("rollout", "actor")]
+    if all(backends) and not values.get("allocation_mode"):
+        _backends(out, *backends)
+    out.keys["actor.prox_logp_method"] = _proximal(values)
+    for key, value in values.items():
+        rule = _rule(key)
+        if rule is None:
+            out.keys[key] = value
+            out.note(key, "no key of AReaL: kept, for the recipe's own config class")
+        elif isinstance(rule, str):
+            if value is not None or rule in _DEFAULTS:
+                out.keys[rule] = value
+        elif rule.apply is not None:
+            rule.apply(out, value)
+        elif value:  # what is off needs no counterpart
+            out.note(key, rule.says)
+    return out
+
+
+def _proximal(values: dict[str, Any]) -> str:
+    """Which logprobs the ratio is clipped around."""
+    decoupled = bool(values.pop("actor.use_decoupled_loss", False))
+    recompute = bool(values.pop("actor.recompute_logprob", False))
+    method = str(values.pop("actor.prox_logp_method", "recompute"))
+    if decoupled:
+        return "loglinear" if method == "loglinear" else "recompute"
+    return "unweighted" if recompute else "behavior"
+
+
+def _rule(key: str) -> str | Rule | None:
+    """The rule of a key, else of the nearest section around it."""
+    while key not in RULES and "." in key:
+        key = key.rpartition(".")[0]
+    return RULES.get(key)
+
+
+def _flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a section that has a rule, and no key in it has one, stays whole."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        inside = any(each.startswith(f"{key}.") for each in RULES)
+        if isinstance(value, Mapping) and (inside or key not in RULES):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def converted_yaml(file: Path) -> str:
+    """An experiment file of AReaL as one of ours; comments say what has no key here.
+
+    Raises:
+        ConfigError: It cannot be read, or a value cannot be understood.
+    """
+    try:
+        theirs = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{str(file)!r}: {' '.join(str(error).split())}") from None
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{str(file)!r}: expected a mapping at the top level")
+    out = convert(theirs)
+    tree: dict[str, Any] = {}
+    for key, value in out.keys.items():
+        section = tree
+        *path, last = key.split(".")
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    comments = [f"From {file.name} of AReaL."]
+    if problem := _problem(tree):
+        comments += [f"To be mended: {problem}"]
+    if out.notes:
+        comments.append("What has no key here:")
+        comments += [f"  {', '.join(keys)}: {instead}" for instead, keys in out.notes.items()]
+    written = yaml.safe_dump(tree, sort_keys=False)
+    return "".join(f"# {line}\n" for line in comments) + written
+
+
+def _problem(tree: Mapping[str, Any]) -> str:
+    """What is wrong with the result, apart from keys of the recipe; "": nothing."""
+    own = {key: value for key, value in tree.items() if key in GRPOConfig.__dataclass_fields__}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(own, file)
+        file.flush()
+        try:
+            build_config(GRPOConfig, Path(file.name))
+        except ArealError as error:
+            return str(error).removeprefix(f"{file.name}: ")
+    return ""

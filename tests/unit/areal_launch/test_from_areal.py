@@ -1,0 +1,158 @@
+"""AReaL's experiment files, converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from areal.config.experiment import GRPOConfig, build_config
+from areal.errors import ConfigError
+from areal_launch.commands.from_areal import convert, converted_yaml
+
+# As AReaL 1.0 has them; `${...}` as in its own files.
+THEIRS = """
+experiment_name: GSM8K_grpo
+trial_name: trial0
+total_train_epochs: 10
+tokenizer_path: ${actor.path}
+cluster: {n_nodes: 1, n_gpus_per_node: 8, fileroot: /nfs/runs}
+rollout: {backend: "sglang:d4p1t1", max_concurrent_rollouts: 128, max_head_offpolicyness: 2}
+gconfig: {n_samples: 4, max_new_tokens: 1024, top_k: 100000000, greedy: false}
+actor:
+  backend: "fsdp:d2p1t2"
+  path: Qwen/Qwen2.5-1.5B-Instruct
+  dtype: bfloat16
+  optimizer: {type: adam, lr: 1.7e-5, beta1: 0.9}
+  eps_clip: 0.4
+  kl_ctl: 0.0
+  reward_bias: -0.5
+  recompute_logprob: true
+  use_decoupled_loss: true
+  rejection_sampling: {level: token, action: mask, upper: 4.0}
+  reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}
+  weight_update_mode: xccl
+ref: {path: "${actor.path}", offload: true}
+sglang: {dtype: bfloat16, context_length: 8192, mem_fraction_static: 0.8}
+train_dataset: {path: openai/gsm8k, batch_size: 256, shuffle: true}
+recover: {mode: disabled, freq_steps: 5}
+stats_logger: {wandb: {mode: online}}
+heldout: 12
+"""
+
+
+def keys_of(text: str) -> dict[str, Any]:
+    return convert(OmegaConf.to_container(OmegaConf.create(text), resolve=True)).keys  # type: ignore[arg-type]
+
+
+def test_file_when_converted_then_ours_reads_it_with_their_numbers(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(THEIRS)
+    text = converted_yaml(theirs)
+    ours.write_text(text.replace("heldout: 12\n", ""))  # the recipe's own config class has it
+    config = build_config(GRPOConfig, ours)
+    assert (config.experiment_name, config.run_root) == ("gsm8k-grpo", "/nfs/runs")
+    assert config.allocation_mode == "sglang:d4+fsdp:d2t2"
+    assert (config.model.path, config.model.context_length) == ("Qwen/Qwen2.5-1.5B-Instruct", 8192)
+    assert (config.gconfig.n_samples, config.gconfig.top_k) == (4, -1)
+    assert config.rollout.max_head_offpolicyness == 2
+    actor = config.actor
+    assert (actor.eps_clip, actor.kl_ctl, actor.behavior_weight_cap) == (0.4, 0.0, 4.0)
+    assert (actor.reward_norm, actor.adv_norm) == ("group/group", None)
+    assert actor.prox_logp_method == "recompute"
+    assert actor.optimizer is not None
+    assert (actor.optimizer.lr, actor.optimizer.weight_decay) == (1.7e-5, 0.01)
+    assert actor.ppo_n_minibatches == 4, "their default, which is not ours"
+    assert config.ref is not None
+    assert (config.ref.path, config.ref.offload) == ("Qwen/Qwen2.5-1.5B-Instruct", True)
+    assert config.weight_sync.transport == "distributed"
+    assert config.checkpoint.freq_steps == 5
+    assert config.stack.inference_command.endswith("--mem-fraction-static 0.8")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    for said in (
+        "experiment_name 'GSM8K_grpo': is now 'gsm8k-grpo'",
+        "reward_bias -0.5: the reward function adds it",
+        "total_train_epochs: `total_train_steps`",
+        "stats_logger: `metrics.jsonl`",
+        "heldout: no key of AReaL",
+    ):
+        assert any(said in line for line in comments), said
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("sglang.d12p1t1+d4p1t1", "sglang:d12+fsdp:d4"),  # AReaLite
+        ("sglang:d2t4+fsdp:d4c2", "sglang:d2t4+fsdp:d4c2"),
+        ("vllm:d1+megatron:d4e2", "sglang:d1+fsdp:d4e2"),
+        ("sglang:d1+megatron:d2p4t2", "sglang:d1+fsdp:d2t2"),
+    ],
+)
+def test_allocation_when_converted_then_the_layout_stays(theirs: str, ours: str) -> None:
+    assert keys_of(f"allocation_mode: {theirs}")["allocation_mode"] == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "method"),
+    [
+        ("{use_decoupled_loss: true, prox_logp_method: loglinear}", "loglinear"),
+        ("{use_decoupled_loss: true}", "recompute"),
+        ("{use_decoupled_loss: false, recompute_logprob: true}", "unweighted"),
+        ("{}", "behavior"),
+    ],
+)
+def test_ratio_when_converted_then_it_is_around_the_same_policy(theirs: str, method: str) -> None:
+    assert keys_of(f"actor: {theirs}")["actor.prox_logp_method"] == method
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("{mean_level: group, std_level: null}", "group/none"),
+        ("{mean_level: group, mean_leave1out: true, std_level: null}", "leave1out/none"),
+        ("{}", "batch/batch"),
+        ("null", None),
+    ],
+)
+def test_norm_when_converted_then_mean_and_std_are_two_words(theirs: str, ours: str | None) -> None:
+    assert keys_of(f"actor: {{reward_norm: {theirs}}}")["actor.reward_norm"] == ours
+
+
+def test_pipeline_when_it_is_asked_for_then_the_comment_says_that_there_is_none() -> None:
+    notes = convert({"allocation_mode": "vllm:d1+megatron:d2p4"}).notes
+    assert notes == {
+        "here it is sglang": ["rollout.backend vllm"],
+        "here it is fsdp": ["actor.backend megatron"],
+        "no pipeline parallelism: its ranks are left out": ["actor p4"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a", "expected a mapping"),
+        ("a: [", "expected"),
+        ("allocation_mode: lots", "allocation_mode 'lots': expected e.g."),
+        ("a: ${nowhere}", "nowhere"),
+    ],
+)
+def test_file_when_it_is_bad_then_one_line_says_so(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        converted_yaml(file)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        converted_yaml(tmp_path / "none.yaml")
+
+
+def test_result_when_a_value_cannot_be_then_the_first_comment_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("actor: {eps_clip: 3.0}")
+    text = converted_yaml(file)
+    assert "# To be mended: actor.eps_clip 3.0" in text
+    assert yaml.safe_load(text)["actor"]["eps_clip"] == 3.0
