@@ -43,7 +43,8 @@ BELOW: dict[str, tuple[str, ...]] = {
 }
 # botocore, that moto's S3 server needs, excludes the python-dateutil that kubernetes asks for; all
 # it calls is `tz` and `parser`, which both have.
-OVERRIDES = "python-dateutil>=3.0.0\n"
+# peft and accelerate ask for torch, which is apart.
+OVERRIDES = "python-dateutil>=3.0.0\ntorch ; python_version < '3'\n"
 HEADER = "# Written by `make lock` from pyproject.toml.\n"
 
 

@@ -1,8 +1,9 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?, kernel?}. All ranks of a share get the same groups. The ranks are
-forks of a process that has imported everything: imports take most of the time of models this small.
+gradients?, save_to?, resume?, export?, kernel?}. All ranks of a share get the same groups. The ranks
+are forks of a process that has imported everything: imports take most of the time of models this
+small.
 """
 
 import json
@@ -57,6 +58,8 @@ def train(job):
         rows.append({k: v for k, v in stats.items() if not k.endswith("seconds")})
     if "save_to" in job:
         engine.save_checkpoint(job["save_to"], {"step": len(job["seeds"])}).result(timeout=60)
+    if "export" in job:
+        found = dict(engine.iter_full_tensors())
     if found is None:
         found = {
             name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()

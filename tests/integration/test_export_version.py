@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.unit.areal.engines.hub_families import scatter
 
 from areal.config.experiment import GRPOConfig, build_config, save_config
 from areal.config.training import TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model import lora
 from areal.errors import InvalidInput, NotFound
 from areal.models.tiny import make_tiny_model
 from areal.training.checkpoints import CheckpointFolder
@@ -61,3 +63,32 @@ def test_export_when_steps_were_evaluated_then_best_latest_and_a_number_are_writ
         export_version(run, "newest", tmp_path / "two")
     with pytest.raises(InvalidInput, match="exists, expected a folder that is not there yet"):
         export_version(run, "latest", tmp_path / "best")
+
+
+def test_export_when_adapters_were_trained_then_merged_and_the_adapters_beside_it(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make_tiny_model(tmp_path / "model", hidden_size=32)
+    overrides = [f"model.path={model}", f"run_root={tmp_path / 'runs'}", "actor.lora.rank=4"]
+    config = build_config(GRPOConfig, None, overrides)
+    save_config(config, config.run_dir / "config.yaml")
+    (config.run_dir / "stack.json").write_text("{}")
+    engine = FSDPEngine(TrainEngineConfig(path=str(model), lora=config.actor.lora))
+    engine.initialize()
+    for _, parameter in lora.saved_parameters(engine.model):
+        torch.nn.init.normal_(parameter, std=0.05)
+    expected = {name: tensor.clone() for name, tensor in engine.iter_full_tensors()}
+    folder = CheckpointFolder(config.run_dir / "checkpoints", keep=1)
+    half = folder.begin(1, 1)
+    engine.save_checkpoint(half)
+    folder.finish(half, {"step": 1})
+    adapters = dict(lora.saved_parameters(engine.model))
+    engine.destroy()
+
+    assert export_version(config.run_dir, "latest", tmp_path / "out") == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    beside = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert len(beside) == len(adapters)

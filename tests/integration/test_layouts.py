@@ -16,6 +16,8 @@ LIMIT_S = 600
 STEPS = list(range(10))
 # By number of ranks. Qwen3 has norms of its heads' queries and keys, Qwen2 biases of projections.
 DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2", "d1t2c2", "d4s2"]}
+# With adapters, whose model is not spread over a tensor group.
+LORA = {1: ["d1"], 2: ["d2", "d1c2"], 4: ["d4s2", "d2c2"]}
 EXPERTS = {1: ["d1"], 2: ["d2", "d2e2"], 4: ["d4e2", "d2t2e2", "d2t2e4", "d2c2e2"]}
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
@@ -46,9 +48,10 @@ def runs(tmp_path_factory):
     }
     launches = []
 
-    def job(kind, layout, dtype, **extra):
-        name = f"{kind}-{layout}-{dtype}-{'-'.join(extra)}"
+    def job(kind, layout, dtype, lora=None, **extra):
+        name = f"{kind}-{layout}-{dtype}-{'-'.join(extra)}" + ("-lora" if lora else "")
         config = {
+            "lora": lora,
             "path": models[kind],
             "dtype": dtype,
             "layout": layout,
@@ -65,6 +68,10 @@ def runs(tmp_path_factory):
             jobs.append(job("qwen2", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3", layout, "float64"))
+        for layout in LORA[ranks]:
+            one = {"gradients": True, "seeds": [0]}
+            jobs.append(job("qwen3", layout, "float32", lora={"rank": 4}, **one))
+            jobs.append(job("qwen3", layout, "float64", lora={"rank": 4}, export=True))
         for layout in EXPERTS[ranks]:
             jobs.append(job("qwen3_moe", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3_moe", layout, "float64"))
@@ -75,6 +82,10 @@ def runs(tmp_path_factory):
             half = str(folder / "half")
             jobs.append(job("qwen3", "d2t2", "float64", seeds=STEPS[:5], save_to=half))
             jobs.append(job("qwen3", "d2c2", "float64", resume=half))
+            adapters = {"lora": {"rank": 4}, "export": True}
+            half = str(folder / "half-lora")
+            jobs.append(job("qwen3", "d4s2", "float64", seeds=STEPS[:5], save_to=half, **adapters))
+            jobs.append(job("qwen3", "d2c2", "float64", resume=half, **adapters))
         launches.append([ranks, jobs])
     launch(folder, launches)
     results = {}
@@ -144,5 +155,32 @@ def test_weights_of_experts_when_trained_in_a_layout_then_equal_those_of_one_ran
 
 def test_weights_when_a_run_resumes_in_another_layout_then_equal_those_of_one_rank(runs):
     (ours, rows), (one, _) = runs["qwen3-d2c2-float64-resume"], runs["qwen3-d1-float64-"]
+    assert len(rows) == 5
+    assert_weights_close(ours, one, 1e-10)
+
+
+@pytest.mark.parametrize("layout", others(LORA))
+def test_first_gradients_of_adapters_when_in_a_layout_then_equal_those_of_one_rank(runs, layout):
+    (ours, _), (one, _) = (
+        runs[f"qwen3-{each}-float32-gradients-seeds-lora"] for each in (layout, "d1")
+    )
+    assert all(".lora_" in name for name in one)
+    assert_gradients_close(ours, one, 1e-5)
+
+
+@pytest.mark.parametrize("layout", others(LORA))
+def test_export_when_adapters_trained_in_a_layout_then_equals_that_of_one_rank(runs, layout):
+    (ours, rows), (one, rows1) = (
+        runs[f"qwen3-{each}-float64-export-lora"] for each in (layout, "d1")
+    )
+    assert_weights_close(ours, one, 1e-10)
+    assert rows[-1]["loss"] == pytest.approx(rows1[-1]["loss"], rel=1e-8)
+    assert rows1[-1]["loss"] != pytest.approx(rows1[0]["loss"], rel=1e-3)
+
+
+def test_export_when_adapters_resume_in_another_layout_then_equals_that_of_one_rank(runs):
+    (ours, rows), (one, _) = (
+        runs[f"qwen3-{each}-lora"] for each in ("d2c2-float64-resume-export", "d1-float64-export")
+    )
     assert len(rows) == 5
     assert_weights_close(ours, one, 1e-10)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.chaos.trainer_rig import synthetic_group
@@ -22,6 +23,7 @@ from tests.ledger_support import make_task
 from tests.redis_server import start_redis
 
 from areal.config.experiment import GRPOConfig, RefConfig
+from areal.config.training import LoraConfig
 from areal.engines.ppo_actor import FSDPPPOActor
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
@@ -99,6 +101,7 @@ class Trial:
                     self.kl += float(
                         (batch["reference_logprobs"] - batch["behavior_logprobs"]).sum()
                     )
+                    self.batch = batch
                     actor.compute_advantages(batch)
                     actor.ppo_update(batch)
                     actor.upload_weights(WeightUpdateMeta())
@@ -183,8 +186,6 @@ def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_resume_when_there_is_a_reference_model_then_the_actor_goes_on_and_the_reference_is_new(
     trial, models: tuple[Path, Path]
 ) -> None:
-    from safetensors.torch import load_file
-
     with trial("whole") as whole:
         expected = whole.life(STEPS)
         assert whole.kl != 0.0
@@ -221,6 +222,44 @@ def test_resume_when_killed_before_a_version_was_announced_then_publishes_it_fir
 def test_reference_when_offloaded_then_the_same_training_to_the_bit(trial) -> None:
     with trial("here") as here, trial("offloaded") as offloaded:
         assert_equal(offloaded.life(STEPS, offload=True)["actor"], here.life(STEPS)["actor"])
+
+
+def test_adapters_when_killed_then_they_resume_and_the_reference_is_the_model_without_them(
+    trial, models: tuple[Path, Path]
+) -> None:
+    def adapted(trial: Trial, reference: str) -> Trial:
+        trial.config.actor.lora = LoraConfig(rank=4, alpha=64)
+        trial.config.ref.path = reference
+        return trial
+
+    with trial("whole") as whole, trial("killed") as killed, trial("own") as own:
+        expected = adapted(whole, "").life(STEPS)["actor"]
+        adapted(killed, "").life(2)
+        assert_equal(killed.life(STEPS)["actor"], expected)
+        # A reference engine of its own, of the same model.
+        assert_equal(adapted(own, str(models[0])).life(STEPS)["actor"], expected)
+        assert torch.equal(whole.batch["reference_logprobs"], own.batch["reference_logprobs"])
+    before = dict(load_file(models[0] / "model.safetensors"))
+    changed = {name for name, tensor in before.items() if not torch.equal(expected[name], tensor)}
+    assert len(changed) == 7 * sum(name.endswith("q_proj.weight") for name in before)
+    assert all(name.endswith("_proj.weight") for name in changed)
+
+
+def test_reference_when_it_is_the_actor_without_adapters_then_the_actor_is_made_first(
+    trial,
+) -> None:
+    with trial("order") as order:
+        order.config.actor.lora = LoraConfig(rank=4)
+        session = Session(order.config)
+        session.open()
+        try:
+            with (
+                pytest.raises(InvalidInput, match=r"expected FSDPPPOActor\(config\.actor\) before"),
+                session.active(),
+            ):
+                FSDPPPOActor(RefConfig())
+        finally:
+            session.close()
 
 
 def test_models_when_the_sampler_has_a_temperature_then_compared_at_it_and_no_other(trial) -> None:

@@ -119,6 +119,18 @@ class Layout:
                 f"trainer layout '{self}': {product} = {self.ranks} ranks, but {ranks} started"
             )
 
+    def check_adapters(self) -> None:
+        """Whether a model with LoRA can be spread so.
+
+        Raises:
+            ConfigError: its matrices or experts would be spread over ranks.
+        """
+        if self.tensor > 1 or self.experts > 1:
+            raise ConfigError(
+                f"trainer layout '{self}': actor.lora is not spread over t or e: expected a layout "
+                f"of d, s and c, such as d{self.ranks}"
+            )
+
     def check_model(self, heads: int, kv_heads: int, experts: int) -> None:
         """Compare with a model's sizes.
 

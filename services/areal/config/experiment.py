@@ -221,6 +221,8 @@ def validate(config: BaseExperimentConfig) -> None:
         )
     if isinstance(config, GRPOConfig):
         _complete(config)
+        if config.actor.lora is not None:
+            layout.check_adapters()
         for engine in (config.actor, config.ref):
             if engine is not None:
                 # Plain shares fit any number of ranks: a run may resume on fewer.

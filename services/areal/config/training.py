@@ -130,6 +130,18 @@ class EngineConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Adapters of rank `rank` beside linear layers, trained instead of the model (LoRA)."""
+
+    rank: Annotated[int, Gt(0)] = 16
+    """Rows of A and columns of B: their memory, and what they can learn."""
+    alpha: Annotated[int, Gt(0)] = 32
+    """The product of both is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Last names of the linear layers, such as q_proj; empty: all but the head."""
+
+
+@dataclass
 class TrainEngineConfig(EngineConfig):
     """A model under training."""
 
@@ -144,6 +156,10 @@ class TrainEngineConfig(EngineConfig):
     kept at a time; null: only on a GPU."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a model that is not trained."""
+    lora: LoraConfig | None = None
+    """Train adapters, at about ten times the learning rate; `actor.lora={}` takes its defaults,
+    null trains the whole model. With an empty `ref.path` the reference is the actor without
+    them."""
 
 
 @dataclass
@@ -159,6 +175,7 @@ class RefConfig(EngineConfig):
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the GPU while it computes."""
     optimizer: ClassVar[None] = None
+    lora: ClassVar[None] = None
 
 
 @dataclass

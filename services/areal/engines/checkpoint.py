@@ -4,7 +4,8 @@ A directory holds `trainer_state.json` (version, optimizer steps, the caller's e
 tensors per rank, and `.metadata`, which is written last: a directory without it is not a
 checkpoint. Tensors are saved by their global shape, so that any number of ranks can resume, and by
 the model's own names: parameters, their moments and their shards match one to one, and nothing but
-this engine reads them. What others read has the Hub's names; see `hub_names`.
+this engine reads them. What others read has the Hub's names; see `hub_names`. Of a model with LoRA
+there are the adapters alone: the rest is what the run loads at its start.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.checkpoint.storage import WriteResult
 
 from areal.engines import random_state
+from areal.engines.model import lora
 from areal.errors import InvalidInput
 from areal.training.checkpoints import DIGESTS, describe
 
@@ -58,7 +60,7 @@ def tensors_of(
 ) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors by name: the live ones, and this rank's random state."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in lora.saved_parameters(model):
         tensors[f"model.{name}"] = parameter.detach()
         if optimizer is not None:
             for key, value in optimizer.state[parameter].items():

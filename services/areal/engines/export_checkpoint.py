@@ -1,7 +1,8 @@
 """`python -m areal.engines.export_checkpoint CONFIG CHECKPOINT FOLDER`: a checkpoint for the Hub.
 
 The folder then has what `save_pretrained` writes, the tokenizer with its chat template, and a model
-card of the run. A process of its own, since the command line imports no torch.
+card of the run; of a run with LoRA, merged weights, and its adapters in `adapter` as peft reads
+them. A process of its own, since the command line imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from areal.config.experiment import GRPOConfig, load_service_config
 from areal.config.training import TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model import lora
 from areal.errors import ArealError
 from areal.models.directory import serving_dtype
 from areal.training.run_files import EVALUATIONS
@@ -29,11 +31,16 @@ def export(config_file: Path, checkpoint: Path, folder: Path) -> None:
     """
     config = load_service_config(config_file)
     source = config.model.path
-    engine = FSDPEngine(TrainEngineConfig(path=source, dtype="float32", optimizer=None))
+    adapters = config.actor.lora
+    engine = FSDPEngine(
+        TrainEngineConfig(path=source, dtype="float32", optimizer=None, lora=adapters)
+    )
     engine.initialize()
     try:
         engine.load_checkpoint(checkpoint)
         engine.save(folder, serving_dtype("auto", Path(source), gpu=False))
+        if adapters is not None:
+            lora.write(engine.model.hf, folder / "adapter", source)
     finally:
         engine.destroy()
     step = json.loads((checkpoint / "done.json").read_text())["extra"]["step"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +30,7 @@ from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import checkpoint
 from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
-from areal.engines.model import fill, source
+from areal.engines.model import fill, lora, source
 from areal.engines.model.attention import dispatch
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
@@ -90,7 +91,12 @@ class FSDPEngine(TrainEngine):
         )
         self._mesh = make_mesh(config.layout, self.device)
         compute, master = resolve_precision(config, self.device)
-        hf = source.build(config.path, master)
+        # What is frozen needs no more precision than it computes in.
+        stored = master if config.lora is None else compute
+        hf = source.build(config.path, stored)
+        if config.lora is not None:
+            self.mesh.layout.check_adapters()
+            lora.inject(hf, config.lora, master)
         if checkpoints_activations(config, self.device):
             recompute_layers(hf)
         if config.optimizer is None:
@@ -107,10 +113,11 @@ class FSDPEngine(TrainEngine):
         source.fill_weights(
             hf,
             config.path,
-            master,
+            stored,
             from_scratch=config.init_from_scratch,
             seed=config.seed,
         )
+        lora.draw(hf, config.seed)
         tested = self_test(model, self.device, compute)
         if self.rank == 0:
             get_logger("areal.engines.fsdp").info("self_test_passed", **asdict(tested))
@@ -205,6 +212,10 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         return self.step.forward(batch, temperature=temperature)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside the context the model computes what it did before it was given LoRA adapters."""
+        return lora.switched_off(self.model.hf)
 
     def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         return reduce_scalars(sums, self.mesh.data_group)

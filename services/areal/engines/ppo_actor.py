@@ -33,7 +33,8 @@ class FSDPPPOActor:
     """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
 
     Made of `config.ref`, it is a frozen reference model: loaded from its own path whenever the run
-    starts, never part of a checkpoint, never published.
+    starts, never part of a checkpoint, never published. With `actor.lora` and no path of its own it
+    is the actor without its adapters.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)
@@ -49,7 +50,8 @@ class FSDPPPOActor:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
 
         Raises:
-            InvalidInput: There is a trainable actor already.
+            InvalidInput: There is a trainable actor already; or none yet, and this one is to be
+                the same model without its adapters.
         """
         from areal.engines import random_state
         from areal.engines.fsdp import FSDPEngine
@@ -61,6 +63,10 @@ class FSDPPPOActor:
         if not self.frozen:
             session.attach(self)
         self._publisher: tuple[WeightUpdateMeta, Publisher] | None = None
+        self._is_base = self.frozen and not config.path and session.config.actor.lora is not None
+        if self._is_base:
+            self._share(session.actor)
+            return
         config.path = config.path or session.config.model.path
         # A reference is compared with the actor: as the actor computes.
         ppo = config if isinstance(config, PPOActorConfig) else session.config.actor
@@ -86,13 +92,25 @@ class FSDPPPOActor:
             self._publish(WeightUpdateMeta(), session.step)
             session.publishing.settle()
 
+    def _share(self, actor: object) -> None:
+        """Computes with the actor's model."""
+        if not isinstance(actor, FSDPPPOActor):
+            raise InvalidInput(
+                "FSDPPPOActor(config.ref): with actor.lora and no ref.path it is the actor without "
+                "its adapters: expected FSDPPPOActor(config.actor) before it"
+            )
+        self.engine, self._ppo = actor.engine, actor._ppo
+
     def get_version(self) -> int:
         """Finished train steps: where a resumed run's loop continues."""
         return self.engine.get_version()
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere."""
-        return self._ppo.compute_logprobs(batch)
+        if not self._is_base:
+            return self._ppo.compute_logprobs(batch)
+        with self.engine.without_adapters():
+            return self._ppo.compute_logprobs(batch)
 
     def compute_advantages(self, batch: Batch) -> None:
         """Adds what the loss needs to a batch of `RemoteSGLangEngine.prepare_batch`, in place.

@@ -370,7 +370,7 @@ def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.opti
     # Fused AdamW takes tensors of one mesh at a time.
     groups = [
         {"params": chosen, "weight_decay": decay}
-        for same in gradients.by_mesh(model.parameters())
+        for same in gradients.by_mesh(p for p in model.parameters() if p.requires_grad)
         for decay, chosen in (
             (config.weight_decay, [p for p in same if p.ndim >= 2]),
             (0.0, [p for p in same if p.ndim < 2]),

@@ -282,6 +282,11 @@ class TrainerSession(Ranks):
             )
         self._checkpoints.actor = actor
 
+    @property
+    def actor(self) -> Checkpointable | None:
+        """What was attached."""
+        return self._checkpoints.actor
+
     def begin_step(self) -> None:
         """Starts the clock and row of the next step."""
         if self.before_first_step is not None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.engines.model import hub_names
+from areal.engines.model import hub_names, lora
 from areal.engines.model.tensor_directory import TensorDirectory
 from areal.errors import InvalidInput
 from areal.training.ranks import gather_json
@@ -91,6 +91,7 @@ class Gathering:
             name: getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
             for name, tensor in self._live.items()
         }
+        self._deltas = lora.deltas(hf)
         self._buckets = self._plan(held.boxes)
 
     @torch.no_grad()
@@ -160,7 +161,9 @@ class Gathering:
         for whole in bucket.wholes.values():
             for piece in whole.pieces:
                 if piece.rank == self._rank:
-                    _view(buffer, piece, whole.dtype).copy_(_local(self._live[whole.name]))
+                    own, delta = _local(self._live[whole.name]), self._deltas.get(whole.name)
+                    own = own if delta is None else delta.merged(own)
+                    _view(buffer, piece, whole.dtype).copy_(own)
         return buffer
 
     def _assembled(self, bucket: _Bucket, mine: Tensor | None) -> dict[str, Tensor]:

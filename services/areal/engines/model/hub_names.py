@@ -212,7 +212,12 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
 
 def _state(hf: Any) -> dict[str, Tensor]:
     state = hf.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    # A layer with an adapter beside it (`lora`) keeps its name; the adapter has none on the Hub.
+    return {
+        name.replace(".base_layer.", "."): value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and ".lora_" not in name
+    }
 
 
 def _tied(hf: Any) -> dict[str, str]:

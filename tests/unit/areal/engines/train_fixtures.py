@@ -48,6 +48,8 @@ def gradients(engine, batch, loss_fn=weighted_loss):
 
     def keep(**_):
         for name, parameter in engine.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             grad = parameter.grad
             held[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
         engine.step.optimizer.zero_grad(set_to_none=True)
