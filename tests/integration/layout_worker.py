@@ -1,9 +1,8 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?, export?, kernel?}. All ranks of a share get the same groups. The ranks
-are forks of a process that has imported everything: imports take most of the time of models this
-small.
+gradients?, save_to?, resume?, export?, kernel?}. All ranks of a share get the same groups. They are
+forks of a process that has imported everything: imports take most of the time of models this small.
 """
 
 import json
