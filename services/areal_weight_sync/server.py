@@ -19,6 +19,7 @@ from areal_weight_sync.announcer import Announcer
 from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.discovery.base import Discovery, make_sources
+from areal_weight_sync.engine.givers import Givers
 from areal_weight_sync.engine.http import HttpEngine, open_session
 from areal_weight_sync.metrics import WeightSyncMetrics
 from areal_weight_sync.servicer import WeightSyncService
@@ -72,6 +73,7 @@ class WeightSyncServer(Server):
             session=self._session,
             control_timeout=config.control_timeout_s,
             routes=config.routes,
+            givers=Givers(),
         )
         coordinator = Coordinator(config, self._store, connect, spawn, keep, self._metrics)
         snapshot = await self._store.load()

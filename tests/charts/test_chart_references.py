@@ -129,7 +129,7 @@ def test_policies_when_rendered_then_they_are_the_picture():
         "buffer": {"redis"},
         "trainer": {"buffer", "weight-sync", "trainer"},
         "weight-sync": {"redis", "nats", "sglang"},
-        "sglang": {"weight-sync"},
+        "sglang": {"weight-sync", "sglang"},
         "test": {"gateway"},
     }
     objects = render_ci("stream-values.yaml")  # with a sidecar beside each server

@@ -96,6 +96,37 @@ async def test_version_when_read_by_the_sidecar_then_is_a_folder_any_engine_load
     assert build_manifest(folder, 1, 1).files == rig.announced[-1].files
 
 
+async def test_version_when_a_sidecar_has_it_then_the_next_pulls_it_there(rig: Rig) -> None:
+    new = rig.noisy(1)
+    await run(lambda: rig.publisher("stream").publish(new, rig.announce))
+    ports = free_port(), free_port()
+    runners = [
+        await serve(Sidecar(rig.root / f"memory-{port}", SECURITY).app(), port) for port in ports
+    ]
+    source = f"{rig.url}/versions/{new.name}"
+    try:
+        async with aiohttp.ClientSession(headers=HEADERS) as session:
+            for port in ports:
+                url = f"http://127.0.0.1:{port}/stage_weights"
+                async with session.post(url, json={"model_path": source}) as answer:
+                    assert answer.status == 200, await answer.text()
+                source = f"http://127.0.0.1:{port}/versions/{new.name}"
+                shutil.rmtree(rig.root / "weights" / new.name, ignore_errors=True)
+            async with session.get(f"{source}/../x") as answer:
+                assert answer.status == 404
+            for missing in ("tokenizer.json", "other", "v00000002-inc1/manifest.json"):
+                async with session.get(f"{source}/{missing}") as answer:
+                    assert answer.status == 404
+        async with aiohttp.ClientSession() as stranger, stranger.get(f"{source}/x") as answer:
+            assert answer.status == 401
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+    folders = [rig.root / f"memory-{port}" / new.name for port in ports]
+    for folder in folders:
+        assert build_manifest(folder, 1, 1).files == rig.announced[-1].files
+
+
 async def test_version_0_when_nobody_published_then_the_store_has_the_model(rig: Rig) -> None:
     location = f"{rig.url}/versions/{version_name(0, 0)}"
     weights = await run(lambda: rig.load(location))

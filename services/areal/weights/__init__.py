@@ -4,6 +4,7 @@
     ───────                              ───────────                       ────────────────
     disk    folder on a volume  ───────────────────────── path ──────────> reads the folder
     stream  upload, once  ──HTTP──> weight store ──────HTTP, ranges──────> pulls into parameters
+                                          │                   the next server pulls from it ──> …
                                           └──────────> sidecar ──folder──> an unmodified SGLang
     (s3://)  upload, once ──HTTP──> object store ──────HTTP, ranges──────> the same two
     distributed  broadcast ─────────── process group ────────────────────> its parameters

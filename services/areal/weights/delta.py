@@ -33,7 +33,6 @@ from areal.weights.manifest import (
     PolicyVersion,
     parse_version_dir,
     read_manifest,
-    version_name,
 )
 from areal.weights.publisher import NewVersion, in_threads, write_at
 from areal.weights.safetensors import HostTensor, TensorPlace, digest_of, item_bytes, read_layout
@@ -305,8 +304,7 @@ class DeltaChain:
         raw = encode(new.tensors, held, base.digest)
         if raw is None:
             return None
-        name = version_name(base.version, base.incarnation)
-        return DeltaFile(name, base.digest, len(raw), digest_of(raw)), raw
+        return DeltaFile(base.folder_name, base.digest, len(raw), digest_of(raw)), raw
 
     def advance(self, manifest: PolicyVersion, new: NewVersion) -> None:
         """`new` was published: the next delta starts from it."""

@@ -115,6 +115,11 @@ class PolicyVersion:
         """What servers are told as `weight_version`."""
         return str(self.version)
 
+    @property
+    def folder_name(self) -> str:
+        """Of its folder; `parse_version_dir` reads it back."""
+        return version_name(self.version, self.incarnation)
+
     @cached_property
     def digest(self) -> str:
         """Of what servers compute with: every tensor's name, type, shape and bytes."""

@@ -5,7 +5,8 @@
     weight-sync ── pause, POST /update_weights_from_disk {"model_path": …} ──> SGLang
 
 One sidecar serves all engines of its host (or pod), which must see its folder. It is what
-areal-inference does itself, so weight-sync asks both the same.
+areal-inference does itself, so weight-sync asks both the same. What it has, other sidecars pull
+from it: see `areal_weight_sync.engine.givers`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from aiohttp import web
 
 from areal.chassis.http_connections import IDLE_S
 from areal.chassis.logging import configure_logging, get_logger
-from areal.errors import ArealError
+from areal.errors import ArealError, InvalidInput
 from areal.security import UNAUTHENTICATED, Security
 from areal.weights.fetch import fetch_version
+from areal.weights.manifest import MANIFEST, parse_version_dir, read_manifest
 
 _MAX_BODY_BYTES = 64 << 10
 
@@ -39,17 +41,44 @@ class Sidecar:
     def app(self) -> web.Application:
         """Its routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.add_routes([web.post("/stage_weights", self._stage), web.get("/healthz", self._health)])
+        app.add_routes(
+            [
+                web.post("/stage_weights", self._stage),
+                web.get("/versions/{name}/{file}", self._give),
+                web.get("/healthz", self._health),
+            ]
+        )
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"service": "sidecar", "serving": True})
 
-    async def _stage(self, request: web.Request) -> web.Response:
+    def _refused(self, request: web.Request) -> web.Response | None:
         if why := self._security.foreign(request.headers.get):
             return _answer(why, 403)
         if not self._security.admits(request.headers.get("Authorization")):
             return _answer(UNAUTHENTICATED, 401)
+        return None
+
+    async def _give(self, request: web.Request) -> web.StreamResponse:
+        """As the weight store does; a version is deleted when two newer ones are here."""
+        if refused := self._refused(request):
+            return refused
+        name, file = request.match_info["name"], request.match_info["file"]
+        folder = self._folder / name
+        try:
+            if parse_version_dir(name) is None:
+                raise InvalidInput(f"version {name[:80]!r}: expected vN-incM")
+            manifest = await asyncio.to_thread(read_manifest, folder)
+        except InvalidInput as error:
+            return _answer(str(error), 404)
+        if file not in {MANIFEST, *(entry.name for entry in manifest.files)}:
+            return _answer(f"{name}/{file[:80]}: no file of this version", 404)
+        return web.FileResponse(folder / file, chunk_size=1 << 20)
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        if refused := self._refused(request):
+            return refused
         try:
             source = json.loads(await request.read())["model_path"]
         except (ValueError, KeyError, TypeError, RecursionError):

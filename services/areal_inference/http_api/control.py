@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from areal.weights.publisher import TransportError
 from areal_inference.api import RequestError, SchemaError
 from areal_inference.decode.scheduler import PAUSE_MODES, Scheduler
 from areal_inference.frontend import Frontend
+from areal_inference.http_api.giving import Giving
 from areal_inference.http_api.requests import COMMON, guarded, json_response, read_object
 from areal_inference.http_api.weight_groups import RECEIVE, GroupRoutes, Groups, MemorySource, done
 
@@ -66,6 +67,7 @@ def control_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[Starl
     """All control endpoints of a frontend; `headers` are what a weight store asks for."""
     control = _Control(frontend, headers)
     groups = GroupRoutes(control.groups, frontend, control.adopt)
+    giving = Giving(control.sets)
     return [
         StarletteRoute(path, guarded(handler), methods=methods)
         for path, handler, methods in (
@@ -82,6 +84,7 @@ def control_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[Starl
             ("/end_weight_update", groups.end_update, ["POST"]),
             ("/update_weight_version", control.update_version, ["POST"]),
             ("/weights_checker", control.check_weights, ["POST"]),
+            ("/versions/{name}/{file}", giving.get, ["GET"]),
         )
     ]
 
@@ -113,6 +116,14 @@ class _Control:
         self._staged: Staged | None = None
         self._spare: Weights | None = None  # the set before the current one: the next load fills it
         self.groups = Groups(frontend.model)
+
+    def sets(self) -> Iterator[Weights]:
+        """All weights in memory, that which serves first."""
+        yield self._frontend.runner.model.weights
+        if self._staged is not None:
+            yield self._staged.weights
+        if self._spare is not None:
+            yield self._spare
 
     async def pause(self, http: HttpRequest) -> Response:
         """Stop decoding: abort (default), retract or in_place."""

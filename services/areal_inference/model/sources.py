@@ -50,6 +50,17 @@ class Stored:
     """Empty: the source has no manifest."""
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version as it was pulled: what its files are, so that the next server can pull it here."""
+
+    name: str
+    """Its folder's."""
+    manifest: PolicyVersion
+    layouts: Mapping[str, Layout]
+    """Of its safetensors files."""
+
+
 class Source(Protocol):
     """Tensors by name; close it after use."""
 
@@ -131,6 +142,7 @@ class StoreSource:
             for file in manifest.files
             if file.name.endswith(SUFFIX)
         }
+        self.published = Published(self._name, manifest, layouts)
         self.tensors = _collect(layouts, manifest, location)
         self._pieces = {
             place.name: (file, run[0].begin, run[-1].end)

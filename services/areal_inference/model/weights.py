@@ -25,7 +25,15 @@ from areal.errors import InvalidInput
 from areal.weights.manifest import PolicyVersion, WeightTensor
 from areal.weights.publisher import TransportError, in_threads
 from areal_inference.model.config import ModelConfig
-from areal_inference.model.sources import Source, Stored, WeightError, open_changes, open_source
+from areal_inference.model.sources import (
+    Published,
+    Source,
+    Stored,
+    StoreSource,
+    WeightError,
+    open_changes,
+    open_source,
+)
 
 __all__ = ["LayerWeights", "WeightError", "Weights", "load_weights", "model_shapes"]
 
@@ -53,7 +61,7 @@ class LayerWeights:
     down: Tensor  # [I, H]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Weights:
     """All parameters; ``views`` names each checkpoint tensor's place (see `_View`)."""
 
@@ -65,6 +73,8 @@ class Weights:
 
     sums: dict[str, str] = field(default_factory=dict)
     """Checksums of what the set holds; empty until asked for."""
+    published: Published | None = None
+    """The version that the set is, bit for bit, where it was pulled whole."""
 
     def checksums(self) -> dict[str, str]:
         """xxh3-128 of each checkpoint tensor's bytes, in this engine's dtype and HF's layout.
@@ -180,6 +190,7 @@ def _load(
     """Fills a set from a source."""
     _check(location, source, expected, config)
     weights.sums.clear()
+    weights.published = None
 
     def fill(names: list[str]) -> None:
         # Inference mode belongs to a thread.
@@ -195,6 +206,12 @@ def _load(
         ):
             part.copy_(rows)
         _check_tied_head(location, source, weights, weights.embed.dtype)
+    own = _NAMES[weights.embed.dtype]
+    if isinstance(source, StoreSource) and all(
+        name in weights.views and stored.place.dtype == own and stored.digest
+        for name, stored in source.tensors.items()
+    ):
+        weights.published = source.published
 
 
 def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:

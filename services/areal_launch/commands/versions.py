@@ -20,7 +20,7 @@ from areal.errors import ArealError, InvalidInput, NotFound
 from areal.security import Security, SecurityConfig
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.run_files import EVALUATIONS, best_step
-from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions, version_name
+from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
 from areal_launch.run_folder import find_run
@@ -39,7 +39,7 @@ def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int
         ("version", "age", "MiB", "encoding", "digest", "served by"),
         [
             (
-                version_name(version.version, version.incarnation),
+                version.folder_name,
                 f"{now - version.publish_time:.0f} s",
                 f"{version.size_bytes / 2**20:.1f}",
                 encoding(version),
@@ -166,7 +166,7 @@ async def _ask(
 
 
 def _as_json(version: PolicyVersion, servers: list[str]) -> dict[str, Any]:
-    name = version_name(version.version, version.incarnation)
+    name = version.folder_name
     return {
         "name": name,
         **asdict(version),

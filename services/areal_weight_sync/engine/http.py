@@ -29,10 +29,13 @@ from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
 from areal_weight_sync.engine.broadcast_group import BroadcastGroup
+from areal_weight_sync.engine.givers import Givers
 from areal_weight_sync.engine.routes import Routes, Tried
 
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
+_GIVERS_TRIED = 3  # then the store
+_ROUNDS = 10  # of transfers, of which each has its timeout: a thousand servers have it then
 
 
 def normalize_url(url: str) -> tuple[str, str]:
@@ -78,16 +81,22 @@ class HttpEngine:
         *,
         control_timeout: float = 10.0,
         routes: Routes | None = None,
+        givers: Givers | None = None,
     ) -> None:
         self._url = url
         self._session = session
         self._routes = routes or Routes()
+        self._givers = givers or Givers()
         self._first = self._routes.order[0]  # the transport that worked last
         self._staged: tuple[PolicyVersion, str] | None = None
         self._group = BroadcastGroup(self.command)
         self.ranks = 0
         self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
         self._control_timeout = control_timeout
+
+    @property
+    def _sidecar(self) -> str:
+        return self._routes.sidecar(self._url)
 
     async def weight_version(self, timeout: float = 2.0) -> str:
         """GET /model_info."""
@@ -200,15 +209,34 @@ class HttpEngine:
         self, transport: str, version: PolicyVersion, timeout: float
     ) -> tuple[str, Fingerprint | None]:
         """What to give as model_path, and the checksum where the engine itself has read it."""
-        source = self._routes.location(version) if transport == "stream" else version.path
+        if transport == "disk":
+            return (await self._stage_from(version.path, timeout))[:2]
+        store, name = self._routes.location(version), version.folder_name
+        # A delta is small, and only the store has it. A sidecar has what another engine asked for.
+        alone = version.delta is not None or self._givers.holds(name, self._sidecar)
+        for _ in range(0 if alone else _GIVERS_TRIED):
+            turn = None
+            try:
+                async with self._givers.turn(name, _ROUNDS * timeout) as turn:
+                    source = f"{turn.giver}/versions/{name}" if turn.giver else store
+                    location, fingerprint, turn.taker = await self._stage_from(source, timeout)
+                    return location, fingerprint
+            except EngineError as error:
+                if turn is None or not turn.giver or error.fault is not Fault.UPDATE_REFUSED:
+                    raise
+                self._log.warning("giver_failed", giver=turn.giver, cause=str(error)[:300])
+        return (await self._stage_from(store, timeout))[:2]
+
+    async def _stage_from(self, source: str, timeout: float) -> tuple[str, Fingerprint | None, str]:
+        """As `_stage_by`; and who has it now, for others to pull from."""
         path, request = "/stage_weights", {"model_path": source}
         status, text = await self._call("POST", path, request, timeout=timeout)
         if status not in (404, 405):
             self._check_accepted(path, status, text)
-            return source, self._fingerprint(path, status, text)
-        if transport == "disk" and not in_object_store(source):
-            return source, None
-        path = self._routes.sidecar(self._url) + path
+            return source, self._fingerprint(path, status, text), self._url
+        if not source.startswith("http://") and not in_object_store(source):
+            return source, None, ""
+        path = self._sidecar + path
         try:
             status, text = await self._call("POST", path, request, timeout=timeout)
         except EngineError as error:
@@ -219,7 +247,7 @@ class HttpEngine:
         folder = self._parse(path, status, text).get("model_path")
         if not isinstance(folder, str):
             raise EngineError(Fault.GARBAGE, f"{path}: model_path is {folder!r:.100}")
-        return folder, None
+        return folder, None, self._sidecar
 
     async def _load_from(
         self, location: str, version: PolicyVersion, flush_cache: bool, timeout: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from areal.weights.manifest import PolicyVersion, version_name
+from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.engine.base import EngineError, Fault
 
 
@@ -33,7 +33,7 @@ class Routes:
             raise EngineError(
                 Fault.UPDATE_REFUSED, "endpoints.weight_store '': there is no weight store"
             )
-        return f"{self.store}/versions/{version_name(version.version, version.incarnation)}"
+        return f"{self.store}/versions/{version.folder_name}"
 
     def sidecar(self, server: str) -> str:
         """The sidecar of a server's host."""

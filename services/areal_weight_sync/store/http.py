@@ -35,7 +35,6 @@ from areal.weights.manifest import (
     from_json,
     read_manifest,
     to_json,
-    version_name,
 )
 from areal.weights.publisher import companions
 from areal.weights.safetensors import file_digest
@@ -130,7 +129,7 @@ class StoreApp:
     async def _begin(self, request: web.Request) -> web.Response:
         manifest = from_json(await request.read())
         name = request.match_info["name"]
-        if name != version_name(manifest.version, manifest.incarnation):
+        if name != manifest.folder_name:
             raise InvalidInput(f"version {name[:80]!r}: its manifest is of another one")
         await asyncio.to_thread(self._store.begin, manifest, self._base())
         # A trainer uploads one version at a time: what an earlier one left unfinished is dropped.
@@ -197,7 +196,7 @@ class StoreApp:
 
     async def _version(self, name: str) -> PolicyVersion:
         for version in self._known():
-            if version_name(version.version, version.incarnation) == name:
+            if version.folder_name == name:
                 return version
         return await asyncio.to_thread(read_manifest, self._store.folder(name))
 
