@@ -102,6 +102,7 @@ class Store(Protocol):
         limit: int,
         with_groups: bool,
         refill_below: int,
+        confirmed: int | None,
     ) -> Take:
         """One attempt at the batch of a step."""
 
@@ -172,6 +173,7 @@ class Ledger:
         *,
         with_groups: bool = False,
         refill_below: int = 0,
+        confirmed: int | None = None,
     ) -> Take:
         """The batch of a step, or state `waiting` when max_wait passed first or rows are wanted."""
         return await self._until(
@@ -183,6 +185,7 @@ class Ledger:
                 limit=self._memory.limit_bytes,
                 with_groups=with_groups,
                 refill_below=refill_below,
+                confirmed=confirmed,
             ),
             lambda take: take.state is not TakeState.WAITING or take.rows_wanted,
             max_wait_s,

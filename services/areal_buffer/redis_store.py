@@ -245,17 +245,24 @@ class RedisStore:
         limit: int,
         with_groups: bool = False,
         refill_below: int = 0,
+        confirmed: int | None = None,
     ) -> Take:
         """One attempt at the batch of a step; `waiting` flags the wait.
 
         `limit`: bytes that the ledger may hold; near it, a commit is asked for where that helps.
         `with_groups` brings along the payloads of the first groups, as many as are small.
+        `confirmed`: the newest version that a server serves; None: step - 1.
         """
+        served = step - 1 if confirmed is None else confirmed
         along = _ALONG_BYTES if with_groups else 0
         reply = await self._scripts.run(
-            "take", incarnation, step, limit, along, refill_below, *task_ids
+            "take", incarnation, step, limit, along, refill_below, served, *task_ids
         )
         return replies.take(reply)
+
+    async def confirm(self, incarnation: int, version: int) -> int:
+        """A server serves a version; returns the policy version."""
+        return int(await self._scripts.run("confirm", incarnation, version))
 
     async def fetch(
         self, incarnation: int, step: int, task_ids: Sequence[str]

@@ -54,6 +54,7 @@ NAMES = (
     "ended",
     "register",
     "take",
+    "confirm",
     "fetch",
     "commit",
     "sweep",

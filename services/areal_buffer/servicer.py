@@ -224,10 +224,22 @@ class BufferService(BufferServiceServicer):
             request.max_wait.ToMilliseconds() / 1000,
             with_groups=request.with_groups,
             refill_below=check.check_number(request.refill_below, "refill_below", 0),
+            confirmed=check.check_number(request.confirmed_version, "confirmed_version", 0)
+            if request.HasField("confirmed_version")
+            else None,
         )
         if take.state is TakeState.TAKEN and not take.replay:
             self._metrics.batch_taken(request.step, take)
         return take_to_pb(take)
+
+    async def ConfirmVersion(
+        self, request: pb.ConfirmVersionRequest, context: Context
+    ) -> pb.ConfirmVersionResponse:
+        version = await self._store.confirm(
+            check.check_number(request.incarnation, "incarnation", 1),
+            check.check_step(request.version, "version", 0),
+        )
+        return pb.ConfirmVersionResponse(policy_version=version)
 
     async def FetchGroups(
         self, request: pb.FetchGroupsRequest, context: Context

@@ -21,7 +21,6 @@ from tests.buffer_client import BufferClient
 from tests.integration.stack_tools import RunningStack, areal_background, environment, eventually
 from tests.service_process import free_port
 
-from areal.clients.weight_sync import WeightSyncClient
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec
 
 RECIPE = Path(__file__).parent / "recipes" / "replay.py"
@@ -223,15 +222,16 @@ class TrainerRig:
 
         return asyncio.run(ask())
 
-    def served_version(self) -> int:
-        """The newest version that weight-sync knows."""
+    def batches_ahead(self) -> int:
+        """Batches that were taken, of which no server serves the version yet."""
 
         async def ask() -> int:
-            client = WeightSyncClient(self.stack.address("weight-sync"), self.stack.security)
+            client = BufferClient(self.stack.address("buffer"), self.stack.security)
             try:
-                return (await client.status()).current_version
+                stats = await client.get_stats()
             finally:
                 await client.close()
+            return stats.last_taken_step - stats.policy_version
 
         return asyncio.run(ask())
 

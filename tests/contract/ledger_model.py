@@ -253,7 +253,13 @@ class Model:
         return lost
 
     def take(
-        self, incarnation: int, step: int, ids: list[str], near: bool, helps: bool
+        self,
+        incarnation: int,
+        step: int,
+        ids: list[str],
+        near: bool,
+        helps: bool,
+        confirmed: int | None = None,
     ) -> tuple[str, list[str], bool]:
         self.fence(incarnation)
         if step <= self.last:
@@ -264,7 +270,7 @@ class Model:
             raise WrongStep
         if self.take_step != step:
             self.take_step, self.late = step, False
-        self.v = max(self.v, step - 1)
+        self.v = max(self.v, step - 1 if confirmed is None else min(step - 1, confirmed))
         if near and self.last > self.committed and helps:
             return "checkpoint_first", [], False
         oldest = step - 1 - self.eta
@@ -287,6 +293,13 @@ class Model:
                 return "waiting", [], False
             self.revoke(oldest)
         return self.batch(step, ready[: self.size])
+
+    def confirm(self, incarnation: int, version: int) -> int:
+        self.fence(incarnation)
+        if version > self.last:
+            raise WrongStep
+        self.v = max(self.v, version)
+        return self.v
 
     def revoke(self, floor: int) -> None:
         for task in self.having("running"):

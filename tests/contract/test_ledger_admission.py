@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tests.ledger_support import Book, make_group
+import pytest
+from tests.ledger_support import EMPTY, Book, make_group
 
+from areal.errors import StaleIncarnation, WrongStep
 from areal.protocol.trajectories import group_to_pb
 from areal.types import Purpose
 
@@ -27,6 +29,41 @@ async def test_admission_when_bound_is_reached_then_no_lease_until_version_moves
     assert await book.lease() == {}  # the batch of step 1 still counts at version 0
     assert (await book.take(2))[0] == "taken"  # version 1 now: step 1 is done, step 2 counts
     assert len(await book.lease(10)) == 2
+
+
+async def test_admission_when_a_version_is_on_its_way_then_two_batches_count_and_leases_need_it_not(
+    book: Book,
+) -> None:
+    await book.register(size=2, eta=2)
+    await book.submit(*(f"t{i}" for i in range(20)))
+    for task_id, token in (await book.lease(10)).items():
+        await book.complete(task_id, token)
+    assert (await book.take(1))[0] == "taken"
+    taken = await book.store.take(book.incarnation, 2, (), limit=EMPTY, confirmed=0)
+    assert taken.state == "taken"  # beside version 1, which no server serves yet
+    leases, reason = await book.leases(10)
+    assert [lease.policy_version for lease in leases] == []
+    assert "0 running + 2 completed + 4 batched ahead of version 0" in reason
+    with pytest.raises(WrongStep, match="ConfirmVersion 3: the last step taken is 2"):
+        await book.store.confirm(book.incarnation, 3)
+    with pytest.raises(StaleIncarnation):
+        await book.store.confirm(book.incarnation - 1, 1)
+    assert await book.store.confirm(book.incarnation, 1) == 1
+    leases, _ = await book.leases(10)
+    assert [lease.policy_version for lease in leases] == [1, 1]
+    assert await book.store.confirm(book.incarnation, 0) == 1  # late: it never goes back
+
+
+async def test_admission_when_a_trainer_says_nothing_of_versions_then_the_one_before_its_step(
+    book: Book,
+) -> None:
+    await book.register(size=1, eta=1)
+    await book.run("a", "b")
+    await book.take(1)
+    await book.take(2)
+    await book.submit("c")
+    leases, _ = await book.leases(1)
+    assert [lease.policy_version for lease in leases] == [1]
 
 
 async def test_admission_when_the_batch_is_let_go_before_its_version_then_it_still_counts(

@@ -241,9 +241,20 @@ class LedgerMachine(RuleBasedStateMachine):
         near=seldom,
         old=seldom,
         refill=st.integers(0, 8),
+        behind=flags,
     )
-    def take(self, offset: int, near: bool, old: bool, refill: int) -> None:
-        self.take_step(max(1, self.model.last + offset), [], near, old, refill)
+    def take(self, offset: int, near: bool, old: bool, refill: int, behind: bool) -> None:
+        """`behind`: the version of the step before is on its way to the servers."""
+        self.take_step(max(1, self.model.last + offset), [], near, old, refill, behind)
+
+    @rule(ahead=st.integers(-1, 1), old=seldom)
+    def confirm(self, ahead: int, old: bool) -> None:
+        """A server serves it now."""
+        version, incarnation = max(0, self.model.v + ahead), self.model.incarnation - old
+        self.same(
+            lambda: self.model.confirm(incarnation, version),
+            self.store.confirm(incarnation, version),
+        )
 
     @rule(ids=st.lists(task_ids, min_size=1, max_size=4, unique=True))
     def take_named(self, ids: list[str]) -> None:
@@ -252,12 +263,26 @@ class LedgerMachine(RuleBasedStateMachine):
         if any(self.model.tasks[i].state not in ends for i in known):
             self.take_step(self.model.last + 1, known, False, False)
 
-    def take_step(self, step: int, ids: list[str], near: bool, old: bool, refill: int = 0) -> Any:
+    def take_step(
+        self,
+        step: int,
+        ids: list[str],
+        near: bool,
+        old: bool,
+        refill: int = 0,
+        behind: bool = False,
+    ) -> Any:
         incarnation = self.model.incarnation - old
+        confirmed = max(0, step - 2) if behind else None
 
         async def call() -> tuple[str, list[str], bool]:
             take = await self.store.take(
-                incarnation, step, ids, limit=FULL if near else EMPTY, refill_below=refill
+                incarnation,
+                step,
+                ids,
+                limit=FULL if near else EMPTY,
+                refill_below=refill,
+                confirmed=confirmed,
             )
             if take.state == "taken":
                 assert [group.task_id async for group in self.groups(take, step)]
@@ -267,7 +292,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
         train, serve = self.run(self.book.held())
         helps = train >= serve  # what a commit would released is most of it
-        return self.same(lambda: self.model.take(incarnation, step, ids, near, helps), call())
+        return self.same(
+            lambda: self.model.take(incarnation, step, ids, near, helps, confirmed), call()
+        )
 
     async def groups(self, take: Any, step: int) -> Any:
         """The groups of a batch, each with its payload still there and as it was completed."""

@@ -84,6 +84,7 @@ def _words(stack: FuzzedStack) -> Words:
                 )
             ],
             "TakeBatch": [buffer_service_pb2.TakeBatchRequest(incarnation=1, step=1)],
+            "ConfirmVersion": [buffer_service_pb2.ConfirmVersionRequest(incarnation=1, version=1)],
             "CommitStep": [buffer_service_pb2.CommitStepRequest(incarnation=1, step=1)],
             "PublishVersion": [
                 weight_sync_service_pb2.PublishVersionRequest(

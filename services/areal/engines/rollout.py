@@ -174,11 +174,14 @@ class RemoteSGLangEngine:
         session = self.session
         full = feeder is not None and feeder.held_back is not None
         at_once = session.publishing.pending
+        # `upload_weights` waited for the version before the one that is on its way.
+        confirmed = max(session.confirmed_version, session.step - 1) if at_once else None
         taken = session.ledger.take(
             session.step + 1,
             task_ids,
             max_wait_s=0.0 if at_once else _HELD_BACK_POLL_S if full else POLL_S,
             refill_below=feeder.refill_below if feeder is not None else 0,
+            confirmed_version=confirmed,
         )
         waiting = taken.state in (TakeState.WAITING, TakeState.CHECKPOINT_FIRST)
         if waiting and time.monotonic() - since > self.config.batch_timeout_s:

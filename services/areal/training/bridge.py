@@ -65,6 +65,10 @@ class AsyncBridge:
             future.cancel()
             raise WaitTimeout(what, on=on, since=since) from None
 
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine that no one waits for, and that says itself what goes wrong."""
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
     def close(self) -> None:
         """Stops the loop; pending coroutines are cancelled."""
 

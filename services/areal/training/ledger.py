@@ -115,6 +115,7 @@ class TrainerLedger:
         *,
         max_wait_s: float = POLL_S,
         refill_below: int = 0,
+        confirmed_version: int | None = None,
     ) -> Take:
         """Asks for the batch of a step; see `BufferTrainer.take_batch`."""
         return self.ask(
@@ -125,6 +126,7 @@ class TrainerLedger:
                 task_ids=task_ids,
                 with_groups=self._ranks.world_size == 1,
                 refill_below=refill_below,
+                confirmed_version=confirmed_version,
             ),
             f"batch of step {step}",
             shape=Take,

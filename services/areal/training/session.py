@@ -104,6 +104,8 @@ class TrainerSession(Ranks):
         self.published_version = 0
         self.served_version = 0
         """What servers are brought to: one more where its trainer died before it was stored."""
+        self.confirmed_version = -1
+        """The newest that a server has confirmed beside a step."""
         self.pair_cost = 0.0
         """What the actor's model makes of long sequences; see `areal.algorithms.packing.cost`."""
         self.row: dict[str, Any] = {}
@@ -259,6 +261,20 @@ class TrainerSession(Ranks):
             RETRY_S + patience_s(version.size_bytes),
         )
         self.published_version = self.served_version = version.version
+        self.bridge.start(self._tell_confirmed(version.version))
+
+    async def _tell_confirmed(self, version: int) -> None:
+        """The ledger leases groups from a version once a server serves it, and not before.
+
+        So nothing waits for a version that this process takes with it when it dies.
+        """
+        try:
+            limit = self.config.rollout.setup_timeout_s
+            await self.weight_sync.wait_confirmed(version, timeout=limit)
+            self.confirmed_version = version
+            await self.ledger.buffer.confirm_version(self.incarnation, version)
+        except errors.ArealError as error:  # the next batch, or `confirm_version`, says so again
+            self._log.warning("confirmation_not_told", version=version, cause=str(error))
 
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Announces weights that are about to be broadcast (rank 0, in any thread)."""

@@ -767,14 +767,19 @@ class TakeBatchRequest(_message.Message):
     TASK_IDS_FIELD_NUMBER: _builtins.int
     WITH_GROUPS_FIELD_NUMBER: _builtins.int
     REFILL_BELOW_FIELD_NUMBER: _builtins.int
+    CONFIRMED_VERSION_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
-    """Finished steps + 1; sets the ledger's policy version to step - 1."""
+    """Finished steps + 1."""
     with_groups: _builtins.bool
     """The answer brings the first groups along: a lone rank would fetch them next."""
     refill_below: _builtins.int
     """Answer `waiting` at once when fewer train tasks than this are queued and more may come (not
     sealed): the trainer then submits rows. 0: wait on.
+    """
+    confirmed_version: _builtins.int
+    """The newest version that a server serves, while step - 1 is on its way; sets the ledger's policy
+    version. Absent: step - 1 is served.
     """
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
@@ -791,14 +796,60 @@ class TakeBatchRequest(_message.Message):
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         with_groups: _builtins.bool = ...,
         refill_below: _builtins.int = ...,
+        confirmed_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["max_wait", b"max_wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_version", b"_confirmed_version", "confirmed_version", b"confirmed_version", "max_wait", b"max_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_wait", b"max_wait", "refill_below", b"refill_below", "step", b"step", "task_ids", b"task_ids", "with_groups", b"with_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_version", b"_confirmed_version", "confirmed_version", b"confirmed_version", "incarnation", b"incarnation", "max_wait", b"max_wait", "refill_below", b"refill_below", "step", b"step", "task_ids", b"task_ids", "with_groups", b"with_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__confirmed_version: _TypeAlias = _typing.Literal["confirmed_version"]  # noqa: Y015
+    _WhichOneofArgType__confirmed_version: _TypeAlias = _typing.Literal["_confirmed_version", b"_confirmed_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__confirmed_version) -> _WhichOneofReturnType__confirmed_version | None: ...
+
+Global___TakeBatchRequest: _TypeAlias = TakeBatchRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    version: _builtins.int
+    """At most the last step taken."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TakeBatchRequest: _TypeAlias = TakeBatchRequest  # noqa: Y015
+Global___ConfirmVersionRequest: _TypeAlias = ConfirmVersionRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The ledger's policy version."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmVersionResponse: _TypeAlias = ConfirmVersionResponse  # noqa: Y015
 
 @_typing.final
 class TakenGroup(_message.Message):

@@ -93,6 +93,11 @@ class BufferServiceStub:
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.TakeBatchRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_buffer__service__pb2.TakeBatchResponse.FromString,
                 _registered_method=True)
+        self.ConfirmVersion = channel.unary_unary(
+                '/areal.v1.BufferService/ConfirmVersion',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.ConfirmVersionRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.ConfirmVersionResponse.FromString,
+                _registered_method=True)
         self.FetchGroups = channel.unary_stream(
                 '/areal.v1.BufferService/FetchGroups',
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.FetchGroupsRequest.SerializeToString,
@@ -221,6 +226,13 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConfirmVersion(self, request, context):
+        """A server serves a version: groups are leased from it on. Idempotent; never goes back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchGroups(self, request, context):
         """Streams the groups of a taken step.
         """
@@ -334,6 +346,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.TakeBatch,
                     request_deserializer=areal_dot_v1_dot_buffer__service__pb2.TakeBatchRequest.FromString,
                     response_serializer=areal_dot_v1_dot_buffer__service__pb2.TakeBatchResponse.SerializeToString,
+            ),
+            'ConfirmVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmVersion,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.ConfirmVersionRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.ConfirmVersionResponse.SerializeToString,
             ),
             'FetchGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchGroups,
@@ -677,6 +694,33 @@ class BufferService:
             '/areal.v1.BufferService/TakeBatch',
             areal_dot_v1_dot_buffer__service__pb2.TakeBatchRequest.SerializeToString,
             areal_dot_v1_dot_buffer__service__pb2.TakeBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.BufferService/ConfirmVersion',
+            areal_dot_v1_dot_buffer__service__pb2.ConfirmVersionRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.ConfirmVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,8 @@ class BufferServiceStub:
     """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
     TakeBatch: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]
     """The batch of a step, oldest first. The same step returns the same groups until released."""
+    ConfirmVersion: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ConfirmVersionRequest, _buffer_service_pb2.ConfirmVersionResponse]
+    """A server serves a version: groups are leased from it on. Idempotent; never goes back."""
     FetchGroups: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]
     """Streams the groups of a taken step."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]
@@ -115,6 +117,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
     TakeBatch: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]  # type: ignore[assignment]
     """The batch of a step, oldest first. The same step returns the same groups until released."""
+    ConfirmVersion: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ConfirmVersionRequest, _buffer_service_pb2.ConfirmVersionResponse]  # type: ignore[assignment]
+    """A server serves a version: groups are leased from it on. Idempotent; never goes back."""
     FetchGroups: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]  # type: ignore[assignment]
     """Streams the groups of a taken step."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]  # type: ignore[assignment]
@@ -230,6 +234,14 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.TakeBatchResponse, _abc.Awaitable[_buffer_service_pb2.TakeBatchResponse]]:
         """The batch of a step, oldest first. The same step returns the same groups until released."""
+
+    @_abc_1.abstractmethod
+    def ConfirmVersion(
+        self,
+        request: _buffer_service_pb2.ConfirmVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.ConfirmVersionResponse, _abc.Awaitable[_buffer_service_pb2.ConfirmVersionResponse]]:
+        """A server serves a version: groups are leased from it on. Idempotent; never goes back."""
 
     @_abc_1.abstractmethod
     def FetchGroups(

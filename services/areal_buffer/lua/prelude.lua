@@ -371,7 +371,7 @@ end
 
 -- The ledger's own record. Absent numbers are 0, or what the experiment file says.
 local META_FIELDS = {'incarnation', 'policy_version', 'last_taken', 'last_committed', 'let_go',
-  'last_size', 'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts', 'take_step',
+  'last_size', 'size_before', 'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts', 'take_step',
   'take_since', 'staleness_max', 'sealed', 'refill_below', 'seq', 'token', 'submitted'}
 local function read_meta()
   local values, meta = look('HMGET', META, 'want', 'stopped', unpack(META_FIELDS)), {}
@@ -413,15 +413,25 @@ end
 -- Groups that may still start: areal.staleness.admission_headroom.
 local function admission(meta)
   if meta.stopped ~= '' then return 0, 'admission: the run was stopped: ' .. meta.stopped end
-  -- Only the newest batch can be ahead. It counts until the version moves, even if committed and
-  -- released by then: what starts now starts from the weights before it.
+  -- Only the two newest batches can be ahead: one is trained on, and the version of the other may be on
+  -- its way to the servers. They count until the version moves, even if committed and released by
+  -- then: what starts now starts from the weights before them.
   local ahead = meta.last_taken > meta.policy_version and meta.last_size or 0
+  if meta.last_taken - 1 > meta.policy_version then ahead = ahead + meta.size_before end
   local running, completed = count('train:running', 'train:completed')
   local eta, size = meta.max_head_offpolicyness, meta.batch_size
   return (eta + 1) * size - running - completed - ahead,
     'admission: ' .. int(running) .. ' running + ' .. int(completed) .. ' completed + ' ..
     int(ahead) .. ' batched ahead of version ' .. int(meta.policy_version) ..
     ', at most (' .. int(eta) .. ' + 1) * ' .. int(size)
+end
+
+-- A server serves a version: what is leased from now on starts from it, and admission counts from it.
+local function confirm(meta, version)
+  if version <= meta.policy_version then return end
+  meta.policy_version = version
+  set(META, 'policy_version', int(version))
+  wake('lease')
 end
 
 -- The first call of a worker's newer life ends all leases of the lives before: no one works on them.

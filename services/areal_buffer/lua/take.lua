@@ -1,5 +1,5 @@
 -- ARGV: incarnation, step, memory limit in bytes, bytes of payloads to bring along, refill
---       below (so many queued), ids (none: the oldest B)
+--       below (so many queued), version that a server serves, ids (none: the oldest B)
 -- Returns {state, waiting_for, replay, queued, running, completed, rows are wanted (1), payloads of
 -- the first groups, entries}.
 fence(ARGV[1])
@@ -40,18 +40,13 @@ if step ~= meta.last_taken + 1 then
     int(meta.last_taken + 1))
 end
 
--- The first call for a step: version step - 1 is confirmed, which opens admission. When the clock
--- was set back since, the time for stragglers starts again.
+-- The first call for a step. When the clock was set back since, the time for stragglers starts again.
 if meta.take_step ~= step or meta.take_since > NOW then
   meta.take_since = NOW
   set(META, 'take_step', int(step))
   set(META, 'take_since', int(NOW))
 end
-if meta.policy_version < step - 1 then
-  meta.policy_version = step - 1
-  set(META, 'policy_version', int(meta.policy_version))
-  wake('lease')
-end
+confirm(meta, math.min(tonumber(ARGV[6]), step - 1))
 -- A commit releases what was trained on, so it helps where that is most of what is held.
 local function commit_helps()
   local found = look('HMGET', META, 'bytes:train', 'bytes:serve')
@@ -96,13 +91,14 @@ local function batch(tasks)
   add(META, 'staleness_count', #tasks)
   set(META, 'staleness_max', int(highest))
   set(META, 'last_taken', int(step))
+  set(META, 'size_before', int(meta.last_size))
   set(META, 'last_size', #tasks)
   call('HSET', P .. 'batch_incarnations', int(step), ARGV[1])
   dissolve_wanted()
   return answer('taken', '', 0, entries)
 end
 
-if #ARGV > 5 then return take_named(meta, step, oldest, too_stale, batch, answer) end
+if #ARGV > 6 then return take_named(meta, step, oldest, too_stale, batch, answer) end
 
 if meta.want ~= '' then dissolve_wanted() end
 for _, id in ipairs(look('ZRANGEBYSCORE', P .. 'completed', '-inf',

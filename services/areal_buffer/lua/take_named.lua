@@ -1,13 +1,13 @@
 -- Part of take.lua: rollout_batch's own tasks, in its order, once all of them have ended.
 local function take_named(meta, step, oldest, too_stale, batch, answer)
-  local want = redis.sha1hex(int(step) .. '\n' .. table.concat(ARGV, '\n', 6))
+  local want = redis.sha1hex(int(step) .. '\n' .. table.concat(ARGV, '\n', 7))
   local fresh = meta.want ~= want
   if fresh then
     dissolve_wanted()
     set(META, 'want', want)
   end
   local ready, gone, queued, running = {}, {}, 0, 0
-  for i = 6, #ARGV do
+  for i = 7, #ARGV do
     local task = task_or_fail(ARGV[i])
     if task.purpose ~= 'train' then
       fail('InvalidInput', 'task_ids: task ' .. task.id .. ' is of purpose serve, expected train')
@@ -28,7 +28,7 @@ local function take_named(meta, step, oldest, too_stale, batch, answer)
     else gone[#gone + 1] = task end
   end
   if queued + running > 0 then
-    return answer('waiting', int(queued + running) .. ' of ' .. int(#ARGV - 5) ..
+    return answer('waiting', int(queued + running) .. ' of ' .. int(#ARGV - 6) ..
       ' tasks: ' .. int(queued) .. ' queued, ' .. int(running) .. ' running', 0)
   end
   if #ready == 0 then

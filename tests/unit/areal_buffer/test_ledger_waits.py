@@ -47,6 +47,7 @@ class FakeStore:
         limit: int,
         with_groups: bool,
         refill_below: int,
+        confirmed: int | None,
     ) -> Take:
         self.looks += 1
         self.limits.append(limit)

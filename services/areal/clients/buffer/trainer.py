@@ -68,8 +68,9 @@ class BufferTrainer(Role):
         task_ids: Sequence[str] = (),
         with_groups: bool = False,
         refill_below: int = 0,
+        confirmed_version: int | None = None,
     ) -> Take:
-        """The batch of a step; idempotent. Opens admission for version step - 1 even if waiting.
+        """The batch of a step; idempotent. Opens admission for a served version even if waiting.
 
         Args:
             incarnation: From register_trainer.
@@ -80,6 +81,8 @@ class BufferTrainer(Role):
                 for: for a trainer of one rank.
             refill_below: Answers `waiting` at once while fewer train tasks than this are queued
                 and the rows are not sealed. 0: waits on.
+            confirmed_version: The newest that a server serves, while step - 1 is on its way: groups
+                are leased from it until `confirm_version` names a newer one. None: step - 1.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
@@ -94,11 +97,22 @@ class BufferTrainer(Role):
             task_ids=task_ids,
             with_groups=with_groups,
             refill_below=refill_below,
+            confirmed_version=confirmed_version,
         )
         response = await self._call(self._stub.TakeBatch, request, wait_s=max_wait_s)
         came = [unpack_group(payload, self._codec) for payload in response.first_groups]
         self._came = ((incarnation, step), {group.task_id: group for group in came})
         return take_from_pb(response)
+
+    async def confirm_version(self, incarnation: int, version: int) -> int:
+        """A server serves a version, so groups may be leased from it; returns the ledger's version.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            WrongStep: The batch that the version was made of was never taken.
+        """
+        request = pb.ConfirmVersionRequest(incarnation=incarnation, version=version)
+        return (await self._call(self._stub.ConfirmVersion, request)).policy_version
 
     async def fetch_groups(
         self, incarnation: int, step: int, task_ids: Sequence[str]
