@@ -5,13 +5,12 @@ r"""GRPO on GSM8K: an instruct model learns to reason about grade-school mathema
         allocation_mode=sglang:d1+fsdp:d1 train_dataset.batch_size=4 gconfig.n_samples=4 \
         gconfig.max_new_tokens=96 model.context_length=512 heldout_rows=0       # on a CPU
 
-The rows: train.jsonl and test.jsonl of https://github.com/openai/grade-school-math
-(grade_school_math/data), in data/gsm8k or where `train_dataset.path` says. The reward is 1 for an
-answer that math-verify finds equal to the right one, else 0.
+The rows are openai/gsm8k of the Hub, or a folder with train.jsonl and test.jsonl of
+https://github.com/openai/grade-school-math, where `train_dataset.path` says. The reward is 1 for
+an answer that math-verify finds equal to the right one, else 0.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from areal import (
     FSDPPPOActor,
@@ -23,7 +22,7 @@ from areal import (
     load_expr_config,
 )
 from areal.datasets.gsm8k import gsm8k_row
-from areal.datasets.jsonl import load_jsonl
+from areal.datasets.rows import load_rows
 
 
 @dataclass
@@ -31,17 +30,16 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     heldout_rows: int = 200
-    """Of test.jsonl, beside the training rows: answered once each before and after; 0: none."""
+    """Of the test split: answered once each before and after; 0: none."""
 
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    train_file = Path(config.train_dataset.path)
-    train = [gsm8k_row(row) for row in load_jsonl(train_file)]
+    path = config.train_dataset.path
+    train = [gsm8k_row(row) for row in load_rows(path, "train")]
     heldout = []
     if config.heldout_rows:
-        heldout = [gsm8k_row(row) for row in load_jsonl(train_file.with_name("test.jsonl"))]
-        heldout = heldout[: config.heldout_rows]
+        heldout = [gsm8k_row(row) for row in load_rows(path, "test")[: config.heldout_rows]]
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -21,6 +22,10 @@ class Hub:
 
     files: dict[str, bytes]
     name: str = "lab/tiny"
+    kind: str = "models"
+    """Or datasets."""
+    other_revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Revisions with files of their own."""
     revisions: tuple[str, ...] = ("main", "v1", COMMIT)
     token: str = ""
     """Needed, unless empty."""
@@ -41,10 +46,17 @@ class Hub:
     """Range headers of GETs, as they came."""
     url: str = ""
 
-    def listed(self) -> list[dict[str, Any]]:
+    def files_at(self, revision: str) -> dict[str, bytes]:
+        """What a revision, or its commit, holds."""
+        for name, files in self.other_revisions.items():
+            if revision in (name, commit_of(name)):
+                return files
+        return self.files
+
+    def listed(self, revision: str = "main") -> list[dict[str, Any]]:
         """As the API lists the tree."""
         entries = []
-        for path, content in self.files.items():
+        for path, content in self.files_at(revision).items():
             blob = hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()
             entry = {"type": "file", "path": path, "size": len(content), "oid": blob}
             if path.endswith(".safetensors"):
@@ -52,6 +64,11 @@ class Hub:
                 entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
             entries.append(entry)
         return entries
+
+
+def commit_of(revision: str) -> str:
+    """The commit of a revision with files of its own."""
+    return hashlib.sha1(revision.encode()).hexdigest()
 
 
 @contextmanager
@@ -93,24 +110,30 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(503, b"busy")
         if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             return self._refuse(401, "RepoNotFound")
-        if match := re.fullmatch(rf"/api/models/{hub.name}(?:/(revision|tree)/([^/]+))?", path):
-            if match[2] not in (None, *hub.revisions):
+        if match := re.fullmatch(rf"/api/{hub.kind}/{hub.name}(?:/(revision|tree)/([^/]+))?", path):
+            revision = unquote(match[2] or "main")
+            others = {*hub.other_revisions, *map(commit_of, hub.other_revisions)}
+            if revision not in {*hub.revisions, *others}:
                 return self._refuse(404, "RevisionNotFound")
+            listed = hub.listed(revision)
             if match[1] == "tree":
-                return self._json(hub.listed())
-            siblings = [{"rfilename": each["path"], "size": each["size"]} for each in hub.listed()]
-            return self._json({"id": hub.name, "sha": COMMIT, "siblings": siblings, "tags": []})
-        if match := re.fullmatch(rf"/{hub.name}/resolve/([^/]+)/(.+)", path):
-            if match[2] in hub.files:
-                return self._file(match[2])
+                return self._json(listed)
+            siblings = [{"rfilename": each["path"], "size": each["size"]} for each in listed]
+            commit = commit_of(revision) if revision in hub.other_revisions else COMMIT
+            return self._json({"id": hub.name, "sha": commit, "siblings": siblings, "tags": []})
+        place = "" if hub.kind == "models" else f"{hub.kind}/"
+        if match := re.fullmatch(rf"/{place}{hub.name}/resolve/([^/]+)/(.+)", path):
+            files = hub.files_at(match[1])
+            if match[2] in files:
+                own = match[1] if files is not hub.files else COMMIT
+                return self._file(match[2], files[match[2]], own)
             return self._refuse(404, "EntryNotFound")
         return self._refuse(404, "RepoNotFound")
 
-    def _file(self, name: str) -> None:
-        content = self.hub.files[name]
+    def _file(self, name: str, content: bytes, commit: str) -> None:
         headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
+            "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
         if self.command == "HEAD":

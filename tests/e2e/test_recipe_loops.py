@@ -59,7 +59,7 @@ def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agr
         tmp_path,
         str(ROOT / "examples" / "gsm8k_grpo.py"),
         f"model.path={tmp_path / 'model'}",
-        f"train_dataset.path={data / 'train.jsonl'}",
+        f"train_dataset.path={data}",
         "model.context_length=256",
         "total_train_steps=3",
         "train_dataset.batch_size=4",

@@ -42,10 +42,11 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
-    """A dataset by path or generator name."""
+    """The training rows."""
 
     path: str = ""
-    """A .jsonl file, or a name that the recipe understands."""
+    """A .jsonl or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a name
+    that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
     """Groups per train step (B)."""
 

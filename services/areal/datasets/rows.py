@@ -1,0 +1,151 @@
+"""Rows by address: a file, a folder of files, or a data set of the Hub.
+
+| address                               | rows                                                |
+|---------------------------------------|-----------------------------------------------------|
+| `rows.jsonl`, `rows.parquet`          | all of the file's                                   |
+| `folder`                              | of its files that are named after the split         |
+| `hf://org/name[/config][@revision]`   | the same, of a repository of the Hub                |
+
+A file is of the split `train` if it or its folder is called so: `train.jsonl`,
+`main/train-00000-of-00002.parquet`, `train/0000.parquet`. Of a data set that the Hub has in other
+forms only, the Hub's own conversion to Parquet is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from areal.datasets.jsonl import load_jsonl
+from areal.errors import InvalidInput, Unavailable
+
+# The one that there are files of is read; Parquet first.
+_FORMATS = (".parquet", ".jsonl")
+# A branch that the Hub makes itself.
+_CONVERTED = "refs/convert/parquet"
+
+
+def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]:
+    r"""Reads the rows of one split into memory.
+
+    Args:
+        address: A .jsonl or .parquet file, a folder, or `hf://org/name[/config][@revision]`.
+        split: Which rows of a folder or a data set; of a file all are read.
+
+    Returns:
+        Rows in the order of files and lines.
+
+    Raises:
+        InvalidInput: There is nothing at the address, no such split, or no rows; the message says
+            what is there.
+        Unavailable: The Hub does not answer.
+
+    Example:
+        >>> load_rows("hf://openai/gsm8k/main", "test")[0]["question"]
+        'Janet\u2019s ducks lay 16 eggs per day. ...'
+    """
+    text = str(address)
+    if text.startswith("hf://"):
+        return _from_hub(text, split)
+    place = Path(text)
+    if place.is_dir():
+        found = {str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()}
+        return _read(place, _of_split(found, split, text), text)
+    return _read_file(place)
+
+
+def _from_hub(address: str, split: str) -> list[dict[str, Any]]:
+    form = r"hf://([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@(\S+))?"
+    match = re.fullmatch(form, address)
+    if match is None:
+        raise InvalidInput(
+            f"data set {address!r}: expected hf://org/name, hf://org/name/config, and @revision"
+        )
+    name, config, revision = match.groups()
+    try:
+        return _from_revision(name, config, revision, split, address)
+    except _NoFilesError:
+        if revision is not None:
+            raise
+    return _from_revision(name, config, _CONVERTED, split, address)
+
+
+def _from_revision(
+    name: str, config: str | None, revision: str | None, split: str, address: str
+) -> list[dict[str, Any]]:
+    import httpx2
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        info = HfApi().dataset_info(name, revision=revision)
+        files = [each.rfilename for each in info.siblings or []]
+        inside = [each for each in files if config is None or config in PurePosixPath(each).parts]
+        chosen = _of_split(inside, split, address)
+        folder = snapshot_download(
+            name, repo_type="dataset", revision=info.sha, allow_patterns=chosen
+        )
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        if code in (401, 403, 404):
+            raise InvalidInput(
+                f"data set {address}: not found or not accessible (HTTP {code}); a private or "
+                "gated one needs HF_TOKEN"
+            ) from None
+        raise Unavailable(f"data set {address}: HTTP {code} from the Hub") from None
+    except (httpx2.HTTPError, OSError) as error:  # huggingface_hub's own are OSErrors
+        raise Unavailable(f"data set {address}: {error or type(error).__name__}") from None
+    return _read(Path(folder), chosen, address)
+
+
+class _NoFilesError(InvalidInput):
+    """No file in a form that is read here."""
+
+
+def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
+    """The files of a split, in order: all of one form and one config."""
+    listed = sorted(each for each in files if each.endswith(_FORMATS))
+    if not listed:
+        raise _NoFilesError(f"data set {address}: no {' or '.join(_FORMATS)} files there")
+    mine = [each for each in listed if _is_of(PurePosixPath(each), split)]
+    if not mine:
+        shown = ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
+        raise InvalidInput(f"data set {address}: no files of split {split!r} among {shown}")
+    form = next(form for form in _FORMATS if any(each.endswith(form) for each in mine))
+    mine = [each for each in mine if each.endswith(form)]
+    configs = sorted({PurePosixPath(each).parts[0] for each in mine if "/" in each} - {split})
+    if len(configs) > 1:
+        raise InvalidInput(
+            f"data set {address}: has several configs; expected one of them behind the name: "
+            f"{', '.join(f'/{each}' for each in configs)}"
+        )
+    return mine
+
+
+def _is_of(path: PurePosixPath, split: str) -> bool:
+    first = re.split(r"[-_.]", path.name)[0]
+    return split == first or split in path.parts[:-1]
+
+
+def _read(folder: Path, files: Iterable[str], address: str) -> list[dict[str, Any]]:
+    rows = [row for each in files for row in _read_file(folder / each)]
+    if not rows:
+        raise InvalidInput(f"data set {address}: has no rows")
+    return rows
+
+
+def _read_file(file: Path) -> list[dict[str, Any]]:
+    if file.suffix != ".parquet":
+        return load_jsonl(file)
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise InvalidInput(f"data set {str(file)!r}: {' '.join(str(error).split())}") from None
+    return rows
