@@ -177,9 +177,9 @@ def doctor(
     json: Json = False,
     on: Annotated[RunsOn, typer.Option("--on", help="local or kubernetes.")] = RunsOn.LOCAL,
 ) -> int:
-    """Preflight: what a run would miss here or on a cluster and how to fix it; start nothing.
+    """Check that a run can start here or on a cluster and say how to fix problems; start nothing.
 
-    With a model's folder: whether it can be trained. Exit code 1 when something is missing.
+    With a model's folder: check whether it can be trained. Exit code 1 if something is missing.
     """
     from areal_launch.commands.doctor import examine
 

@@ -49,7 +49,7 @@ class BaseExperimentConfig:
     trial_name: str = "trial0"
     """One run; keys, subjects and the run folder carry both names; [a-z0-9-]."""
     seed: int = 0
-    """Of everything random in the trainer."""
+    """Seed of all random numbers in the trainer."""
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"

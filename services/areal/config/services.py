@@ -34,8 +34,8 @@ class ModelConfig:
     `areal run` also takes `org/name[@revision]` of the Hub and `s3://bucket/folder`, and fetches
     them into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the inference servers, and of the weights that are published to them: `float32`,
-    `bfloat16`, or `auto` (bfloat16 on GPUs, that of the checkpoint on CPUs)."""
+    """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
+    (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
     context_length: int = 4096
     """Prompt and completion together, in tokens."""
 
@@ -91,11 +91,11 @@ class RewardConfig:
 
 @dataclass
 class BufferConfig:
-    """The ledger."""
+    """The buffer service, which keeps the ledger in Redis."""
 
     max_memory_mb: Annotated[int, Ge(0)] = 2048
-    """What this experiment's tasks may take of Redis, in MiB; near it, clients are asked to wait
-    and the trainer to checkpoint."""
+    """Redis memory for this experiment's tasks, in MiB; when it is nearly full, clients must
+    wait and the trainer is asked for a checkpoint."""
 
 
 @dataclass
@@ -104,22 +104,23 @@ class WeightSyncConfig:
 
     transport: Literal["disk", "stream", "distributed"] = "disk"
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
-    store, pulled by the servers; no shared volume. The other one is tried when it fails.
-    distributed: broadcast by the trainer to the servers that serve (gloo, NCCL on GPUs), and stored
-    meanwhile as by disk for newcomers and for servers that the broadcast did not reach."""
+    store, pulled by the servers; no shared volume. If one of the two fails, the other is tried.
+    distributed: broadcast by the trainer to the serving servers (gloo; NCCL on GPUs), and also
+    stored as with disk, for new servers and for those that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
-    """Of what the trainer writes or uploads: full, or delta: only what changed, when that is less
-    than half. Servers that hold the version before read the delta, others the whole."""
+    """What the trainer writes or uploads. full: all weights. delta: only what changed, if that is
+    less than half. Servers that hold the version before read the delta, others read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
-    """What running requests feel: in_place (pause), retract (pause, recompute) or abort."""
+    """What an update does to running requests: in_place (they pause), retract (they pause and are
+    computed again), or abort."""
     max_unavailable: Annotated[int, Ge(0)] = 0
-    """Serving servers that are updated at once; 0: all, which is right where an update takes
-    milliseconds (in_place). The others serve on, and join in as their turn comes."""
+    """Serving servers that are updated at once; the others keep serving until their turn. 0: all of
+    them, which is right if an update takes milliseconds (in_place)."""
     path: str = ""
     """Folder of published versions, or s3://bucket/prefix (gs://, az://) that the disk transport
     uploads to and servers fetch from; empty: `weights/` in the run folder."""
     probe_interval_s: Annotated[float, Gt(0)] = 1.0
-    """Between health probes of a server; longer for thousands of them."""
+    """Seconds between health probes of a server; raise it for thousands of servers."""
 
 
 @dataclass
@@ -129,7 +130,7 @@ class CheckpointConfig:
     freq_steps: Annotated[int, Ge(0)] = 20
     """A checkpoint (and a ledger commit) every so many steps; 0: only at the end."""
     keep: Annotated[int, Ge(1)] = 2
-    """Checkpoints kept, and one published version more."""
+    """Number of checkpoints to keep; one more published version is kept."""
 
 
 @dataclass
@@ -139,9 +140,9 @@ class SlurmConfig:
     setup: str = ""
     """Shell lines that the job runs first, e.g. `module load cuda`."""
     sbatch: list[str] = field(default_factory=list)
-    """Arguments of sbatch, e.g. [--partition=h100, --account=lab, --time=12:00:00]; at a time limit
-    the trial ends with a checkpoint a minute before. Whole nodes with all their memory, unless
-    --cpus-per-task says how many CPUs of each."""
+    """Arguments of sbatch, e.g. [--partition=h100, --account=lab, --time=12:00:00]. One minute
+    before a time limit the trial saves a checkpoint and ends. The job takes whole nodes with all
+    their memory, unless --cpus-per-task is given."""
 
 
 @dataclass
@@ -149,14 +150,14 @@ class KubernetesConfig:
     """The release that `areal run --on kubernetes` installs or upgrades."""
 
     context: str = ""
-    """Of the kubeconfig; empty: the one that is current. It is shown before anything is installed,
-    and kept to until the end."""
+    """Context of the kubeconfig; empty: the current one. It is shown before anything is installed
+    and used until the end."""
     namespace: str = ""
-    """Empty: the context's."""
+    """Namespace of the release; empty: the context's."""
     chart: str = "charts/areal"
     """Folder or reference of the chart."""
     values: list[str] = field(default_factory=list)
-    """Values files, the later win."""
+    """Helm values files; later files take precedence."""
 
 
 @dataclass
@@ -207,4 +208,4 @@ class EndpointsConfig:
     inference: list[str] = field(default_factory=list)
     """Where inference servers are: any of http://HOST:PORT, dns://NAME:PORT (each address of the
     name is one) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own). Empty:
-    servers register with weight-sync, as `areal run` lets its own do."""
+    servers register with weight-sync; those that `areal run` starts do."""

@@ -45,9 +45,10 @@ class OptimizerConfig:
     eps: Annotated[float, Gt(0)] = field(default=1e-8, metadata=_NOT_A_KEY)
     """Added to the root of the second moment."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up: `constant`, `linear` or `cosine` down to `min_lr_ratio`."""
+    """Learning rate after the warm-up: `constant`, or a `linear` or `cosine` decay to
+    `lr * min_lr_ratio`."""
     min_lr_ratio: float = 0.0
-    """Final learning rate over `lr`, for `linear` and `cosine`."""
+    """Final learning rate as a fraction of `lr`, for `linear` and `cosine`."""
     warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.001
     """Fraction of all optimizer steps spent in a linear warm-up (0 steps when their number is
     unknown)."""
@@ -183,7 +184,7 @@ class PPOActorConfig(TrainEngineConfig):
     """Decoupled PPO. `algorithm` sets the keys that make it GRPO, RLOO, ...; any can be changed."""
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
-    """Optimizer steps a batch is cut into."""
+    """Number of minibatches per batch, with one optimizer step for each."""
     loss_type: Literal["ppo", "gspo", "cispo"] = "ppo"
     """`ppo` (clipped ratio of each token), `gspo` (of each sequence) or `cispo` (clipped, detached
     ratio as weight)."""

@@ -10,7 +10,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def gsm8k_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """Makes a prompt and a bare answer of one GSM8K row.
+    """Turns one GSM8K row into a prompt and a bare answer.
 
     Args:
         row: Has "question" and "answer"; the answer's last line is "#### N".

@@ -53,10 +53,10 @@ class StatefulLoader:
         self.epoch = self.cursor = 0
 
     def seek(self, epoch: int, cursor: int) -> None:
-        """Goes to a place: the next item is (epoch, cursor); len(rows) means the next epoch.
+        """Makes (epoch, cursor) the next item; a cursor of len(rows) means the next epoch.
 
         Raises:
-            InvalidInput: It lies outside of the data.
+            InvalidInput: There is no such item.
         """
         if epoch < 0 or not 0 <= cursor <= len(self.rows):
             raise InvalidInput(

@@ -32,9 +32,9 @@ _ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences":
 class FSDPPPOActor:
     """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
 
-    Made of `config.ref`, it is a frozen reference model: loaded from its own path whenever the run
-    starts, never part of a checkpoint, never published. With `actor.lora` and no path of its own it
-    is the actor without its adapters.
+    `FSDPPPOActor(config.ref)` is a frozen reference model: it is loaded from its own path whenever
+    the run starts, is never part of a checkpoint, and is never published. With `actor.lora` and no
+    `ref.path` it is the actor without its adapters.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)

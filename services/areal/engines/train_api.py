@@ -59,7 +59,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def destroy(self) -> None:
-        """Finish a background save, free the model, leave the process group if it was joined."""
+        """Finish a background save, free the model, and leave the process group if joined."""
 
     @abc.abstractmethod
     def accumulate(
@@ -218,7 +218,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
-        """Resume from a checkpoint, whatever the number of ranks that wrote it; collective.
+        """Resume from a checkpoint that any number of ranks wrote; collective.
 
         Returns:
             The `extra` it was saved with.
