@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ _DTYPES = {
     "group_index": torch.int64,
     "truncated": torch.bool,
 }
+_TRAJECTORY_KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
@@ -127,27 +129,23 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> Batch:
     An empty share (more ranks than groups) gives an empty batch: the engine still takes part in
     every collective.
     """
-    sequences = []
-    group_index = []
-    truncated = []
-    for number, group in enumerate(groups):
-        for trajectory in group.trajectories:
-            sequences.append(
-                {
-                    # Arrays from the wire are read-only views; torch wants to own its memory.
-                    "input_ids": torch.tensor(trajectory.input_ids, dtype=torch.int64),
-                    "loss_mask": torch.tensor(trajectory.loss_mask),
-                    "behavior_logprobs": torch.tensor(trajectory.behavior_logprobs),
-                    "token_versions": torch.tensor(trajectory.token_versions, dtype=torch.int64),
-                    "rewards": torch.tensor(trajectory.rewards),
-                }
-            )
-            group_index.append(number)
-            truncated.append(trajectory.finish_reason in (StopReason.LENGTH, StopReason.ABORT))
-    if not sequences:
+    trajectories = [each for group in groups for each in group.trajectories]
+    if not trajectories:
         return _empty_batch()
-    batch = pack(sequences, group_index)
-    batch["truncated"] = torch.tensor(truncated)
+    # One tensor a key: one for each array of each trajectory cost the trainer 20 ms a step.
+    lengths = [0, *(len(each.input_ids) for each in trajectories)]
+    batch: Batch = {
+        key: torch.from_numpy(np.concatenate([getattr(each, key) for each in trajectories])).to(
+            _DTYPES.get(key, torch.float32)
+        )
+        for key in _TRAJECTORY_KEYS
+    }
+    counts = [len(group.trajectories) for group in groups]
+    batch["cu_seqlens"] = torch.tensor(lengths).cumsum(0).to(torch.int32)
+    batch["group_index"] = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
+    batch["truncated"] = torch.tensor(
+        [each.finish_reason in {StopReason.LENGTH, StopReason.ABORT} for each in trajectories]
+    )
     return batch
 
 

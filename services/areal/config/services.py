@@ -169,7 +169,7 @@ class StackConfig:
     inference_command: str = ""
     """Starts an inference server, e.g. `/opt/sglang/bin/python -m sglang.launch_server`: model,
     address and limits are added as SGLang's flags. Empty: the CPU engine."""
-    inference_max_running: Annotated[int, Ge(1)] = 64
+    inference_max_running: Annotated[int, Ge(1)] = 256
     """Requests decoded at once by each inference server."""
     max_restarts: Annotated[int, Ge(0)] = 5
     """Restarts of one process within ten minutes before the run is given up."""
