@@ -126,8 +126,8 @@ def test_server_when_it_has_several_gpus_then_weights_and_cache_are_shared(tmp_p
     shape = ModelShape.read(tmp_path)
     one = memory.server(config, shape, gpu=True)
     assert one.parts["weights"] == 2 * shape.parameters
-    # 28 layers x 4 heads x 128 x keys and values x 2 bytes, 64 requests of 4,096 tokens.
-    assert one.parts["cache"] == 57344 * 64 * 4096
+    # 28 layers x 4 heads x 128 x keys and values x 2 bytes, 256 requests of 4,096 tokens.
+    assert one.parts["cache"] == 57344 * 256 * 4096
     config.allocation_mode = "sglang:d4t2+fsdp:d8"
     two = memory.server(config, shape, gpu=True)
     assert two.parts["weights"] == shape.parameters
@@ -171,7 +171,7 @@ def test_doctor_when_a_server_has_room_for_some_or_none_then_says_how_many(tmp_p
     gpus(24 * 1024)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["server memory"].verdict is CheckResult.OK
-    assert " of 64 requests of full length fit, the rest wait" in found["server memory"].found
+    assert " of 256 requests of full length fit, the rest wait" in found["server memory"].found
     gpus(16 * 1024)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["server memory"].verdict is CheckResult.MISSING
