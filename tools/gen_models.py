@@ -27,6 +27,7 @@ from tools.tiny_architectures import NotTried, tiny_model  # noqa: E402
 from areal.algorithms import packing  # noqa: E402
 from areal.engines.model.attention.layout import build_layout  # noqa: E402
 from areal.engines.model.guards import silence_noise  # noqa: E402
+from areal.engines.model.heads import LogprobHead  # noqa: E402
 from areal.engines.model.packed import PackedCausalLM  # noqa: E402
 from areal.engines.model.self_test import self_test  # noqa: E402
 from areal.errors import InvalidInput  # noqa: E402
@@ -116,7 +117,7 @@ def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
         groups,
     )
     targets = torch.nonzero(batch["loss_mask"]).flatten()
-    found, _ = model(batch, build_layout(batch, share_prefixes=True), targets, 1.0)
+    found, _ = model(batch, build_layout(batch, share_prefixes=True), targets, LogprobHead())
     weight = torch.cos(torch.arange(len(expected))) + 1.2
     (expected * weight).sum().backward()
     (found * weight).sum().backward()

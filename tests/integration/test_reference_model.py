@@ -24,6 +24,7 @@ from tests.redis_server import start_redis
 
 from areal.config.experiment import GRPOConfig, RefConfig
 from areal.config.training import LoraConfig
+from areal.engines.model.heads import LogprobHead
 from areal.engines.ppo_actor import FSDPPPOActor
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
@@ -276,7 +277,7 @@ def test_models_when_the_sampler_has_a_temperature_then_compared_at_it_and_no_ot
                     rollout.prepare_batch(Rows(), RLVRWorkflow("math"))
                 batch = rollout.prepare_batch(Rows(), RLVRWorkflow("math", warm.config.gconfig))
                 for model in (actor, ref):
-                    expected = model.engine.forward(batch, temperature=0.6)
+                    expected = model.engine.forward(batch, LogprobHead(0.6))
                     assert torch.equal(model.compute_logprobs(batch), expected)
                     assert not torch.allclose(expected, model.engine.forward(batch))
                 for model in (ref, actor):

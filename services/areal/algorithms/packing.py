@@ -12,6 +12,7 @@ A batch is a plain `dict[str, torch.Tensor]`:
     token_versions     int64 [T]     policy version that sampled token t (-1 on prompts)
     rewards            f32   [T]     a single outcome sits on the last generated token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
+    teacher_ids, teacher_logprobs   int64, f32   [T, k]   optional: a teacher's likeliest
 
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
 0 at a sequence's first token. Nothing is shifted; the one place that shifts is the model wrapper,
@@ -44,6 +45,8 @@ Batch = dict[str, Tensor]
 
 SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values"})
 """Keys with one entry per sequence; all others except `cu_seqlens` have one entry per token."""
+COLUMN_KEYS = frozenset({"teacher_ids", "teacher_logprobs"})
+"""Keys with several values per token, [T, k]."""
 
 _DTYPES = {
     "input_ids": torch.int64,
@@ -183,7 +186,8 @@ def check_batch(batch: Batch) -> None:
     sizes = {True: len(cu_seqlens) - 1, False: int(cu_seqlens[-1])}
     for key, value in batch.items():
         expected = sizes[key in SEQUENCE_KEYS]
-        if key != "cu_seqlens" and tuple(value.shape) != (expected,):
+        shape = value.shape[:1] if key in COLUMN_KEYS else value.shape
+        if key != "cu_seqlens" and tuple(shape) != (expected,):
             raise InvalidInput(
                 f"batch[{key!r}] has shape {tuple(value.shape)}: expected [{expected}]"
             )
@@ -227,7 +231,7 @@ def dummy_like(batch: Batch) -> Batch:
     part in the same collectives.
     """
     result = {
-        key: value.new_zeros(1 if key in SEQUENCE_KEYS else 2)
+        key: value.new_zeros(1 if key in SEQUENCE_KEYS else 2, *value.shape[1:])
         for key, value in batch.items()
         if key != "cu_seqlens"
     }

@@ -125,6 +125,9 @@ class EngineConfig:
     the others wait in one."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec, metadata=_NOT_A_KEY)
     """Micro-batches."""
+    scalar: bool = field(default=False, metadata=_NOT_A_KEY)
+    """The model says one number of a token instead of a distribution: a critic, a reward model. Its
+    head starts at 0 unless `path` has one."""
     layout: str = field(default="", metadata=_NOT_A_KEY)
     """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
     batch and of the weights for each."""

@@ -32,6 +32,7 @@ from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
 from areal.engines.model import fill, lora, source
 from areal.engines.model.attention import dispatch
+from areal.engines.model.heads import Head, LogprobHead
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.parallel.apply import parallelize, resolve_precision
@@ -93,7 +94,7 @@ class FSDPEngine(TrainEngine):
         compute, master = resolve_precision(config, self.device)
         # What is frozen needs no more precision than it computes in.
         stored = master if config.lora is None else compute
-        hf = source.build(config.path, stored)
+        hf = source.build(config.path, stored, scalar=config.scalar)
         if config.lora is not None:
             self.mesh.layout.check_adapters()
             lora.inject(hf, config.lora, master)
@@ -203,15 +204,15 @@ class FSDPEngine(TrainEngine):
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn | None = None,
         *,
-        temperature: float = 1.0,
+        head: Head | None = None,
     ) -> None:
-        self.step.accumulate(batch, loss_fn, loss_weight_fn, temperature=temperature)
+        self.step.accumulate(batch, loss_fn, loss_weight_fn, head or LogprobHead())
 
     def apply(self) -> dict[str, float]:
         return self.step.apply()
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
-        return self.step.forward(batch, temperature=temperature)
+    def read(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
+        return self.step.read(batch, head or LogprobHead())
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside the context the model computes what it did before it was given LoRA adapters."""

@@ -52,7 +52,8 @@ class Work:
     def of(cls, hf: Any) -> Work:
         """Read it off a transformers causal language model, sharded or not."""
         config = hf.config.get_text_config()
-        embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
+        embedding = hf.get_input_embeddings().weight
+        head = getattr(hf.get_output_embeddings(), "weight", None)
         experts = next(
             (n for k in ("num_experts", "num_local_experts", "n_routed_experts")
              if (n := getattr(config, k, None))), 1

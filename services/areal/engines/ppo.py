@@ -15,6 +15,7 @@ from areal.algorithms import losses, normalization, packing
 from areal.algorithms.packing import Batch
 from areal.config.checks import check
 from areal.config.training import PPOActorConfig
+from areal.engines.model.heads import LogprobHead
 from areal.engines.train_api import TrainEngine
 from areal.errors import InvalidInput
 
@@ -53,7 +54,7 @@ class PPOActor:
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
-        return self.engine.forward(batch, temperature=self.temperature)
+        return self.engine.forward(batch, LogprobHead(self.temperature))
 
     def compute_advantages(self, batch: Batch) -> None:
         """Add `advantages` and `returns` to this rank's batch; collective.
@@ -153,7 +154,8 @@ class PPOActor:
 
     def take_step(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`."""
-        return self.engine.train_batch(batch, self._loss, temperature=self.temperature)
+        head = LogprobHead(self.temperature)
+        return self.engine.train_batch(batch, self._loss, head=head)
 
     def _needs_proximal_forward(self, batch: Batch) -> bool:
         config = self.config

@@ -36,6 +36,7 @@ from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines import finite
 from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import build_layout
+from areal.engines.model.heads import Head
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.parallel import gradients
 from areal.engines.parallel.apply import resolve_precision
@@ -70,7 +71,7 @@ class _Gathered:
 class TrainStep:
     """Computes with one model, and trains it if there is an optimizer; all methods are collective.
 
-    `accumulate`, `apply` and `forward` are those of `TrainEngine`.
+    `accumulate`, `apply` and `read` are those of `TrainEngine`.
     """
 
     def __init__(
@@ -133,9 +134,8 @@ class TrainStep:
         self,
         batch: Batch,
         loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn | None = None,
-        *,
-        temperature: float = 1.0,
+        loss_weight_fn: LossWeightFn | None,
+        head: Head,
     ) -> None:
         if self.optimizer is None:
             raise InvalidInput("optimizer=None: expected an optimizer to train a model")
@@ -151,7 +151,7 @@ class TrainStep:
                     # Whole gradients add up on each rank, and are shared out once.
                     last = number + 1 == len(micro_batches)
                     self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-                self._backward(index, mb, loss_fn, loss_weight_fn or count_loss_tokens, temperature)
+                self._backward(index, mb, loss_fn, loss_weight_fn or count_loss_tokens, head)
         except torch.OutOfMemoryError as error:
             self._forget()
             raise self._out_of_memory(error, batch) from error
@@ -165,13 +165,13 @@ class TrainStep:
         mb: Batch,
         loss_fn: LossFn,
         weigh: LossWeightFn,
-        temperature: float,
+        head: Head,
     ) -> None:
         """Add a micro-batch's gradients and statistics to what is gathered."""
         assert self._gathered is not None
         so_far, weight = self._gathered, 0 if index is None else weigh(mb)
         with self._phases("forward"):
-            logprobs, entropies, mb = self._logprobs(mb, temperature)
+            logprobs, entropies, mb = self._read(mb, head)
             loss_sum, stats = loss_fn(logprobs, entropies, mb)
         used = float(index is not None and weight > 0)
         with self._phases("backward"):
@@ -293,21 +293,24 @@ class TrainStep:
         optimizer.zero_grad(set_to_none=True)
         return grad_norm, lr, stepped
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+    def read(self, batch: Batch, head: Head) -> tuple[Tensor, Tensor]:
         packing.check_batch(batch)
-        result: Tensor | None = None
+        found: tuple[Tensor, ...] = ()
         with torch.no_grad():
             for index, mb in self._micro_batches(batch):
-                logprobs, *_ = self._logprobs(mb, temperature)
-                if result is None:
-                    result = logprobs.new_zeros(len(batch["input_ids"]))
+                *parts, _ = self._read(mb, head)
+                if not found:
+                    count = len(batch["input_ids"])
+                    found = tuple(part.new_zeros(count, *part.shape[1:]) for part in parts)
                 if index is not None:
-                    result[packing.token_index(batch, index).to(self._device)] = logprobs
+                    where = packing.token_index(batch, index).to(self._device)
+                    for whole, part in zip(found, parts, strict=True):
+                        whole[where] = part
         if self._sharded:
             # The root keeps its gathered parameters after a forward; they would miss a later load.
             self.model.reshard()  # type: ignore[operator]
-        assert result is not None
-        return result.to(batch["input_ids"].device)
+        read, beside = (whole.to(batch["input_ids"].device) for whole in found)
+        return read, beside
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int] | None, Batch]]:
         """Split this rank's share into as many micro-batches as all ranks; a dummy has no index."""
@@ -340,8 +343,8 @@ class TrainStep:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _logprobs(self, mb: Batch, temperature: float) -> tuple[Tensor, Tensor, Batch]:
-        """Logprobs and entropies of a micro-batch, full length, 0 where loss_mask is false.
+    def _read(self, mb: Batch, head: Head) -> tuple[Tensor, Tensor, Batch]:
+        """What a head reads of a micro-batch, full length, 0 where loss_mask is false.
 
         The layout is planned where the batch comes from, in host memory: the device never waits.
 
@@ -357,12 +360,16 @@ class TrainStep:
         # backward; it may be a single token, so it asks for its first.
         wanted = self._to_device(targets.new_zeros(1) if empty else targets)
         mb = {key: self._to_device(value) for key, value in mb.items()}
-        logprobs, entropies = self.model(mb, layout, wanted, temperature)
+        read, beside = self.model(mb, layout, wanted, head)
         if empty:
-            logprobs = logprobs * 0.0
-        zeros = logprobs.new_zeros(len(mb["input_ids"]))
-        entropies = torch.where(mb["loss_mask"], zeros.index_copy(0, wanted, entropies), 0.0)
-        return zeros.index_copy(0, wanted, logprobs), entropies, mb
+            read, beside = read * 0.0, beside * 0
+        count = len(mb["input_ids"])
+        placed = (
+            part.new_zeros(count, *part.shape[1:]).index_copy(0, wanted, part)
+            for part in (read, beside)
+        )
+        read, beside = placed
+        return read, beside, mb
 
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     import torch
 
     from areal.algorithms.packing import Batch
+    from areal.engines.model.heads import Head
     from areal.weights.safetensors import HostTensor
 
 LossFn = Callable[
     ["torch.Tensor", "torch.Tensor", "Batch"], tuple["torch.Tensor", dict[str, "torch.Tensor"]]
 ]
-"""(policy_logprobs [T] with gradient, entropies [T], micro-batch) -> (loss sum, statistics).
+"""(logprobs [T] with gradient, entropies [T], micro-batch) -> (loss sum, statistics).
+
+With another head than that of logprobs, what that reads, [T, ...], is in their place.
 
 See `areal.algorithms.losses` for what the sum and the statistics mean."""
 
@@ -68,7 +71,7 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn | None = None,
         *,
-        temperature: float = 1.0,
+        head: Head | None = None,
     ) -> None:
         """Add a batch's gradients to those of the next `apply`; collective.
 
@@ -76,7 +79,7 @@ class TrainEngine(abc.ABC):
             batch: this rank's share; may be empty.
             loss_fn: called once per micro-batch.
             loss_weight_fn: default: the number of loss tokens.
-            temperature: divides the logits.
+            head: what the loss is given; None: logprobs and entropies at temperature 1.
 
         Raises:
             CapacityExceeded: the device's memory does not suffice; says which settings need less.
@@ -101,7 +104,7 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn | None = None,
         *,
-        temperature: float = 1.0,
+        head: Head | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step, `accumulate` and `apply`; collective.
 
@@ -111,7 +114,7 @@ class TrainEngine(abc.ABC):
             batch: this rank's share; may be empty.
             loss_fn: called once per micro-batch.
             loss_weight_fn: default: the number of loss tokens.
-            temperature: divides the logits.
+            head: what the loss is given; None: logprobs and entropies at temperature 1.
 
         Returns:
             Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`,
@@ -126,15 +129,24 @@ class TrainEngine(abc.ABC):
             TrainingDiverged: on every rank, when `optimizer.max_skipped_steps` steps in a row were
                 skipped because their gradient was not finite.
         """
-        self.accumulate(batch, loss_fn, loss_weight_fn, temperature=temperature)
+        self.accumulate(batch, loss_fn, loss_weight_fn, head=head)
         return self.apply()
 
     @abc.abstractmethod
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor:
-        """Return the logprob of each token with `loss_mask`, 0 elsewhere; [T], without gradient.
+    def read(self, batch: Batch, head: Head | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a head reads at each token with `loss_mask`, 0 elsewhere; collective.
 
-        Float32, or float64 from a float64 model.
+        Args:
+            batch: this rank's share; may be empty.
+            head: None: logprobs and entropies, both [T], at temperature 1.
+
+        Returns:
+            Both tensors of the head, [T, ...], without gradient; see `areal.engines.model.heads`.
         """
+
+    def forward(self, batch: Batch, head: Head | None = None) -> torch.Tensor:
+        """Return the first tensor of `read`: with no `head`, logprobs [T]."""
+        return self.read(batch, head)[0]
 
     @abc.abstractmethod
     def reduce_stats(self, sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:

@@ -41,8 +41,13 @@ def refuse_unsupported(hf: Any) -> None:
     for module in hf.modules():
         if getattr(module, "is_causal", True) is False:
             raise refusal(hf, f"{type(module).__name__} lets tokens see later tokens")
-    if hf.get_output_embeddings() is None:
+    if hf.get_output_embeddings() is None and not is_scalar(hf):
         raise refusal(hf, "no language-model head")
+
+
+def is_scalar(hf: Any) -> bool:
+    """Whether a model has a head of one number instead of that of the vocabulary."""
+    return hasattr(hf, "score")
 
 
 def _block_types(config: Any) -> set[str]:

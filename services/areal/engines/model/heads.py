@@ -1,7 +1,11 @@
-"""The language-model head: from hidden states to the logprobs and entropies of given tokens.
+"""Heads: what is read off hidden states. An algorithm is a head, a loss, and keys of a batch.
 
-It runs only where a logprob is wanted, in chunks, so that [T, vocabulary] logits never exist at
-once for a large vocabulary:
+    LogprobHead      logprobs of tokens, or of given ids each, and entropies      a policy
+    TopLogprobHead   the k likeliest ids of each token and their logprobs         a teacher
+    ScalarHead       one number: a state's value, a response's score              a critic, a reward
+
+The language-model head runs only where a logprob is wanted, in chunks, so that [T, vocabulary]
+logits never exist at once for a large vocabulary:
 
     forward    hidden, weight -> logits -> scale, cap, temperature -> logprob, entropy    (dropped)
     backward   hidden, weight -> logits again -> their gradient -> hidden.grad, weight.grad
@@ -13,13 +17,106 @@ weight's gradient adds up over the chunks in float32: in 16 bits the last chunks
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from areal.algorithms.packing import Batch
+from areal.engines.model.guards import is_scalar
 from areal.errors import InvalidInput
+
+
+class Head(Protocol):
+    """Reads something off the hidden state of each loss token."""
+
+    @property
+    def shift(self) -> int:
+        """1: off the token before, which predicts it; 0: off the token itself."""
+
+    def read(
+        self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
+    ) -> tuple[Tensor, Tensor]:
+        """Read.
+
+        Args:
+            hf: the model; its parameters are whole.
+            hidden: [N, dim].
+            batch: packed batch.
+            targets: int64 [N], the loss tokens' positions in it.
+            chunk_elements: largest logits tensor.
+
+        Returns:
+            What was read, [N, ...], with gradient, and something beside it, [N, ...], without.
+
+        Raises:
+            InvalidInput: the model has no such head.
+        """
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """log p of each token, and the entropy of its distribution: float32, or float64 of float64.
+
+    With `ids` log p of several ids in the place of each token: [N, k] as that key of the batch.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; > 0."""
+    ids: str = ""
+    """Batch key, int64 [T, k]."""
+    shift = 1
+
+    def read(
+        self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
+    ) -> tuple[Tensor, Tensor]:
+        labels = batch[self.ids or "input_ids"][targets]
+        return chosen_logprobs(hf, hidden, labels, self.temperature, chunk_elements=chunk_elements)
+
+
+@dataclass(frozen=True)
+class TopLogprobHead:
+    """log p of the `k` likeliest ids in the place of each token, falling, and those ids: [N, k]."""
+
+    k: int
+    temperature: float = 1.0
+    shift = 1
+
+    @torch.no_grad()
+    def read(
+        self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
+    ) -> tuple[Tensor, Tensor]:
+        weight, bias = _parameters(hf)
+        matrix, transform = _matrix(weight), _Transform.of(hf, self.temperature)
+        parts = []
+        size = max(1, chunk_elements // weight.shape[0])
+        for begin in range(0, len(hidden), size):
+            rows = hidden[begin : begin + size]
+            scores = transform.apply_(_logits(rows, matrix, bias))
+            best, ids = scores.topk(self.k, -1)
+            parts.append((best - scores.logsumexp(-1, keepdim=True), ids))
+        logprobs, ids = map(torch.cat, zip(*parts, strict=True))
+        return logprobs, ids
+
+
+@dataclass(frozen=True)
+class ScalarHead:
+    """One number of each loss token, float32 (float64) [N], and nothing beside it (zeros)."""
+
+    shift: int = 1
+    """1: the value of the state before a token; 0: the score of what ends with it."""
+
+    def read(
+        self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
+    ) -> tuple[Tensor, Tensor]:
+        if not is_scalar(hf):
+            raise InvalidInput(
+                f"model {type(hf).__name__} has no scalar head: expected scalar=True"
+            )
+        wide = _wide(hidden)
+        numbers = torch.mv(hidden.to(wide), _whole(hf.score.weight)[0].to(wide))
+        return numbers, torch.zeros_like(numbers)
 
 
 def chosen_logprobs(
@@ -30,7 +127,7 @@ def chosen_logprobs(
     Args:
         hf: transformers causal language model.
         hidden: of the tokens before the labels.
-        labels: int64 [N].
+        labels: int64 [N]; or [N, k], whose logprobs then are [N, k].
         temperature: > 0.
         chunk_elements: largest logits tensor.
 
@@ -38,12 +135,9 @@ def chosen_logprobs(
         InvalidInput: the head is more than a linear layer.
     """
     weight, bias = _parameters(hf)
-    config = hf.config.get_text_config()
-    transform = _Transform(
-        _logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature
-    )
     size = max(1, chunk_elements // weight.shape[0])
     fused: Any = _LinearLogprob.apply
+    transform = _Transform.of(hf, temperature)
     logprobs, entropies = fused(hidden, weight, bias, labels, transform, size)
     return logprobs, entropies
 
@@ -71,6 +165,12 @@ class _Transform:
     cap: float | None
     temperature: float
 
+    @classmethod
+    def of(cls, hf: Any, temperature: float) -> _Transform:
+        config = hf.config.get_text_config()
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(_logit_scale(config), cap, temperature)
+
     def apply_(self, logits: Tensor) -> Tensor:
         """In place."""
         if self.cap is None:
@@ -88,7 +188,7 @@ class _Transform:
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """log_softmax(transform(hidden @ weight.T + bias)) at the labels, and its entropy."""
+    """log_softmax(transform(hidden @ weight.T + bias)) at labels [N] or [N, k], and its entropy."""
 
     @staticmethod
     def forward(
@@ -103,15 +203,15 @@ class _LinearLogprob(torch.autograd.Function):
         wide = _wide(hidden)
         trained = any(ctx.needs_input_grad[:3])
         once = trained and len(labels) <= size and transform.cap is None
-        logprobs = hidden.new_empty(len(labels), dtype=wide)
-        entropies = torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(labels.shape, dtype=wide)
+        entropies = hidden.new_empty(len(labels), dtype=wide)
         kept: Tensor | None = None
         matrix = _matrix(weight)
         for begin in range(0, len(labels), size):
             part = slice(begin, begin + size)
             scores = transform.apply_(_logits(hidden[part], matrix, bias))
             scores.sub_(scores.logsumexp(-1, keepdim=True))
-            logprobs[part] = scores.gather(1, labels[part, None])[:, 0]
+            logprobs[part] = scores.gather(1, _columns(labels[part])).view(labels[part].shape)
             likely = scores.exp()
             entropies[part] = scores.mul_(likely).sum(-1).neg_()
             kept = likely if once else None
@@ -132,12 +232,13 @@ class _LinearLogprob(torch.autograd.Function):
         matrix = _matrix(weight)
         for begin in range(0, len(labels), ctx.size):
             part = slice(begin, begin + ctx.size)
-            rows, chosen, above = hidden[part], labels[part, None], grad[part, None]
+            rows, chosen, above = hidden[part], _columns(labels[part]), _columns(grad[part])
+            total = -above.sum(-1, keepdim=True)
             if kept is not None:
-                change, scores = kept * -above, kept
+                change, scores = kept * total, kept
             else:
                 scores = ctx.transform.apply_(_logits(rows, matrix, bias))
-                change = scores.softmax(-1).mul_(-above)
+                change = scores.softmax(-1).mul_(total)
             change.scatter_add_(1, chosen, above)
             change = ctx.transform.slope_(change, scores)
             if bias_grad is not None:
@@ -155,6 +256,11 @@ class _LinearLogprob(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _columns(tensor: Tensor) -> Tensor:
+    """[N] or [N, k] -> [N, k]."""
+    return tensor if tensor.ndim == 2 else tensor[:, None]
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

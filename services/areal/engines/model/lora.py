@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from areal.config.training import LoraConfig
 from areal.engines.model import fill
+from areal.engines.model.guards import is_scalar
 from areal.errors import InvalidInput
 
 _ADAPTER = "default"  # peft's own name of the only one
@@ -50,10 +51,12 @@ def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
     for _, module in _adapted(hf):
         module.lora_A.to(dtype)
         module.lora_B.to(dtype)
+    if is_scalar(hf):  # which begins at 0: it is trained whole
+        hf.score.to(dtype).requires_grad_(True)
 
 
 def _chosen(hf: Any, targets: list[str]) -> list[str]:
-    head = hf.get_output_embeddings()
+    head = hf.score if is_scalar(hf) else hf.get_output_embeddings()
     linear = [n for n, m in hf.named_modules() if type(m) is nn.Linear and m is not head]
     there = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets or [""]:
@@ -77,7 +80,7 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     adapters = is_adapted(model)
     for name, parameter in model.named_parameters():
-        if not adapters or ".lora_" in name:
+        if not adapters or ".lora_" in name or name.endswith("score.weight"):
             yield name, parameter
 
 

@@ -1,4 +1,4 @@
-"""The module that is sharded and trained: a causal language model from packed tokens to logprobs.
+"""The module that is sharded and trained: from packed tokens to what a head reads off them.
 
 Decoder and head run inside one `forward`, because FSDP gathers the root's parameters (the embedding
 and the head) around that call.
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from areal.algorithms.packing import Batch
-from areal.engines.model import guards, heads
+from areal.engines.model import guards
 from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.model.attention.ulysses import Context
+from areal.engines.model.heads import Head
 from areal.errors import InvalidInput
 
 
 class PackedCausalLM(nn.Module):
-    """A Hugging Face causal language model that maps a packed batch to logprobs."""
+    """A Hugging Face causal language model that maps a packed batch to what a head reads."""
 
     def __init__(self, hf: Any, *, kernel: str, chunk_elements: int) -> None:
         """Wrap `hf`.
@@ -43,20 +44,19 @@ class PackedCausalLM(nn.Module):
         guards.set_attention(hf, kernel)
 
     def forward(
-        self, batch: Batch, layout: PackedLayout, targets: Tensor, temperature: float
+        self, batch: Batch, layout: PackedLayout, targets: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
-        """Compute logprobs and entropies.
+        """Compute what a head reads.
 
         Args:
             batch: packed batch on the model's device.
             layout: from `build_layout(batch)`.
-            targets: int64 [N], batch positions whose logprob is wanted; none is a sequence's first.
+            targets: int64 [N], batch positions to read at; with a shift none is a sequence's first.
                 Position 0 stands for "none": what is returned for it means nothing.
-            temperature: divides the logits.
+            head: with a shift it reads off the token before the target.
 
         Returns:
-            log p(token | tokens before it) [N] with gradient, and the entropy of that distribution
-            [N] without; float32, or float64 from a float64 model.
+            What `head.read` does, with N the targets.
         """
         self._check_lengths(layout.longest)
         attention: dict[str, Any] = {"packed_layout": layout}
@@ -72,34 +72,24 @@ class PackedCausalLM(nn.Module):
             **attention,
         )
         # The distribution of token t is read off token t - 1: the only shift in the code base.
-        rows = layout.locate[(targets - 1).clamp(min=0)]
-        labels = batch["input_ids"][targets]
+        rows = layout.locate[(targets - head.shift).clamp(min=0)]
         hidden = output.last_hidden_state[0]
         if self.context is None:
-            return self._read_off(hidden, rows, labels, temperature)
+            return self._read_off(hidden, rows, batch, targets, head)
         first, count = self.context.own(len(layout.computed))
         own = torch.nonzero((rows >= first) & (rows < first + count)).flatten()
         found = torch.cat([own, own.new_zeros(1)])  # one more than there are: never none
         here = (rows[found] - first).clamp(0, count - 1)
-        logprobs, entropies = self._read_off(hidden, here, labels[found], temperature)
-        # The one more counts nothing, and lets a rank without any take part in the backward pass.
-        weight = torch.ones_like(logprobs)
-        weight[-1] = 0
-        parts = torch.stack([logprobs * weight, entropies * weight])
-        whole = parts.new_zeros(2, len(rows)).index_add(1, found, parts)
-        logprobs, entropies = self.context.sum_parts(whole).unbind()
-        return logprobs, entropies.detach()
+        read, beside = self._read_off(hidden, here, batch, targets[found], head)
+        whole = (self.context.sum_parts(_spread(part, found, len(rows))) for part in (read, beside))
+        read, beside = whole
+        return read, beside.detach()
 
     def _read_off(
-        self, hidden: Tensor, rows: Tensor, labels: Tensor, temperature: float
+        self, hidden: Tensor, rows: Tensor, batch: Batch, targets: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
-        return heads.chosen_logprobs(
-            self.hf,
-            hidden.index_select(0, rows),
-            labels,
-            temperature,
-            chunk_elements=self.chunk_elements,
-        )
+        chosen = hidden.index_select(0, rows)
+        return head.read(self.hf, chosen, batch, targets, chunk_elements=self.chunk_elements)
 
     def _check_lengths(self, longest: int) -> None:
         if self.rope_limit is not None and longest > self.rope_limit:
@@ -108,3 +98,13 @@ class PackedCausalLM(nn.Module):
                 "changes for all sequences of a micro-batch; expected prompt and response within "
                 f"{self.rope_limit} tokens (gconfig.max_new_tokens), or a model with yarn rope"
             )
+
+
+def _spread(part: Tensor, found: Tensor, total: int) -> Tensor:
+    """Put a rank's rows in their places among all; the last counts nothing.
+
+    It lets a rank without any take part in the backward pass.
+    """
+    weight = part.new_ones(len(part), *[1] * (part.ndim - 1))
+    weight[-1] = 0
+    return part.new_zeros(total, *part.shape[1:]).index_add(0, found, part * weight)

@@ -25,8 +25,8 @@ from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import build_layout
-from areal.engines.model.guards import decoder_of, refusal
-from areal.engines.model.heads import logprobs_of
+from areal.engines.model.guards import decoder_of, is_scalar, refusal
+from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.packed import PackedCausalLM
 from areal.errors import InvalidInput
 
@@ -123,9 +123,10 @@ def _batch(vocabulary: int) -> Batch:
 @torch.no_grad()
 def _packed(model: PackedCausalLM, batch: Batch) -> Tensor:
     layout = build_layout(batch, share_prefixes=True, buckets=model.kernel == PACKED)
-    logprobs: Tensor
-    logprobs, _ = model(batch, layout, torch.nonzero(batch["loss_mask"]).flatten(), 1.0)
-    return logprobs
+    head = _Probe() if is_scalar(model.hf) else LogprobHead()
+    found: Tensor
+    found, _ = model(batch, layout, torch.nonzero(batch["loss_mask"]).flatten(), head)
+    return found
 
 
 @torch.no_grad()
@@ -139,6 +140,10 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
     try:
         for sequence in packing.unpack(batch):
             ids = sequence["input_ids"]
+            if is_scalar(hf):
+                found = decoder_of(hf)(input_ids=ids[None], use_cache=False)
+                parts.append(_project(found.last_hidden_state[0, :-1]))
+                continue
             logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
             parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
     finally:
@@ -146,6 +151,25 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
         if isinstance(model, FSDPModule):
             model.reshard()
     return torch.cat(parts)
+
+
+class _Probe:
+    """A scalar model's own head may be 0, which hides everything."""
+
+    shift = 1
+
+    def read(
+        self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
+    ) -> tuple[Tensor, Tensor]:
+        found = _project(hidden)
+        return found, torch.zeros_like(found)
+
+
+def _project(hidden: Tensor) -> Tensor:
+    """One number of about 1 from each hidden state."""
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    signs = torch.arange(wide.shape[-1], device=wide.device).remainder(3).sub(1)
+    return (wide * signs).sum(-1).div(wide.shape[-1] ** 0.5)
 
 
 @contextmanager

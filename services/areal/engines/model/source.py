@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from areal.engines.model import fill, guards
+from areal.engines.model.guards import is_scalar
 from areal.errors import InvalidInput
 
 
-def build(path: str, dtype: torch.dtype) -> Any:
+def build(path: str, dtype: torch.dtype, *, scalar: bool = False) -> Any:
     """Make a transformers causal language model from its config: parameters on the meta device.
 
     A model of text and images is built whole. Buffers that are not in its files have their values.
@@ -21,6 +22,7 @@ def build(path: str, dtype: torch.dtype) -> Any:
     Args:
         path: a folder with config.json.
         dtype: of the parameters.
+        scalar: it gets a head of one number, `score`, instead of that of the vocabulary.
 
     Raises:
         InvalidInput: there is no such folder, or transformers cannot build such a model.
@@ -30,14 +32,21 @@ def build(path: str, dtype: torch.dtype) -> Any:
         raise InvalidInput(
             f"path={path!r}: expected a Hugging Face model directory with config.json"
         )
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(directory)
         kind: Any = AutoModelForCausalLM
-        if type(config) not in kind._model_mapping:
+        if scalar:
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        elif type(config) not in kind._model_mapping:
             kind = AutoModelForImageTextToText
         with torch.device("meta"):
             hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
@@ -46,6 +55,15 @@ def build(path: str, dtype: torch.dtype) -> Any:
         # An unknown architecture, code that would have to be downloaded, an absent kernel.
         why = " ".join(str(error).split())
         raise InvalidInput(f"path={path!r}: transformers cannot load it: {why}") from error
+    if scalar:
+        if not is_scalar(hf):
+            raise InvalidInput(
+                f"path={path!r}: {type(hf).__name__} has no linear `score`: it cannot be a critic "
+                "or a reward model"
+            )
+        # A language model's directory has the one head and lacks the other.
+        hf._keys_to_ignore_on_load_unexpected = {r"lm_head\.weight"}
+        hf._keys_to_ignore_on_load_missing = {r"score\.weight"}
     guards.silence_noise(hf)
     if dtype == torch.float64:
         _use_exact_norms(hf)
@@ -63,6 +81,8 @@ def load_weights(hf: Any, path: str) -> None:
     from transformers import GenerationConfig
 
     directory = Path(path)
+    if is_scalar(hf):  # zero where the directory has none
+        fill.local(hf.score.weight.detach()).zero_()
     hf._weight_conversions = fill.load_own(hf, directory)
     if (directory / "generation_config.json").is_file():
         hf.generation_config = GenerationConfig.from_pretrained(directory)
@@ -75,7 +95,7 @@ def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, 
         InvalidInput: see `load_weights`.
     """
     if from_scratch:
-        fill.draw_own(hf, build(path, dtype), seed)
+        fill.draw_own(hf, build(path, dtype, scalar=is_scalar(hf)), seed)
     else:
         load_weights(hf, path)
 

@@ -16,7 +16,7 @@ from tests.unit.areal.engines.train_fixtures import (
 from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
-from areal.engines.model.heads import logprobs_of
+from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.source import load_model
 from areal.engines.parallel.memory import checkpoints_activations
 from areal.errors import InvalidInput
@@ -62,15 +62,15 @@ def test_forward_when_packed_then_equals_transformers_one_sequence_at_a_time(
 ):
     engine = make_engine(dtype="float64", share_prefixes=share_prefixes)
     batch = make_batch()
-    ours = engine.forward(batch, temperature=temperature)
+    ours = engine.forward(batch, LogprobHead(temperature))
     assert ours.dtype == torch.float64
     expected = plain_logprobs(engine, batch, temperature)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-    single = make_engine().forward(batch, temperature=temperature)
+    single = make_engine().forward(batch, LogprobHead(temperature))
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-5)
     chunked = make_engine(dtype="float64", logits_chunk_elements=261 * 7)
-    ours = chunked.forward(batch, temperature=temperature)
+    ours = chunked.forward(batch, LogprobHead(temperature))
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 

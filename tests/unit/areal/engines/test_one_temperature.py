@@ -9,6 +9,7 @@ from tests.unit.areal.engines.train_fixtures import make_batch
 from areal.config.experiment import GRPOConfig
 from areal.config.training import PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model.heads import LogprobHead
 from areal.engines.ppo import PPOActor
 from areal.engines.rollout import check_sampling
 from areal.errors import InvalidInput
@@ -66,9 +67,9 @@ def test_logprobs_when_the_sampler_has_a_temperature_then_the_actor_compares_at_
     try:
         batch = make_batch(0)
         actor = PPOActor(config.actor, engine, config.gconfig.temperature)
-        expected = engine.forward(batch, temperature=0.6)
+        expected = engine.forward(batch, LogprobHead(0.6))
         assert torch.equal(actor.compute_logprobs(batch), expected)
-        assert not torch.allclose(expected, engine.forward(batch, temperature=1.0))
+        assert not torch.allclose(expected, engine.forward(batch, LogprobHead(1.0)))
         # On its own policy, sampled at that temperature, no token has another weight than 1.
         batch["behavior_logprobs"] = expected
         actor.compute_advantages(batch)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal.engines.model.attention.dispatch import PACKED, attention_function, choose
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.attention.varlen import FLASH_2, FLASH_3, PACKAGES, TORCH
+from areal.engines.model.heads import LogprobHead
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.model.source import load_model
@@ -115,7 +116,7 @@ def test_model_when_a_kernel_computes_its_attention_then_equals_transformers(
     batch = make_batch(vocabulary=96)
     layout = build_layout(batch, share_prefixes=False, buckets=False)
     targets = torch.nonzero(batch["loss_mask"]).flatten()
-    logprobs, _ = model(batch, layout, targets, 1.0)
+    logprobs, _ = model(batch, layout, targets, LogprobHead())
     torch.testing.assert_close(logprobs, alone(hf, batch)[targets], atol=4e-5, rtol=0)
 
 
@@ -139,7 +140,7 @@ def test_model_when_it_computes_then_the_host_never_waits_for_the_device(tmp_pat
     layout = build_layout(batch, share_prefixes=True, buckets=kernel == PACKED)
     targets = torch.nonzero(batch["loss_mask"]).flatten()
     with NoQuestions():
-        logprobs, _ = model(batch, layout, targets, 1.0)
+        logprobs, _ = model(batch, layout, targets, LogprobHead())
         logprobs.sum().backward()
     with NoQuestions(), pytest.raises(AssertionError, match="makes the host wait"):
         float(logprobs.sum())
