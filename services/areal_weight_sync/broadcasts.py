@@ -39,7 +39,7 @@ class Broadcasts:
         size = 1 + sum(ranks for _, ranks in self._members.values())
         self._version, self._seats, rank = (version.version, version.incarnation), {}, 1
         for server_id, (_, ranks) in self._members.items():
-            self._seats[server_id] = Seat(offer, self._group, rank, size)
+            self._seats[server_id] = Seat(offer, self._group, rank, size, version.tensors)
             rank += ranks
         self._answer = offer, Seats(self._group, size)
         return self._answer[1]

@@ -239,7 +239,7 @@ async def test_weight_sync_when_a_trainer_broadcasts_then_brings_the_server_alon
             await engine.boot_id()
             assert engine.ranks == 1
             sending = asyncio.create_task(asyncio.to_thread(broadcast))
-            seat = Seat(offer, trainer.name, 1, 2)
+            seat = Seat(offer, trainer.name, 1, 2, version.tensors)
             fingerprint = await engine.receive(version, seat, timeout=60.0)
             assert (fingerprint is None) == http.engine.real
             if http.engine.real:

@@ -71,7 +71,7 @@ class Rig:
         """What PublishVersion does to an offer, and a server that is told to take part."""
         check_same_tensors(version, self.base)
         list(buckets(version.tensors))
-        seat = Seat(offer, f"group-{version.version}", 1, 2)
+        seat = Seat(offer, f"group-{version.version}", 1, 2, version.tensors)
         self.received = self.pool.submit(asyncio.run, self._receive(version, seat))
         return Seats(seat.group, seat.world_size)
 

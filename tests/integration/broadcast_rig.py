@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,21 @@ from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
 
 SERVING = ServerState.SERVING
+
+
+class Gathered:
+    """See `Again`: a few tensors at a time, as an export gathers them."""
+
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self.asked = False
+
+    def buckets(self) -> Generator[list[tuple[str, torch.Tensor]]]:
+        self.asked = True
+        for start in range(0, len(self._tensors), 3):
+            yield self._tensors[start : start + 3]
+
+    def skip(self) -> None: ...
 
 
 class Trainer:
@@ -53,9 +68,12 @@ class Trainer:
     async def publish(self, version: int, **replaced: torch.Tensor) -> float:
         """Returns how long the trainer was blocked."""
         changed = [(n, t + 0.001 * version) for n, t in (self.tensors | replaced).items()]
-        new = NewVersion(version, 1, host_tensors(changed), self.rig.model)
+        changed.reverse()  # an order of its own, as a model has
+        again = Gathered(changed)
+        new = NewVersion(version, 1, host_tensors(changed), self.rig.model, again)
         since = time.monotonic()
         await asyncio.to_thread(self.publisher.publish, new, self._announce)
+        assert again.asked == (self.offers[-1].world_size > 0)
         return time.monotonic() - since
 
 

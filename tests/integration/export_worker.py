@@ -6,6 +6,8 @@ Rank 0 writes `out`: what the test asserts.
 import json
 import sys
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -81,6 +83,33 @@ def layouts(model):
     )
 
 
+def twice(engine, held):
+    """What is gathered again while a step wants to change it; then not at all, or a part."""
+    told, again = [], []
+
+    def broadcast(tensors, repeat):
+        time.sleep(1.0)  # servers join; the step is at its optimizer meanwhile
+        told.extend(tensor.name for tensor in tensors)
+        with closing(repeat.buckets()) as gathering:
+            again.extend((name, tensor.clone()) for bucket in gathering for name, tensor in bucket)
+
+    def breaks(_, repeat):
+        with closing(repeat.buckets()) as gathering:
+            next(gathering)
+
+    done = engine.export("float32", broadcast, twice=True)
+    engine.train_batch(make_batch(dist.get_rank()), weighted_loss)
+    done.result(timeout=60)
+    for deliver in (breaks, lambda _, repeat: repeat.skip(), lambda *_: None):
+        engine.export("float32", deliver, twice=True).result(timeout=60)
+    changed, _, _ = gathered(engine, "float32")
+    return {
+        "in order": bool(told) and [name for name, _ in again] == told,
+        "same": all(torch.equal(held[name], tensor) for name, tensor in again),
+        "changed since": any(not torch.equal(held[name], changed[name]) for name in held),
+    }
+
+
 def run(model, out):
     buckets.BUCKET_BYTES = 40_960
     optimizer = OptimizerConfig(lr=1e-2)
@@ -93,7 +122,7 @@ def run(model, out):
     # step nor any other rank waits for the one who takes it over.
     free, delivered = threading.Event(), []
 
-    def deliver(tensors):
+    def deliver(tensors, _):
         assert free.wait(60), "the step has waited for the delivery"
         delivered.extend(tensors)
 
@@ -103,6 +132,7 @@ def run(model, out):
     free.set()
     done.result(timeout=60)
     after, _, _ = gathered(engine, "float32")
+    again = twice(engine, after)
     whole = {name: tensor.numel() for name, tensor in before.items()}
     same = {t.name: bytes(t.data) == before[t.name].numpy().tobytes() for t in delivered}
     digests = all(t.known_digest for t in delivered)
@@ -117,6 +147,7 @@ def run(model, out):
             "delivered": same,
             "digests": digests,
             "changed": len(changed),
+            "again": again,
             "ranks": results,
         }
         Path(out).write_text(json.dumps(report))

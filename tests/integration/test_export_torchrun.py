@@ -52,6 +52,10 @@ def test_export_when_a_step_follows_then_the_weights_of_before_are_delivered(rep
     assert report["digests"]
 
 
+def test_export_when_it_is_broadcast_then_gathered_again_before_the_weights_change(report):
+    assert report["again"] == {"in order": True, "same": True, "changed since": True}
+
+
 def test_export_when_the_delivery_takes_long_then_neither_the_step_nor_a_rank_waits(report):
     publishing, sending = report["ranks"]
     assert not publishing["done_before_delivery"]

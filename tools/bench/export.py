@@ -66,7 +66,7 @@ def rank_main(folder: Path, rounds: int, tokens: int) -> None:
         version += 1
         ended, sizes = list[float](), list[int]()
 
-        def deliver(tensors: Any) -> None:
+        def deliver(tensors: Any, _: Any) -> None:
             sizes.append(sum(tensor.data.nbytes for tensor in tensors))
             publisher.publish(NewVersion(version, 1, tensors, folder), lambda _: None)
             ended.append(time.perf_counter())

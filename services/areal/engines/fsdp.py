@@ -229,9 +229,9 @@ class FSDPEngine(TrainEngine):
             for name, tensor in bucket:
                 yield name, tensor.cpu()
 
-    def export(self, dtype: str | None, deliver: Deliver) -> Future[None]:
+    def export(self, dtype: str | None, deliver: Deliver, *, twice: bool = False) -> Future[None]:
         self._reshard()
-        return self.exporter.begin(dtype, deliver)
+        return self.exporter.begin(dtype, deliver, twice=twice)
 
     def _reshard(self) -> None:
         if self._sharded:

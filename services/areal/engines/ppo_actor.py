@@ -17,7 +17,7 @@ from areal.errors import InvalidInput, TrainingDiverged
 from areal.models.directory import serving_dtype
 from areal.training.session import current_session
 from areal.types import WeightUpdateMeta
-from areal.weights.publisher import NewVersion, Publisher
+from areal.weights.publisher import Again, NewVersion, Publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,14 +230,16 @@ class FSDPPPOActor:
         dtype = serving_dtype(session.config.model.dtype, source, gpu=gpu)
         phase = session.trace.phase_active()
 
-        def publish(tensors: tuple[HostTensor, ...]) -> None:
+        def publish(tensors: tuple[HostTensor, ...], again: Again | None) -> None:
             if self._publisher is None or self._publisher[0] != meta:
                 publisher = make_publisher(session.config, session.security, meta, session.offer)
                 self._publisher = meta, publisher
             with phase:
                 self._publisher[1].publish(
-                    NewVersion(version, session.incarnation, tensors, source), session.publish
+                    NewVersion(version, session.incarnation, tensors, source, again),
+                    session.publish,
                 )
 
         size = sum(p.numel() * p.element_size() for p in self.engine.model.hf.parameters())
-        session.publishing.begin(version, self.engine.export(dtype, publish), size)
+        twice = (meta.type or session.config.weight_sync.transport) == "distributed"
+        session.publishing.begin(version, self.engine.export(dtype, publish, twice=twice), size)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from areal.algorithms.packing import Batch
     from areal.engines.model.heads import Head
+    from areal.weights.publisher import Again
     from areal.weights.safetensors import HostTensor
 
 LossFn = Callable[
@@ -178,7 +179,11 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def export(
-        self, dtype: str | None, deliver: Callable[[tuple[HostTensor, ...]], None]
+        self,
+        dtype: str | None,
+        deliver: Callable[[tuple[HostTensor, ...], Again | None], None],
+        *,
+        twice: bool = False,
     ) -> Future[None]:
         """Gather the weights beside what follows; collective.
 
@@ -187,7 +192,9 @@ class TrainEngine(abc.ABC):
 
         Args:
             dtype: as for `iter_full_tensors`.
-            deliver: called in a thread of rank 0 with what `iter_full_tensors` yields, as bytes.
+            deliver: called in a thread of rank 0 with what `iter_full_tensors` yields, as bytes,
+                and, with `twice`, with what gathers it again: the next change waits for that, too.
+            twice: the same on every rank.
 
         Returns:
             Done, on rank 0, when `deliver` has returned, or with its error; elsewhere when this

@@ -4,7 +4,7 @@
     ───────                    ───────────                       ─────────────────
     offer(version, address) ──> seats those that serve ──join──> rank 1, 2, …
     rank 0, joins               (SGLang's endpoints)   ──names─> receive
-    broadcasts every tensor, in the order of the manifest ─────>
+    broadcasts every tensor, in the order of the offer ────────>
 
 Tensors travel one by one in that order, so each end may divide them into buckets as it likes. The
 group stays for the next version while the same servers serve; any failure ends it, and the next
@@ -77,6 +77,8 @@ class Seat:
     group: str
     rank: int
     world_size: int
+    tensors: tuple[WeightTensor, ...]
+    """What is broadcast, in this order; the manifest of the stored version may have another."""
 
 
 def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

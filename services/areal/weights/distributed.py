@@ -6,7 +6,8 @@
        thread: join, broadcast        main: store, announce
                   └────────── both have ended, by their deadlines ──────────┘
 
-The servers that serve get the weights from this process's memory, before anything is written.
+The servers that serve get the weights from this process's device (`publisher.Again`), before
+anything is written.
 Newcomers, and servers that the broadcast did not reach, read what was stored. A broadcast that
 fails costs its deadline at most and never the version; the next one is tried with a new group,
 of the servers that serve then. After three failures in a row some versions are only stored before
@@ -18,9 +19,11 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -29,8 +32,7 @@ from areal.errors import ArealError
 from areal.weights.broadcast import DTYPES, JOIN_S, Offer, Seats, bucket_s, buckets
 from areal.weights.manifest import PolicyVersion, WeightTensor, assemble_manifest
 from areal.weights.process_group import ProcessGroup, address_towards
-from areal.weights.publisher import NewVersion, Publisher, TransportError, in_threads
-from areal.weights.safetensors import HostTensor
+from areal.weights.publisher import NewVersion, Publisher, TransportError, in_threads, patience_s
 
 _REST_AFTER = 3
 _LONGEST_REST = 64
@@ -73,30 +75,35 @@ class DistributedPublisher:
         """Broadcasts and stores at once; returns when both have ended."""
         if self._resting:
             self._resting -= 1
-            return self._stored.publish(new, announce)
+            return self._store(new, announce)
         manifest, ended = self._describe(new), queue.SimpleQueue[str]()
         try:
             parts = list(buckets(manifest.tensors))
             listener = self._listen()
         except ArealError as error:
             self._failed(new.version, str(error))
-            return self._stored.publish(new, announce)
+            return self._store(new, announce)
         with listener:
             host, port = listener.getsockname()[:2]
             group = self._group[0] if self._group else ""
             seats = self._offer(manifest, Offer(host, port, self._backend, group))
-            if seats.world_size:
-                work = threading.Thread(
-                    target=lambda: ended.put(self._send(new, parts, seats, listener)),
-                    name="broadcast",
-                    daemon=True,  # nothing but its deadlines ends it
-                )
-                work.start()
+            if not seats.world_size:
+                return self._store(new, announce)
+            work = threading.Thread(
+                target=lambda: ended.put(self._send(new, parts, seats, listener)),
+                name="broadcast",
+                daemon=True,  # nothing but its deadlines ends it
+            )
+            work.start()
             try:
                 return self._stored.publish(new, announce)
             finally:
-                if seats.world_size:
-                    self._settle(new.version, ended, JOIN_S + sum(map(bucket_s, parts)) + _GRACE_S)
+                self._settle(new.version, ended, JOIN_S + sum(map(bucket_s, parts)) + _GRACE_S)
+
+    def _store(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
+        if new.again is not None:
+            new.again.skip()
+        return self._stored.publish(new, announce)
 
     def _listen(self) -> socket.socket:
         try:
@@ -108,14 +115,16 @@ class DistributedPublisher:
             raise TransportError(f"endpoints.weight_sync {where}: {error}") from None
 
     def _describe(self, new: NewVersion) -> PolicyVersion:
-        """The manifest of a version without files."""
+        """The manifest of a version without files, its tensors in the order that they are sent."""
         digests = in_threads(lambda tensor: tensor.digest, new.tensors)
         tensors = [
             WeightTensor(t.name, t.shape, t.dtype, digest)
             for t, digest in zip(new.tensors, digests, strict=True)
         ]
         whole = assemble_manifest(new.model, new.version, new.incarnation, [], tensors)
-        return replace(whole, files=(), path=str(self._root / new.name))
+        kept = {tensor.name for tensor in whole.tensors}
+        sent = tuple(tensor for tensor in tensors if tensor.name in kept)
+        return replace(whole, tensors=sent, files=(), path=str(self._root / new.name))
 
     def _send(
         self,
@@ -126,7 +135,7 @@ class DistributedPublisher:
     ) -> str:
         """Why it failed; empty: it did not."""
         held, self._group = self._group, None
-        tensors = {tensor.name: tensor for tensor in new.tensors}
+        names = {tensor.name for part in parts for tensor in part}
         try:
             if held is None or held[0] != seats.group:
                 held = None  # its connections close before the next are made
@@ -135,10 +144,13 @@ class DistributedPublisher:
                 )
             else:
                 group = held[1]
-            for part in parts:
-                sent = [_tensor(tensors[tensor.name], group.device) for tensor in part]
-                group.broadcast(sent, bucket_s(part))
+            with closing(new.again.buckets() if new.again else _from_host(new, parts)) as buckets:
+                for bucket in buckets:
+                    sent = [t.to(group.device).contiguous() for name, t in bucket if name in names]
+                    group.broadcast(sent, patience_s(sum(tensor.nbytes for tensor in sent)))
         except Exception as error:  # whatever it is, the trainer waits for this answer
+            if new.again is not None:
+                new.again.skip()
             return str(error) or type(error).__name__
         self._group = seats.group, group
         return ""
@@ -159,8 +171,7 @@ class DistributedPublisher:
         if self._failures >= _REST_AFTER:
             self._resting = min(_LONGEST_REST, 2**self._failures)
         if self._backend == "nccl":  # the servers' own has to be the same, and to be set up so
-            version_here = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            here = ".".join(map(str, version_here))
+            here = ".".join(map(str, cast("Any", torch.cuda.nccl).version()))
             cause = f"{cause} (NCCL {here} here)"
         self._log.warning(
             "transport_fell_back",
@@ -171,7 +182,18 @@ class DistributedPublisher:
         )
 
 
-def _tensor(host: HostTensor, device: torch.device) -> torch.Tensor:
-    """The tensor over its bytes, on the device that the group's backend wants."""
-    dtype: torch.dtype = getattr(torch, DTYPES[host.dtype])
-    return torch.frombuffer(host.data, dtype=dtype).view(host.shape).to(device)
+def _from_host(
+    new: NewVersion, parts: Sequence[Sequence[WeightTensor]]
+) -> Generator[Sequence[tuple[str, torch.Tensor]]]:
+    """Tensors over the bytes of a version that is in memory only."""
+    hosts = {tensor.name: tensor for tensor in new.tensors}
+    for part in parts:
+        yield [
+            (
+                t.name,
+                torch.frombuffer(hosts[t.name].data, dtype=getattr(torch, DTYPES[t.dtype])).view(
+                    t.shape
+                ),
+            )
+            for t in part
+        ]

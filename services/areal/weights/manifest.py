@@ -74,7 +74,7 @@ class WeightTensor:
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """What changed since an earlier version; see `transports.delta`.
+    """What changed since an earlier version; see `weights.delta`.
 
     Example:
         >>> DeltaFile(base="v00000011-inc3", base_digest="9f86…", size_bytes=31_204, digest="41a0…")

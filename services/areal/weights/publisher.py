@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from areal.errors import ArealError
 from areal.weights.manifest import (
@@ -33,6 +33,16 @@ class TransportError(ArealError):
     """A version could not be carried this way; the message says why. Another way may do."""
 
 
+class Again(Protocol):
+    """A version's tensors once more, on the device that they were gathered on; in one thread."""
+
+    def buckets(self) -> Generator[Sequence[tuple[str, Any]]]:
+        """Runs of (name, torch tensor) in the order of `NewVersion.tensors`; once. Close it."""
+
+    def skip(self) -> None:
+        """They are not wanted: the trainer may change its weights. Harmless after `buckets`."""
+
+
 @dataclass(frozen=True)
 class NewVersion:
     """What a trainer publishes, in its memory.
@@ -47,6 +57,8 @@ class NewVersion:
     tensors: tuple[HostTensor, ...]
     model: Path
     """Directory that config and tokenizer are copied from."""
+    again: Again | None = None
+    """What a broadcast sends instead of the bytes here; None: those."""
 
     @property
     def name(self) -> str:

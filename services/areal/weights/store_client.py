@@ -11,7 +11,6 @@ import http.client
 import json
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -70,12 +69,7 @@ class StoreConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

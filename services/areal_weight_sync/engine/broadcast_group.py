@@ -33,9 +33,11 @@ class BroadcastGroup:
         self._group = ""
         self.expected: PolicyVersion | None = None
         """Joined for; still to be received."""
+        self._tensors: Sequence[WeightTensor] = ()
 
     async def join(self, seat: Seat) -> None:
         """Waits for all the others, unless it is in that group already."""
+        self._tensors = seat.tensors
         if self._group == seat.group:
             return
         self._group = (
@@ -69,7 +71,7 @@ class BroadcastGroup:
         async with self.failing():
             await self._command("/begin_weight_update", {}, timeout)
             try:
-                for bucket in buckets(version.tensors):
+                for bucket in buckets(self._tensors):
                     request = self.request(bucket) | flags
                     await self._command("/update_weights_from_distributed", request, timeout)
             except EngineError:

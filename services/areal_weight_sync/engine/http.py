@@ -154,8 +154,8 @@ class HttpEngine:
         self._staged = None
         async with self._group.failing():
             await self._group.join(seat)
-            path, request = "/stage_weights", self._group.request(version.tensors)
-            request["digests"] = [tensor.digest for tensor in version.tensors]
+            path, request = "/stage_weights", self._group.request(seat.tensors)
+            request["digests"] = [tensor.digest for tensor in seat.tensors]
             status, text = await self._call("POST", path, request, timeout=timeout)
             if status in (404, 405):
                 self._group.expected = version

@@ -30,7 +30,7 @@ class Server:
 
 
 def seat(group: str, held: str = "") -> Seat:
-    return Seat(Offer("127.0.0.1", 7000, "gloo", held), group, 1, 2)
+    return Seat(Offer("127.0.0.1", 7000, "gloo", held), group, 1, 2, VERSION.tensors)
 
 
 async def test_join_when_this_service_was_restarted_then_the_group_of_its_former_life_is_left():

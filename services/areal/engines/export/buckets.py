@@ -167,7 +167,7 @@ class Gathering:
         return buffer
 
     def _assembled(self, bucket: _Bucket, mine: Tensor | None) -> dict[str, Tensor]:
-        """Whole tensors by name, of what all ranks have sent."""
+        """Each tensor's name and the whole of it, of what all ranks have sent."""
         device = _local(self._any(bucket)).device
         buffers = {
             rank: torch.empty(size, dtype=torch.uint8, device=device)
@@ -199,7 +199,7 @@ class Held:
     """What does not change while a model is trained."""
 
     boxes: dict[str, list[Box]]
-    """By name, what each rank holds of each tensor that leaves."""
+    """Of each tensor that leaves, its name and what each rank holds of it."""
     bystanders: list[str]
     """On rank 0, what lies beside the model in its directory and goes with it."""
 

@@ -5,30 +5,35 @@
 
 The weights are read in place: a copy would cost two bytes a parameter, over all ranks, at the peak
 of the next step's memory. So the optimizer waits until they have been gathered, which is over long
-before a backward pass of any size; it never waits for a disk, a network or a server, and no rank
-waits in a collective for rank 0 to be through with those. Collectives have a group of their own.
+before a backward pass of any size; it never waits for a disk, and no rank waits in a collective for
+rank 0 to be through with that. Collectives have a group of their own.
+
+What is broadcast is gathered a second time, when its digests are known and the servers have joined:
+the buckets go from the device that they are gathered on, and the optimizer waits for that as well.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from areal.engines.export.buckets import Gathering, Held
 from areal.engines.export.pinned import ToHost
 from areal.errors import WaitTimeout
+from areal.weights.publisher import Again
 from areal.weights.safetensors import HostTensor
 
-Deliver = Callable[[tuple[HostTensor, ...]], None]
+Deliver = Callable[[tuple[HostTensor, ...], Again | None], None]
 
 
 class Exporter:
@@ -44,7 +49,7 @@ class Exporter:
     def __init__(self, hf: Any, source: Path, device: torch.device, timeout_s: float) -> None:
         self._hf, self._source, self._device, self._timeout_s = hf, source, device, timeout_s
         self._group = dist.new_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_s),
         )
         self._held: Held | None = None
@@ -60,8 +65,13 @@ class Exporter:
         self._held = self._held or Held.of(self._hf, self._source)
         return Gathering(self._hf, self._source, self._held, dtype, self._group)
 
-    def begin(self, dtype: str | None, deliver: Deliver) -> Future[None]:
+    def begin(self, dtype: str | None, deliver: Deliver, *, twice: bool = False) -> Future[None]:
         """Starts to gather the weights; on rank 0 `deliver` is then given all of them.
+
+        Args:
+            dtype: to cast floating tensors to; None: as they are.
+            deliver: called in a thread with the tensors and, with `twice`, what gathers them again.
+            twice: the same on every rank: `deliver` may have them gathered a second time.
 
         Returns:
             Done, on rank 0, when `deliver` has returned, or with its error; elsewhere when this
@@ -69,24 +79,30 @@ class Exporter:
         """
         work, ready = self.gathering(dtype), None
         if self._device.type == "cuda":
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready = cast("Any", torch.cuda).Event()
             ready.record()
         self._gathered.clear()
         self._since = time.monotonic()
         done: Future[None] = Future()
 
         def run() -> None:
+            again = _Repeat(self, work, ready) if twice else None
             try:
-                try:
-                    tensors = self._gather(work, ready)
-                finally:
-                    self._gathered.set()
+                tensors = self._gather(work, ready, last=again is None)
                 if dist.get_rank() == 0:
-                    deliver(tensors)
+                    deliver(tensors, again)
+                elif again is not None:
+                    again.follow()
             except BaseException as error:  # the training thread raises it
                 done.set_exception(error)
             else:
                 done.set_result(None)
+            finally:
+                try:
+                    if again is not None and dist.get_rank() == 0:
+                        again.skip()
+                finally:
+                    self._gathered.set()
 
         # Not one that the interpreter waits for at its end: a dead volume would hold it.
         threading.Thread(target=run, name="export", daemon=True).start()
@@ -105,16 +121,74 @@ class Exporter:
             raise WaitTimeout("the gathering of weights", on="the other ranks", since=self._since)
         self.waited_s += time.monotonic() - since
 
-    def _gather(self, work: Gathering, ready: Any) -> tuple[HostTensor, ...]:
-        stream = None
-        if ready is not None:
-            torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_event(ready)
-        with torch.cuda.stream(stream) if stream is not None else nullcontext(), ToHost() as host:
+    def _gather(self, work: Gathering, ready: Any, *, last: bool) -> tuple[HostTensor, ...]:
+        with self.stream(ready), ToHost() as host:
             for bucket in work.buckets():
                 host.add(bucket)
-            if stream is not None:
-                stream.synchronize()
-            self._gathered.set()
+            if ready is not None:
+                torch.cuda.current_stream().synchronize()
+            if last:
+                self._gathered.set()
             return host.result()
+
+    @contextmanager
+    def stream(self, ready: Any) -> Iterator[None]:
+        """This thread's own, which begins where the training stream was at `ready`."""
+        if ready is None:
+            yield
+            return
+        torch.cuda.set_device(self._device)
+        own = cast("Any", torch.cuda).Stream()
+        own.wait_event(ready)
+        with torch.cuda.stream(own):
+            yield
+
+    def tell(self, repeats: bool | None) -> bool:
+        """What rank 0 says to the others (they: None): whether there is a second gathering."""
+        if dist.get_world_size() == 1:
+            return bool(repeats)
+        word = torch.tensor([int(bool(repeats))])
+        dist.broadcast(word, 0, group=self._group)
+        return bool(word.item())
+
+    def gathered(self) -> None:
+        """The weights may change."""
+        self._gathered.set()
+
+
+class _Repeat:
+    """The second gathering of an export; see `Again`. Rank 0 says whether it takes place."""
+
+    def __init__(self, exporter: Exporter, work: Gathering, ready: Any) -> None:
+        self._exporter, self._work, self._ready = exporter, work, ready
+        self._open = threading.Lock()
+
+    def buckets(self) -> Generator[list[tuple[str, Tensor]]]:
+        """See `Again`: closed early, it still gathers the rest, which the others send."""
+        if not self._open.acquire(blocking=False):
+            return
+        self._exporter.tell(True)
+        with self._exporter.stream(self._ready):
+            buckets = self._work.buckets()
+            try:
+                for bucket in buckets:  # noqa: UP028 - closing this one must not close the other
+                    yield bucket
+            finally:
+                for _ in buckets:
+                    pass
+                if self._ready is not None:
+                    torch.cuda.current_stream().synchronize()
+                self._exporter.gathered()
+
+    def skip(self) -> None:
+        """See `Again`."""
+        if self._open.acquire(blocking=False):
+            self._exporter.tell(False)
+            self._exporter.gathered()
+
+    def follow(self) -> None:
+        """As another rank: sends its pieces again, if rank 0 wants them."""
+        if self._exporter.tell(None):
+            with self._exporter.stream(self._ready):
+                for _ in self._work.buckets():
+                    pass

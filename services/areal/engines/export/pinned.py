@@ -11,8 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -63,13 +62,8 @@ class ToHost:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown(cancel_futures=error is not None)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Takes over tensors that no one else will change; returns before they are copied."""
@@ -83,7 +77,7 @@ class ToHost:
                 place = room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 staged[id(tensor)] = place.copy_(tensor, non_blocking=True)
                 begin += _padded(tensor)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = cast("Any", torch.cuda).Event()
             copied.record()
         for name, tensor in tensors:
             pinned = staged.get(id(tensor))

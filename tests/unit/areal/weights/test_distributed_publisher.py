@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,20 @@ class Breaking:
         raise torch.OutOfMemoryError("out of memory")
 
 
+class Repeat:
+    """See `Again`."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def buckets(self) -> Generator[list[tuple[str, torch.Tensor]]]:
+        raise AssertionError("no one is there to take it")
+        yield []
+
+    def skip(self) -> None:
+        self.skipped += 1
+
+
 class Rig:
     def __init__(self, tmp_path: Path, weight_sync: str) -> None:
         (tmp_path / "config.json").write_text("{}")
@@ -53,8 +67,10 @@ class Rig:
         return Seats("group-1", 2)
 
     def publish(self, version: int, tensor: torch.Tensor) -> None:
-        new = NewVersion(version, 1, host_tensors([("w", tensor)]), self.model)
+        again = Repeat()
+        new = NewVersion(version, 1, host_tensors([("w", tensor)]), self.model, again)
         self.publisher.publish(new, lambda _: None)
+        assert again.skipped, "the trainer's next step would wait"
 
 
 @pytest.mark.parametrize(
