@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import gen_algorithms
 import gen_api
 import gen_migration
 from areal.config.experiment import GRPOConfig
@@ -105,7 +106,7 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 def main() -> int:
     """Writes the pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    return gen_api.main() or gen_migration.main()
+    return gen_api.main() or gen_migration.main() or gen_algorithms.main()
 
 
 if __name__ == "__main__":

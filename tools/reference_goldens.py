@@ -1,12 +1,12 @@
-"""Record what AReaL and verl compute on random inputs, as golden files for the unit tests.
+"""Record what AReaL, verl and TRL compute on random inputs, as golden files for the unit tests.
 
 Runs the functions out of the packages' own source, without installing them (their imports need GPUs
 and clusters):
 
-    pip download --no-deps --dest /tmp/wheels areal==1.0.4 verl==0.9.1
-    python tools/reference_goldens.py /tmp/wheels/areal-1.0.4-*.whl /tmp/wheels/verl-0.9.1-*.whl
+    pip download --no-deps --dest /tmp/wheels areal==1.0.4 verl==0.9.1 trl==1.16.0
+    python tools/reference_goldens.py /tmp/wheels/{areal-1.0.4,verl-0.9.1,trl-1.16.0}-*.whl
 
-writes tests/unit/areal/algorithms/golden/{areal,verl}.npz. Inputs and outputs are padded [rows,
+writes tests/unit/areal/algorithms/golden/{areal,verl,trl}.npz. Inputs and outputs are padded [rows,
 columns] arrays in the packages' own alignment; the tests translate.
 """
 
@@ -17,9 +17,11 @@ import sys
 import zipfile
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -32,7 +34,9 @@ def definitions(wheel: Path, path: str, names: list[str], namespace: dict[str, A
     """Execute named top-level definitions of a file of a wheel, without their registries."""
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(path))
-    found = [n for n in tree.body if getattr(n, "name", None) in names]
+    # Methods too: they become functions.
+    within = [n for top in tree.body for n in [top, *getattr(top, "body", [])]]
+    found = [n for n in within if getattr(n, "name", None) in names]
     assert {n.name for n in found} == set(names), (path, names)
     for node in found:
         node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) == "dataclass"]
@@ -99,9 +103,10 @@ def record_areal(wheel: Path) -> dict[str, np.ndarray]:
     definitions(wheel, "areal/utils/data.py", ["Normalization", "KLEstimator"], ns)
     names = ["_compute_sequence_level_ratio_and_advantages", "RejectionSamplingResult"]
     names += ["_check_bounds", "apply_rejection_sampling", "ppo_actor_loss_fn"]
-    names += ["_mse_loss", "ppo_critic_loss_fn"]
+    names += ["_mse_loss", "ppo_critic_loss_fn", "sapo_loss_fn"]
     definitions(wheel, "areal/utils/functional/functional.py", names, ns)
     actor = ["PPOActor", "compute_prox_logp_approximations"]
+    actor += ["_apply_m2po_masking", "_get_m2po_loss_mask"]
     definitions(wheel, "areal/trainer/ppo/actor.py", actor, ns)
     out: dict[str, np.ndarray] = {}
     for seed in SEEDS:
@@ -122,6 +127,7 @@ def areal_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.n
         "capped": {"rejection_sampling": cap, "eps_clip_higher": 0.28},
         "dual": {"rejection_sampling": cap, "c_clip": 1.5},
         "sequence": {"rejection_sampling": none, "importance_sampling_level": "sequence"},
+        "truncated": {"rejection_sampling": SimpleNamespace(**{**vars(cap), "action": "clamp"})},
     }
     for name, options in cases.items():
         loss, grad = with_gradient(
@@ -129,6 +135,16 @@ def areal_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.n
             r["policy_logprobs"],
         )
         out[f"{name}.loss"], out[f"{name}.grad"] = loss.numpy(), grad.numpy()
+    loss, grad = with_gradient(
+        lambda p: ns["sapo_loss_fn"](
+            p, r["proximal_logprobs"], r["advantages"], 1.0, 1.05, r["loss_mask"]
+        )[0],
+        r["policy_logprobs"],
+    )
+    out["sapo.loss"], out["sapo.grad"] = loss.numpy(), grad.numpy()
+    for threshold in (0.04, 0.3):
+        kept = ns["_apply_m2po_masking"](*common[1::-1], r["loss_mask"], threshold)
+        out[f"m2po.{threshold}"] = kept.numpy()
     loss, grad = with_gradient(
         lambda v: ns["ppo_critic_loss_fn"](v, r["values"], r["returns"], 0.2, r["loss_mask"])[0],
         r["new_values"],
@@ -182,17 +198,24 @@ def areal_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.n
 
 
 def record_verl(wheel: Path) -> dict[str, np.ndarray]:
-    """Run verl's group advantages, GAE, vanilla loss, CISPO and GSPO."""
+    """Run verl's advantages, losses, aggregations, KL terms and rollout weights."""
     functional: dict[str, Any] = {"torch": torch}
     names = ["masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value"]
     definitions(wheel, "verl/utils/torch_functional.py", names, functional)
     ns: dict[str, Any] = {"torch": torch, "np": np, "Any": Any, "defaultdict": defaultdict}
     ns["verl_F"] = SimpleNamespace(**{n: functional[n] for n in names})
-    ns["ActorConfig"] = SimpleNamespace
+    ns["ActorConfig"], ns["AlgoConfig"], ns["Optional"] = SimpleNamespace, dict, Optional
     names = ["compute_gae_advantage_return", "compute_grpo_outcome_advantage", "agg_loss"]
     names += ["compute_rloo_outcome_advantage", "compute_policy_loss", "kl_penalty_forward"]
-    names += ["compute_policy_loss_cispo", "compute_policy_loss_gspo"]
+    names += ["compute_policy_loss_cispo", "compute_policy_loss_gspo", "compute_policy_loss_sapo"]
+    names += ["compute_policy_loss_vanilla", "kl_penalty"]
+    names += ["compute_reinforce_plus_plus_outcome_advantage"]
+    names += ["compute_reinforce_plus_plus_baseline_outcome_advantage"]
     definitions(wheel, "verl/trainer/ppo/core_algos.py", names, ns)
+    ns["SAFETY_BOUND"] = 20.0
+    ns["compute_is_metrics"] = lambda **_: {}
+    names = ["_parse_rollout_is_threshold", "compute_rollout_correction_weights"]
+    definitions(wheel, "verl/trainer/ppo/rollout_corr_helper.py", names, ns)
     out: dict[str, np.ndarray] = {}
     for seed in SEEDS:
         arrays = verl_case(ns, rows(100 + seed))
@@ -231,16 +254,120 @@ def verl_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.nd
             r["proximal_logprobs"], p, grpo[0], mask, "token-mean", config
         )[0],
     }
+    sapo = SimpleNamespace(tau_pos=1.0, tau_neg=1.05, global_batch_info={})
+    cases["sapo"] = lambda p: ns["compute_policy_loss_sapo"](
+        r["proximal_logprobs"], p, r["advantages"], mask, config=sapo
+    )[0]
+    reference = r["reference_logprobs"]
+    for kind in ("k1+", "k2", "k3+"):
+        cases[f"loss.{kind}"] = lambda p, k=kind: ns["agg_loss"](
+            ns["kl_penalty"](p, reference, k), mask, "token-mean"
+        )
+    vanilla = DictNamespace(
+        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0
+    )
+    for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        vanilla.global_batch_info = {"loss_scale_factor": 32}
+        cases[f"agg.{mode}"] = lambda p, m=mode: ns["compute_policy_loss_vanilla"](
+            r["proximal_logprobs"], p, r["advantages"], mask, m, vanilla
+        )[0]
     for name, loss_of in cases.items():
         loss, grad = with_gradient(loss_of, r["policy_logprobs"])
         out[f"{name}.loss"], out[f"{name}.grad"] = loss.numpy(), grad.numpy()
+    discounted = SimpleNamespace(gamma=1.0)
+    plus = ns["compute_reinforce_plus_plus_outcome_advantage"](place, mask, config=discounted)
+    out["reinforce_pp"] = plus[0].numpy()
+    # It subtracts the baselines from its argument, a sum.
+    baseline = ns["compute_reinforce_plus_plus_baseline_outcome_advantage"](place, mask, index)
+    out["reinforce_pp_baseline"] = baseline[0].numpy()
+    ratio = r["proximal_logprobs"] - r["behavior_logprobs"]
+    for level in ("token", "sequence"):
+        for mode, threshold in (("truncate", "2.0"), ("mask", "1e-30_2.0")):
+            weights = ns["compute_rollout_correction_weights"](ratio, mask, level, threshold)
+            out[f"weight.{level}_{mode}"] = weights[0].numpy()
     return out
 
 
+class DictNamespace(SimpleNamespace):
+    """What verl's configurations are: attributes, and `get`."""
+
+    def get(self, name: str, default: Any) -> Any:
+        return getattr(self, name, default)
+
+
+def record_trl(wheel: Path) -> dict[str, np.ndarray]:
+    """Run the loss of TRL's GRPOTrainer."""
+    ns: dict[str, Any] = {"torch": torch, "nanmin": torch.amin, "nanmax": torch.amax}
+    definitions(wheel, "trl/trainer/grpo_trainer.py", ["_compute_loss"], ns)
+    out: dict[str, np.ndarray] = {}
+    for seed in SEEDS:
+        r = rows(200 + seed)
+        arrays = {name: value.numpy() for name, value in r.items()}
+        for name, settings in TRL_CASES.items():
+            loss_of = partial(trl_loss, ns["_compute_loss"], r, **settings)
+            loss, grad = with_gradient(loss_of, r["policy_logprobs"])
+            arrays[f"{name}.loss"], arrays[f"{name}.grad"] = loss.numpy(), grad.numpy()
+        out |= {f"{seed}.{name}": array for name, array in arrays.items()}
+    return out
+
+
+TRL_CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "sapo": {"loss_type": "sapo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "kl": {"loss_type": "dapo", "beta": 0.1},
+}
+
+
+def trl_loss(
+    compute_loss: Any, r: dict[str, torch.Tensor], policy: torch.Tensor, **settings: Any
+) -> torch.Tensor:
+    """Call the trainer's method with a trainer that has the settings alone."""
+    mask = r["loss_mask"].float()
+    defaults = {
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+    }
+    trainer = MagicMock(**{**defaults, **settings})
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+    trainer.use_vllm = trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = False
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
+    trainer.accelerator.num_processes, trainer.max_completion_length = 1, 32
+    trainer.accelerator.gather = trainer.accelerator.reduce = lambda x, **_: x
+    trainer.args.delta, trainer.args.use_bias_correction_kl = None, True
+    trainer.args.sapo_temperature_pos, trainer.args.sapo_temperature_neg = 1.0, 1.05
+    trainer._get_per_token_logps_and_entropies.return_value = (
+        policy,
+        torch.zeros_like(policy),
+        None,
+    )
+    ids = torch.zeros_like(mask, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        # One advantage for a sequence, as its own have.
+        "advantages": r["advantages"][:, 0],
+        "old_per_token_logps": r["proximal_logprobs"],
+        # Near enough that no estimate is clamped, as TRL clamps none.
+        "ref_per_token_logps": (r["proximal_logprobs"] + r["reference_logprobs"]) / 2,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss: torch.Tensor = compute_loss(trainer, trainer.model, inputs)
+    return loss
+
+
 def main() -> None:
-    """Write both files; the package versions are recorded in them."""
+    """Write the files; the package versions are recorded in them."""
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    for wheel, record in zip(map(Path, sys.argv[1:3]), (record_areal, record_verl), strict=True):
+    records = (record_areal, record_verl, record_trl)
+    for wheel, record in zip(map(Path, sys.argv[1:]), records, strict=True):
         package, version = wheel.name.split("-")[:2]
         arrays = record(wheel)
         arrays["version"] = np.array(f"{package} {version}")

@@ -34,6 +34,8 @@ class RolloutConfig:
     """To inference servers, at once."""
     max_leases: int = 64
     """Tasks taken in one call, so that several workers share a burst."""
+    dynamic_sampling: bool = False
+    """A group to train on whose samples all have the same reward is rejected."""
     lease_wait_s: float = 1.0
     """How long one call waits for a task; also how long a drain waits for the call."""
     lease_ttl_s: float = 30.0
@@ -83,6 +85,7 @@ class RolloutConfig:
             capacity=min(rollout.max_concurrent_rollouts, connections),
             connections=connections,
             lease_ttl_s=rollout.lease_ttl_s,
+            dynamic_sampling=rollout.dynamic_sampling,
             request_timeout_s=rollout.request_timeout_s,
             setup_timeout_s=rollout.setup_timeout_s,
             episode_timeout_s=4 * rollout.request_timeout_s,

@@ -2,7 +2,7 @@
 
                  room          lease                arun_episode                 report
     lease loop ───────> LEASED ───────> RUNNING ─┬─ trajectories ──> REPORTING ── CompleteTasks
-        ^                                        ├─ None ───────────────────────── RejectTask
+        ^                                        ├─ None, equal rewards ────────── RejectTask
         │                                        ├─ raised ─────────────────────── ReturnTasks
         │                                        └─ stopped: lost lease ─────────> dropped
         └────────────── room again <─────────────────────── overdue, drain ─────── ReturnTasks
@@ -43,7 +43,7 @@ from areal_rollout.failures import describe_failure, leading_error, where_it_wai
 from areal_rollout.interfaces import Buffer, Generation, Observer, Scorer, Workflows
 from areal_rollout.journal import CallKey, decode
 from areal_rollout.lease_trace import traced
-from areal_rollout.results import RETRYABLE, End, Results, group_of
+from areal_rollout.results import RETRYABLE, End, Results, group_of, judge
 
 _RENEW_CHUNK = 2000
 # Whom the lease loop waits for, by the reason.
@@ -304,7 +304,8 @@ class Executor:
             if self._draining and episode.engine.interrupted:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
-            return group_of(result, lease, workflow.arun_episode)
+            group = group_of(result, lease, workflow.arun_episode)
+            return judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:
                 return Return(

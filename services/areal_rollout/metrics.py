@@ -15,8 +15,8 @@ class RolloutMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._episodes = Counter(
             "areal_rollout_episodes",
-            "Ended episodes by outcome: completed, rejected, workflow_error, infrastructure, "
-            "drain, lost.",
+            "Ended episodes by outcome: completed, rejected, equal_rewards, workflow_error, "
+            "infrastructure, drain, lost.",
             ["outcome"],
             registry=registry,
         )
@@ -97,6 +97,7 @@ class RolloutMetrics:
             for name in (
                 "completed",
                 "rejected",
+                "equal_rewards",
                 "workflow_error",
                 "infrastructure",
                 "drain",

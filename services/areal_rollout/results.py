@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 from areal.chassis import tracing
@@ -21,7 +22,7 @@ from areal.errors import (
     WorkflowError,
 )
 from areal.protocol.leases import Lease, Return, ReturnCause
-from areal.types import Trajectory, TrajectoryGroup
+from areal.types import Purpose, Trajectory, TrajectoryGroup
 from areal_rollout.failures import where_defined
 from areal_rollout.interfaces import Buffer
 
@@ -29,8 +30,22 @@ from areal_rollout.interfaces import Buffer
 RETRYABLE = (Unavailable, CapacityExceeded, WaitTimeout)
 
 
-# What an episode comes to; None: the workflow rejects the task.
-End = TrajectoryGroup | Return | None
+class Rejected(StrEnum):
+    """Why a task ends without a group; the value is the outcome's name."""
+
+    BY_WORKFLOW = "rejected"
+    EQUAL_REWARDS = "equal_rewards"
+
+    @property
+    def reason(self) -> str:
+        """For the ledger."""
+        if self is Rejected.BY_WORKFLOW:
+            return "arun_episode returned None"
+        return "all samples have the same reward"
+
+
+# What an episode comes to.
+End = TrajectoryGroup | Return | Rejected
 
 
 class Results:
@@ -58,7 +73,7 @@ class Results:
                 self._log.info("end_refused", task_id=task_id, error=str(error))
                 return "lost"
             except InvalidInput as error:
-                if isinstance(end, TrajectoryGroup) or end is None:
+                if not isinstance(end, Return):
                     detail = f"the ledger refuses the group: {error}"
                     end = Return(ReturnCause.WORKFLOW_ERROR, detail)
                 elif end.partial is not bytes:
@@ -80,9 +95,9 @@ class Results:
         if isinstance(end, TrajectoryGroup):
             await self._buffer.complete_task(task_id, token, end, self._worker_id)
             return "completed"
-        if end is None:
-            await self._buffer.reject_task(task_id, token, "arun_episode returned None")
-            return "rejected"
+        if isinstance(end, Rejected):
+            await self._buffer.reject_task(task_id, token, end.reason)
+            return end.value
         if end.cause is not ReturnCause.DRAIN:
             self._log.warning(
                 "episode_returned", task_id=task_id, cause=end.cause.value, detail=end.detail
@@ -119,3 +134,16 @@ def group_of(result: object, lease: Lease, episode: Callable[..., Any]) -> Traje
         # The token makes ids of a regenerated group differ from those of the stale one.
         trajectory.trajectory_id = f"{task_id}.{lease.token}.{index}"
     return TrajectoryGroup(task_id, trajectories, lease.task.traceparent)
+
+
+def judge(group: TrajectoryGroup | None, lease: Lease, *, dynamic_sampling: bool) -> End:
+    """The end of an episode that returned `group`.
+
+    With `dynamic_sampling`, several samples to train on that all have the same reward are rejected.
+    """
+    if group is None:
+        return Rejected.BY_WORKFLOW
+    if dynamic_sampling and lease.task.purpose is Purpose.TRAIN and len(group.trajectories) > 1:
+        rewards = {trajectory.reward for trajectory in group.trajectories}
+        return Rejected.EQUAL_REWARDS if len(rewards) == 1 else group
+    return group

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from areal.algorithms import packing
+from areal.algorithms.behavior import behavior_weight
 from areal.algorithms.losses import ppo_actor_loss
 
 KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
@@ -165,7 +166,9 @@ def main() -> None:
         return policy.grad
 
     def our_loss(policy: torch.Tensor) -> torch.Tensor:
-        return ppo_actor_loss(policy, *tensors[1:], mask, c_clip=3.0, behavior_weight_cap=2.0)[0]
+        _, proximal, sampled, advantages = tensors
+        weight, _ = behavior_weight(proximal, sampled, mask, 2.0)
+        return ppo_actor_loss(policy, proximal, advantages, mask, weight=weight, c_clip=3.0)[0]
 
     def their_loss(policy: torch.Tensor) -> torch.Tensor:
         return reference_loss(policy, *tensors[1:], mask, 2.0)

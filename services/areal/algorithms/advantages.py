@@ -21,10 +21,6 @@ from areal.errors import InvalidInput
 # Weights within a block of the scan span at most 1e200 (1e26), which float64 (float32) holds.
 _MAX_LOG_WEIGHT = {torch.float64: 460.0, torch.float32: 60.0}
 _BLOCK = 256
-# No healthy policy's token reaches these; AReaL and verl clamp the estimate there, verl also the
-# logprob difference before it is exponentiated.
-_MAX_KL = 10.0
-_MAX_LOG_RATIO = 20.0
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -149,28 +145,6 @@ def gae(
         return advantages, advantages.clone()
     returns = torch.zeros_like(rewards)
     return advantages, returns.index_copy_(0, chosen, compact.add_(v))
-
-
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) from one sample per position.
-
-    The estimators of joschu.net/blog/kl-approx.html. With
-    d = logprobs - reference_logprobs, clamped to +-20: k1 = d, k2 = d^2 / 2,
-    k3 = exp(-d) - 1 + d; each clamped to +-10.
-
-    Raises:
-        InvalidInput: unknown estimator.
-    """
-    d = (logprobs - reference_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    if estimator == "k1":
-        kl = d
-    elif estimator == "k2":
-        kl = d.square() / 2
-    elif estimator == "k3":
-        kl = torch.exp(-d) - 1 + d
-    else:
-        raise InvalidInput(f"kl_estimator={estimator!r}: expected 'k1', 'k2' or 'k3'")
-    return kl.clamp(-_MAX_KL, _MAX_KL)
 
 
 def overlong_penalty(

@@ -10,6 +10,10 @@ no logprob, however small, makes an infinite ratio or weight, and so no NaN wher
 advantage or weight of 0. The gradient is exact inside and 0 beyond, like that of verl's clamp.
 (verl clamps GSPO's ratio of a sequence at 10 instead, from above only; AReaL clamps nothing.)
 
+What is called the center is the policy that a ratio is taken against; a token's weight is what it
+counts for beyond that (`behavior_weight`, 0 for what is left out). Advantages may carry another
+weight >= 0: each loss is linear in their size (`token_weights` makes other means so).
+
 Statistics are float scalars without gradient: sums over loss tokens, which the engine divides by
 the same number; a name that ends in `_max` is combined by maximum instead.
 """
@@ -21,17 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal.algorithms.behavior import MAX_LOG_RATIO, masked_difference
 from areal.algorithms.packing import sequence_index
 from areal.errors import InvalidInput
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
-
-MAX_LOG_RATIO = 20.0
-"""e^20 = 4.9e8: far above any clip range or cap, far below what float32 and its squares hold."""
-
-
-def _masked_difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, a - b, 0.0)
 
 
 def _sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -59,132 +57,87 @@ class _WithGradient(torch.autograd.Function):
         return gradient * outer[0], None, None
 
 
-def _with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+def with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    """Return the scalar `value`, with `gradient` as its derivative by `x`."""
     result: Tensor = _WithGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
     return result
 
 
-@torch.no_grad()
-def behavior_weight(
-    proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, cap: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute w = exp(proximal - behavior).
-
-    Args:
-        proximal_logprobs: float [T].
-        behavior_logprobs: float [T].
-        loss_mask: bool [T].
-        cap: largest weight; None: any.
-
-    Returns:
-        The weight, [T], at most e^20, 0 for tokens above the cap and off the mask; and statistics:
-        `behavior_weight` (of the tokens that are kept), `behavior_weight_max` (of all loss tokens),
-        `behavior_weight_capped_ratio` (tokens above the cap).
-    """
-    weight = _masked_difference(proximal_logprobs, behavior_logprobs, loss_mask)
-    weight.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_().masked_fill_(~loss_mask, 0.0)
-    largest = weight.amax() if len(weight) else weight.sum()
-    capped = torch.zeros_like(loss_mask) if cap is None else weight > cap
-    weight.masked_fill_(capped, 0.0)
-    stats = {
-        "behavior_weight": weight.sum(),
-        "behavior_weight_max": largest,
-        "behavior_weight_capped_ratio": capped.sum(),
-    }
-    return weight, stats
-
-
-def mismatch(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    token_versions: Tensor,
+def token_weights(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
-    version: int,
-) -> dict[str, Tensor]:
-    """Compare the sampler's logprobs with the trainer's where the same weights gave both.
+    aggregation: str,
+    *,
+    tokens: float,
+    sequences: float,
+    max_tokens: int,
+) -> Tensor:
+    """Return what each token counts for, so that the engine's mean over tokens is another mean.
 
-    That is in sequences of which `version` sampled every token. In any other one the weights have
-    changed since, or the keys and values of earlier tokens come from older weights: its logprobs
-    differ rightly, and `behavior_weight` corrects for it.
+    `sequence_mean`: each sequence's mean, and of these the mean. `constant`: each sequence's sum
+    over `max_tokens`, and of these the mean (Dr. GRPO). Sequences without loss tokens count in
+    neither.
 
     Args:
-        policy_logprobs: of the weights `version`, [T].
-        behavior_logprobs: the server's, [T].
-        token_versions: of the sampler, [T]; any number where not sampled.
-        loss_mask: the sampled tokens, [T] bool.
-        cu_seqlens: of the packed sequences, [n + 1].
-        version: the trainer's, before the update.
+        loss_mask: bool [T].
+        cu_seqlens: int [S+1].
+        aggregation: `sequence_mean` or `constant`.
+        tokens: loss tokens of all ranks' shares of the minibatch: the engine's divisor.
+        sequences: sequences with loss tokens of all ranks' shares.
+        max_tokens: the constant.
 
     Returns:
-        Sums over the tokens compared: `mismatch_kl` (of sampler || trainer, r - 1 - log r with
-        r = trainer / sampler, in nats), `mismatch_tokens` (their number); and `mismatch_max`, the
-        largest difference of two logprobs. All 0 where there is none to compare.
+        Float64 [T], 0 off the mask.
     """
     owner = sequence_index(cu_seqlens)
-    stale = loss_mask & (token_versions != version)
-    counts = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=loss_mask.device)
-    counts.index_add_(0, owner, stale.long())
-    compared = loss_mask & (counts == 0)[owner]
-    with torch.no_grad():
-        difference = _masked_difference(policy_logprobs, behavior_logprobs, compared)
-        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        size = difference.abs()
-        return {
-            "mismatch_kl": (difference.exp() - 1.0 - difference).sum(),
-            "mismatch_max": size.amax() if len(size) else size.sum(),
-            "mismatch_tokens": compared.sum(),
-        }
+    lengths = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float64, device=loss_mask.device)
+    lengths.index_add_(0, owner, loss_mask.double())
+    divisor = lengths[owner] if aggregation == "sequence_mean" else lengths.new_tensor(max_tokens)
+    return torch.where(loss_mask, tokens / (max(sequences, 1.0) * divisor), 0.0)
 
 
 def ppo_actor_loss(
     policy_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    center_logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
+    weight: Tensor | None = None,
     eps_clip: float = 0.2,
     eps_clip_higher: float | None = None,
     c_clip: float | None = None,
-    decoupled: bool = True,
-    behavior_weight_cap: float | None = None,
     importance_sampling_level: str = "token",
     cu_seqlens: Tensor | None = None,
 ) -> LossResult:
-    """Decoupled PPO (AReaL, arXiv 2505.24298, equation 5; Hilton et al., arXiv 2110.00641).
+    """PPO's clipped surrogate; decoupled (AReaL, arXiv 2505.24298, equation 5) with a weight.
 
-    With ppo_ratio r = exp(policy - proximal), behavior weight w = exp(proximal - behavior),
-    advantage A:
+    With ppo_ratio r = exp(policy - center), weight w, advantage A:
 
         l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))    clipped surrogate
         l = min(l, c_clip |A|) where A < 0                              dual clip (arXiv 1912.09729)
-        loss = sum of w l over loss tokens with w <= behavior_weight_cap
+        loss = sum of w l over loss tokens
 
-    `decoupled=True` multiplies by w whether or not a cap is set. `decoupled=False` is plain PPO
-    around whatever is given as `behavior_logprobs`: r = exp(policy - behavior), no weight.
+    Decoupled PPO (Hilton et al., arXiv 2110.00641) has the proximal policy as center and
+    `behavior_weight` as weight; plain PPO the sampler as center and no weight.
 
     The sequence level is GSPO (arXiv 2507.18071): r is the exponential of the sequence's mean log
     ratio, A its mean advantage, both over all its loss tokens; w stays each token's own. The papers
     do not say how a cap acts there: a token above it is left out of the sum, but stays in its
     sequence's means (AReaL takes it out of the means too). The gradient is the exact derivative of
-    this sum (verl's token weights use a straight-through one). As in AReaL, a sequence counts by
-    its loss tokens, where the paper's mean over sequences counts each once.
+    this sum (verl's token weights use a straight-through one).
 
     Statistics: `ppo_ratio` (r), `clip_ratio`, `dual_clip_ratio`, `approx_kl` (k3 of r,
-    r - 1 - log r; AReaL's is k1), and those of `behavior_weight`.
+    r - 1 - log r; AReaL's is k1).
 
     Args:
         policy_logprobs: float [T], with gradient.
-        proximal_logprobs: float [T].
-        behavior_logprobs: float [T].
+        center_logprobs: float [T].
         advantages: float [T].
         loss_mask: bool [T].
+        weight: float [T], 0 off the mask; None: 1.
         eps_clip: lower (and default upper) clip range.
         eps_clip_higher: upper clip range.
         c_clip: dual clip, > 1; None: off.
-        decoupled: see above.
-        behavior_weight_cap: tokens with a larger w are dropped; None: none.
         importance_sampling_level: `token`, or `sequence` (GSPO, see above).
         cu_seqlens: int [S+1], for the sequence level.
 
@@ -196,8 +149,7 @@ def ppo_actor_loss(
     """
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     with torch.no_grad():
-        center = proximal_logprobs if decoupled else behavior_logprobs
-        log_ratio = _masked_difference(policy_logprobs, center, loss_mask)
+        log_ratio = masked_difference(policy_logprobs, center_logprobs, loss_mask)
         advantages = advantages.masked_fill(~loss_mask, 0.0)
         if importance_sampling_level == "sequence":
             if cu_seqlens is None:
@@ -227,87 +179,84 @@ def ppo_actor_loss(
             loss = torch.where(is_dual_clipped, bound, loss)
             slope.masked_fill_(is_dual_clipped, 0.0)
             stats["dual_clip_ratio"] = (is_dual_clipped & loss_mask).sum()
-        if decoupled:
-            weight, weight_stats = behavior_weight(
-                proximal_logprobs, behavior_logprobs, loss_mask, behavior_weight_cap
-            )
-            stats |= weight_stats
-        else:
-            weight = loss_mask.to(loss.dtype)
-        loss_sum = torch.dot(loss, weight.to(loss.dtype))
-        slope.mul_(weight)
+        counts = (loss_mask if weight is None else weight).to(loss.dtype)
+        loss_sum = torch.dot(loss, counts)
+        slope.mul_(counts)
         if importance_sampling_level == "sequence" and cu_seqlens is not None:
             # Each token moves the mean that all tokens of its sequence share.
             slope = _sequence_means(slope, loss_mask, cu_seqlens) * loss_mask
         log_ratio.masked_fill_(~loss_mask, 0.0)
         stats["approx_kl"] = torch.expm1(log_ratio).sub_(log_ratio).sum()
-    return _with_gradient(policy_logprobs, loss_sum, slope), stats
+    return with_gradient(policy_logprobs, loss_sum, slope), stats
 
 
 def cispo_loss(
     policy_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    center_logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
+    weight: Tensor | None = None,
     eps_clip: float = 0.2,
     eps_clip_higher: float | None = None,
-    decoupled: bool = True,
-    behavior_weight_cap: float | None = None,
 ) -> LossResult:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r)) A log policy.
+    """CISPO (MiniMax-M1, arXiv 2506.13585): -w sg(clip(r)) A log policy.
 
     Unlike PPO's, clipped tokens keep their gradient.
-    Arguments, the behavior weight and the result are those of `ppo_actor_loss`.
+    Arguments and the result are those of `ppo_actor_loss`.
     """
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     with torch.no_grad():
-        center = proximal_logprobs if decoupled else behavior_logprobs
-        log_ratio = _masked_difference(policy_logprobs, center, loss_mask)
-        ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        _, ratio, stats = _ratios(policy_logprobs, center_logprobs, loss_mask)
         clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher)
-        stats = {
-            "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
-            "approx_kl": torch.expm1(log_ratio).sub_(log_ratio).sum(),
-            "clip_ratio": ((clipped != ratio) & loss_mask).sum(),
-        }
-        weight = loss_mask
-        if decoupled:
-            weight, weight_stats = behavior_weight(
-                proximal_logprobs, behavior_logprobs, loss_mask, behavior_weight_cap
-            )
-            stats |= weight_stats
-        slope = -clipped * weight * advantages.masked_fill(~loss_mask, 0.0)
+        stats["clip_ratio"] = ((clipped != ratio) & loss_mask).sum()
+        counts = loss_mask if weight is None else weight
+        slope = -clipped * counts * advantages.masked_fill(~loss_mask, 0.0)
         loss_sum = (slope * policy_logprobs.masked_fill(slope == 0, 0.0)).sum()
-    return _with_gradient(policy_logprobs, loss_sum, slope), stats
+    return with_gradient(policy_logprobs, loss_sum, slope), stats
 
 
-def loglinear_proximal_logprobs(
+def sapo_loss(
     policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    token_versions: Tensor,
+    center_logprobs: Tensor,
+    advantages: Tensor,
     loss_mask: Tensor,
-    proximal_version: int,
-) -> Tensor:
-    """Approximate proximal logprobs between behavior and policy, without a forward pass (A-3PO).
+    *,
+    weight: Tensor | None = None,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> LossResult:
+    """SAPO (arXiv 2511.20347): a soft gate instead of the clip.
 
-    With v_b the version that sampled a token, v_p the version at the start of the update and v =
-    v_p + 1 the version that the update makes: alpha = clip((v_p - v_b) / (v - v_b), 0, 1) and
-    proximal = behavior + alpha (policy - behavior). A token sampled by v_p keeps its behavior
-    logprob. This is the formula of AReaL's documentation with v = v_p + 1, so that the proximal
-    policy is the weights at the start of the update; AReaL's trainer passes v = v_p, as if every
-    token were one version younger.
+        loss = sum of -w A (4 / tau) sigmoid(tau (r - 1))
 
-    Returns:
-        Float [T] without gradient, 0 where `loss_mask` is false.
+    with tau_positive where A > 0, and elsewhere tau_negative, which closes faster. At r = 1 its
+    slope is that of the ratio. AReaL refuses it with decoupled PPO; with w it is as sound as PPO.
+    The other arguments and the result are those of `ppo_actor_loss`; nothing is clipped.
     """
-    age = (proximal_version - token_versions).clamp(min=0).to(policy_logprobs.dtype)
-    alpha = age / (age + 1)
-    policy = policy_logprobs.detach()
-    return torch.where(loss_mask, behavior_logprobs + alpha * (policy - behavior_logprobs), 0.0).to(
-        policy_logprobs.dtype
-    )
+    with torch.no_grad():
+        log_ratio, ratio, stats = _ratios(policy_logprobs, center_logprobs, loss_mask)
+        advantages = advantages.masked_fill(~loss_mask, 0.0)
+        tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+        gate = torch.sigmoid(tau * (ratio - 1.0))
+        counts = (loss_mask if weight is None else weight) * -advantages
+        loss_sum = (counts * gate * (4.0 / tau)).sum()
+        slope = 4.0 * counts * gate * (1.0 - gate) * ratio
+        slope.masked_fill_(log_ratio.abs() >= MAX_LOG_RATIO, 0.0)
+    return with_gradient(policy_logprobs, loss_sum, slope), stats
+
+
+def _ratios(
+    policy_logprobs: Tensor, center_logprobs: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Clamped log ratios, ratios, and their statistics."""
+    log_ratio = masked_difference(policy_logprobs, center_logprobs, loss_mask)
+    ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    stats = {
+        "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
+        "approx_kl": torch.expm1(log_ratio).sub_(log_ratio).sum(),
+    }
+    return log_ratio, ratio, stats
 
 
 def sft_loss(policy_logprobs: Tensor, loss_mask: Tensor) -> LossResult:

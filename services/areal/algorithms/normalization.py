@@ -14,7 +14,8 @@ from areal.config.training import AdvantageNorm, RewardNorm
 _EPS = 1e-5
 
 
-def _sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
+def sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
+    """Sum a CPU tensor over the ranks of a group, in place; None: this process alone."""
     if process_group is not None:
         dist.all_reduce(values, group=process_group)
     return values
@@ -35,10 +36,10 @@ def masked_mean_std(
     """
     chosen = values[mask].double()
     totals = torch.stack([chosen.sum(), chosen.new_tensor(float(chosen.numel()))])
-    total, count = _sum_over_ranks(totals, process_group).unbind()
+    total, count = sum_over_ranks(totals, process_group).unbind()
     mean = total / count.clamp(min=1)
     # Two passes: E[x^2] - E[x]^2 cancels when the mean is large.
-    squares = _sum_over_ranks((chosen - mean).square().sum(), process_group)
+    squares = sum_over_ranks((chosen - mean).square().sum(), process_group)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     return mean, std
 

@@ -88,8 +88,7 @@ class GRPOConfig(BaseExperimentConfig):
     """A GRPO/PPO experiment."""
 
     algorithm: Algorithm = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp`, `lite_ppo`, `gspo`, `cispo` or
-    `dapo`: sets the keys of `actor` that make it; any of them that is given wins."""
+    """Sets the keys that make it (docs/algorithms.md); any of them that is given wins."""
     total_train_steps: int = 100
     """Train steps of the run."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -192,7 +191,7 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
     base = OmegaConf.structured(schema)
     if issubclass(schema, GRPOConfig):
         said = merged(base)
-        base = OmegaConf.merge(base, {"actor": preset(said.algorithm, said.gconfig.max_new_tokens)})
+        base = OmegaConf.merge(base, preset(said.algorithm, said.gconfig.max_new_tokens))
     result = cast("ConfigT", OmegaConf.to_object(merged(base)))
     validate(result)
     return result

@@ -1,52 +1,140 @@
-"""`algorithm`: the settings of `actor` that make decoupled PPO the algorithm of that name.
+"""`algorithm`: the settings that make decoupled PPO the algorithm of that name.
 
-Every loss is a mean over the batch's loss tokens: no sequence is divided by its own length.
-What an experiment file or an override says wins over a preset, key by key.
+What an experiment file or an override says wins over a preset, key by key. docs/algorithms.md is
+generated from this table.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Algorithm = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "lite_ppo", "gspo", "cispo", "dapo"
-]
+    "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo",
+    "gspo", "cispo", "sapo", "dapo", "m2po",
+]  # fmt: skip
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
-_GRPO = {"loss_type": "ppo", "reward_norm": "group/group", "adv_norm": None}
 
-_PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath, arXiv 2402.03300: A = (r - mean of group) / std of group.
-    "grpo": _GRPO,
-    # arXiv 2503.20783: no standard deviation, no division by a sequence's length.
-    "dr_grpo": {**_GRPO, "reward_norm": "group/none"},
-    # arXiv 2402.14740: the baseline is the mean of the group's other members.
-    "rloo": {**_GRPO, "reward_norm": "leave1out/none"},
-    # The reward itself.
-    "reinforce": {**_GRPO, "reward_norm": None},
-    # arXiv 2501.03262: token advantages normalized over the batch.
-    "reinforce_pp": {**_GRPO, "reward_norm": None, "adv_norm": "batch/batch"},
-    # arXiv 2508.08221: mean of the group, standard deviation of the batch.
-    "lite_ppo": {**_GRPO, "reward_norm": "group/batch"},
-    # arXiv 2507.18071: one ratio per sequence, which moves far less than a token's.
-    "gspo": {**_GRPO, "loss_type": "gspo", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
-    # MiniMax-M1, arXiv 2506.13585: not bounded from below; above at 5, as ScaleRL (arXiv
-    # 2510.13786) found it to make little difference between 4 and 8.
-    "cispo": {**_GRPO, "loss_type": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0},
-    # arXiv 2503.14476: clip-higher, and a penalty over the last fifth of the longest response (4096
-    # of 20480 tokens). Its filter of groups with equal rewards is the recipe's.
-    "dapo": {**_GRPO, "eps_clip": 0.2, "eps_clip_higher": 0.28, "overlong_tokens": 0.2},
+@dataclass(frozen=True)
+class Preset:
+    """What makes an algorithm, and where it comes from."""
+
+    name: str
+    """As its authors write it."""
+    paper: str
+    """arXiv number."""
+    formula: str
+    """R: a sequence's shaped reward; A: advantage; r: ratio; see docs/algorithms.md."""
+    actor: dict[str, Any]
+    rollout: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    """What a reader of the paper should know."""
+
+
+def _grpo(**changes: Any) -> dict[str, Any]:
+    return {"loss_type": "ppo", "reward_norm": "group/group", "adv_norm": None, **changes}
+
+
+PRESETS: dict[str, Preset] = {
+    "grpo": Preset(
+        "GRPO",
+        "2402.03300",
+        "A = (R - mean(group)) / (std(group) + 1e-5)",
+        _grpo(),
+        note="A mean over tokens, as AReaL, verl and TRL have it today; the paper's mean over "
+        "sequences is `actor.loss_aggregation=sequence_mean`, its KL term `actor.kl_loss_ctl`.",
+    ),
+    "dr_grpo": Preset(
+        "Dr. GRPO",
+        "2503.20783",
+        "A = R - mean(group); l = Σ_tokens / max_new_tokens",
+        _grpo(reward_norm="group/none", loss_aggregation="constant"),
+        note="No deviation and no length divides anything.",
+    ),
+    "rloo": Preset(
+        "RLOO",
+        "2402.14740",
+        "A = R - mean(others of the group)",
+        _grpo(reward_norm="leave1out/none"),
+    ),
+    "reinforce": Preset("REINFORCE", "", "A = R", _grpo(reward_norm=None)),
+    "reinforce_pp": Preset(
+        "REINFORCE++",
+        "2501.03262",
+        "A = (R - Σ KL - mean(batch's tokens)) / (std(batch's tokens) + 1e-5)",
+        _grpo(reward_norm=None, adv_norm="batch/batch"),
+        note="The paper's KL term, in the token rewards, is `actor.kl_ctl`.",
+    ),
+    "reinforce_pp_baseline": Preset(
+        "REINFORCE++-baseline",
+        "2501.03262",
+        "A = normalized over the batch's tokens: R - mean(group)",
+        _grpo(reward_norm="group/none", adv_norm="batch/batch"),
+        note="The paper's KL term, in the loss, is `actor.kl_loss_ctl` with "
+        "`actor.kl_estimator=k2`.",
+    ),
+    "lite_ppo": Preset(
+        "LitePPO",
+        "2508.08221",
+        "A = (R - mean(group)) / (std(batch) + 1e-5)",
+        _grpo(reward_norm="group/batch"),
+    ),
+    # One ratio per sequence, which moves far less than a token's.
+    "gspo": Preset(
+        "GSPO",
+        "2507.18071",
+        "r = exp(mean over the sequence of log π/π_center); each sequence counts once",
+        _grpo(
+            loss_type="gspo",
+            eps_clip=3e-4,
+            eps_clip_higher=4e-4,
+            loss_aggregation="sequence_mean",
+        ),
+    ),
+    # Not bounded from below; above at 5, as ScaleRL (arXiv 2510.13786) found it to make little
+    # difference between 4 and 8.
+    "cispo": Preset(
+        "CISPO",
+        "2506.13585",
+        "l = -sg(min(r, 5)) A log π",
+        _grpo(loss_type="cispo", eps_clip=1.0, eps_clip_higher=4.0),
+    ),
+    "sapo": Preset(
+        "SAPO",
+        "2511.20347",
+        "l = -A (4/τ) sigmoid(τ (r - 1)), τ = 1 where A > 0, else 1.05; each sequence counts once",
+        _grpo(loss_type="sapo", loss_aggregation="sequence_mean"),
+    ),
+    # The penalty is over the last fifth of the longest response (4096 of 20480 tokens).
+    "dapo": Preset(
+        "DAPO",
+        "2503.14476",
+        "clip to [0.8, 1.28]; R - up to 1 over the last fifth of max_new_tokens",
+        _grpo(eps_clip=0.2, eps_clip_higher=0.28, overlong_tokens=0.2),
+        {"dynamic_sampling": True},
+        note="Groups of equal rewards are rejected, and other rows take their place.",
+    ),
+    "m2po": Preset(
+        "M2PO",
+        "2510.01161",
+        "tokens with the largest (log π_proximal/π_behavior)² are left out until the mean of the "
+        "rest is below 0.04",
+        _grpo(behavior_weight_mode="second_moment", behavior_weight_cap=0.04),
+        note="The choice is made over the batch of all ranks; AReaL makes it in each micro-batch.",
+    ),
 }
 
 
-def preset(algorithm: str, max_new_tokens: int) -> dict[str, Any]:
-    """The keys of `actor` that an algorithm sets.
+def preset(algorithm: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
+    """The keys that an algorithm sets, by section.
 
     Args:
         algorithm: One of `ALGORITHMS`.
         max_new_tokens: Of a response; DAPO's penalty begins at a share of it.
     """
-    settings = dict(_PRESETS[algorithm])
-    if "overlong_tokens" in settings:
-        settings["overlong_tokens"] = max(1, round(settings["overlong_tokens"] * max_new_tokens))
-    return settings
+    chosen = PRESETS[algorithm]
+    actor = dict(chosen.actor)
+    if "overlong_tokens" in actor:
+        actor["overlong_tokens"] = max(1, round(actor["overlong_tokens"] * max_new_tokens))
+    return {"actor": actor, "rollout": dict(chosen.rollout)}

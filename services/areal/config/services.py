@@ -70,6 +70,9 @@ class RolloutConfig:
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
     or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
+    dynamic_sampling: bool = False
+    """A group to train on whose samples all have the same reward is rejected: it would teach
+    nothing. Another row takes its place (DAPO)."""
 
     @property
     def batch_timeout_s(self) -> float:

@@ -26,6 +26,9 @@ RewardNorm = Literal[
     "batch/group", "batch/batch", "batch/none",
     "none/group", "none/batch",
 ]  # fmt: skip
+BehaviorWeightMode = Literal[
+    "token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "second_moment"
+]
 AdvantageNorm = Literal["batch/batch", "batch/none", "none/batch"]
 
 
@@ -188,9 +191,13 @@ class PPOActorConfig(TrainEngineConfig):
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
-    loss_type: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """`ppo` (clipped ratio of each token), `gspo` (of each sequence) or `cispo` (clipped, detached
-    ratio as weight)."""
+    loss_type: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
+    """`ppo` (clipped ratio of each token), `gspo` (of each sequence), `cispo` (clipped, detached
+    ratio as weight) or `sapo` (a soft gate on the ratio instead of a clip)."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """What the loss is the mean of, over a minibatch of all ranks. `token_mean`: tokens.
+    `sequence_mean`: sequences, each the mean of its tokens. `constant`: sequences, each the sum of
+    its tokens over `gconfig.max_new_tokens`, so that length has no say (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
@@ -206,7 +213,14 @@ class PPOActorConfig(TrainEngineConfig):
     `unweighted`: the policy at the start of the update, no weight. `behavior`: the sampler, no
     weight (plain PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
-    """Tokens with a larger behavior weight are left out of the loss; null keeps all tokens."""
+    """What becomes of a larger weight exp(proximal - behavior), `behavior_weight_mode` says; null:
+    nothing."""
+    behavior_weight_mode: BehaviorWeightMode = "token_mask"
+    """`token_mask`: a token with a weight above the cap is left out of the loss; `token_truncate`:
+    its weight is the cap. `sequence_mask`, `sequence_truncate`: the same with one weight for all
+    tokens of a sequence, the product of theirs. `second_moment`: tokens are left out, those that
+    changed most first, until the mean squared log weight of the others is below the cap (M2PO);
+    takes an extra forward pass."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
@@ -230,8 +244,13 @@ class PPOActorConfig(TrainEngineConfig):
     kl_ctl: float = 0.0
     """Weight, in the token rewards, of the KL penalty between the policy at the start of the update
     and the reference (`reference_logprobs`)."""
+    kl_loss_ctl: Annotated[float, Ge(0)] = 0.0
+    """Weight, in the loss, of the KL divergence of the policy from the reference. Its gradient is
+    that of the divergence, whichever estimator is reported."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Which estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
+    entropy_ctl: float = 0.0
+    """Weight, in the loss, of the policy's entropy, which is then kept high."""
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's gamma. No recipe has a critic yet, and without one only 1 is in use."""
     gae_lambda: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
@@ -243,3 +262,8 @@ class PPOActorConfig(TrainEngineConfig):
     def decoupled(self) -> bool:
         """Whether tokens weigh exp(proximal - behavior)."""
         return self.prox_logp_method in ("recompute", "loglinear")
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the tokens to train on are chosen before a step."""
+        return self.behavior_weight_mode == "second_moment" and self.decoupled

@@ -1,17 +1,19 @@
 """PPO for a policy: proximal logprobs, advantages, updates. No service is called here.
 
-GRPO, RLOO, Dr. GRPO, REINFORCE++, GSPO and CISPO are settings of `PPOActorConfig`.
+GRPO, RLOO, Dr. GRPO, DAPO, REINFORCE++, GSPO, CISPO, SAPO, M2PO and others are settings of
+`PPOActorConfig` (`areal.config.presets`, docs/algorithms.md).
 """
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 from torch import Tensor
 
 from areal.algorithms import advantages as adv
-from areal.algorithms import losses, normalization, packing
+from areal.algorithms import behavior, losses, normalization, packing, penalties
 from areal.algorithms.packing import Batch
 from areal.config.checks import check
 from areal.config.training import PPOActorConfig
@@ -46,8 +48,16 @@ class PPOActor:
             config: the algorithm.
             engine: initialized, or about to be.
             temperature: the sampler's, at which logprobs are compared.
+
+        Raises:
+            InvalidInput: a constant is to divide the loss, and is not known.
         """
         check(config)
+        if config.loss_aggregation == "constant" and not config.max_response_tokens:
+            raise InvalidInput(
+                "max_response_tokens=0: expected the longest response with "
+                "loss_aggregation='constant', which divides by it"
+            )
         self.config = config
         self.engine = engine
         self.temperature = temperature
@@ -77,17 +87,13 @@ class PPOActor:
         scores, slopes = adv.shape_scores(batch, config, group)
         rewards = adv.place_scores(batch["rewards"], mask, cu_seqlens, scores, slopes)
         if config.kl_ctl != 0.0:
-            if "reference_logprobs" not in batch:
-                raise InvalidInput(
-                    f"kl_ctl={config.kl_ctl}: expected batch['reference_logprobs'], "
-                    f"the batch has {sorted(batch)}"
-                )
+            _need_reference(batch, f"kl_ctl={config.kl_ctl}")
             proximal = batch.get("proximal_logprobs")
             if proximal is None:
                 proximal = self.compute_logprobs(batch)
                 if config.prox_logp_method in _FORWARD:
                     batch["proximal_logprobs"] = proximal
-            kl = adv.kl_estimate(proximal, batch["reference_logprobs"], config.kl_estimator)
+            kl = penalties.kl_estimate(proximal, batch["reference_logprobs"], config.kl_estimator)
             rewards = rewards - config.kl_ctl * torch.where(mask, kl, 0.0)
         advantages, returns = adv.gae(
             rewards,
@@ -117,8 +123,9 @@ class PPOActor:
 
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
-            averaged over minibatches by loss tokens (`behavior_weight`: over those below its cap),
-            `mismatch/kl` and `mismatch/max` of the first minibatch (see `losses.mismatch`; not
+            averaged over minibatches by loss tokens (`behavior_weight`: over those that are kept;
+            `kl`, with `kl_loss_ctl`: the estimate against the reference),
+            `mismatch/kl` and `mismatch/max` of the first minibatch (see `behavior.mismatch`; not
             there when no sequence of it is wholly of the current version), and `reward`,
             `response_tokens` (means over sequences), `advantage_abs`, `staleness`,
             `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
@@ -131,6 +138,8 @@ class PPOActor:
         config = self.config
         if "advantages" not in batch:
             raise InvalidInput("batch has no 'advantages': expected compute_advantages() first")
+        if config.kl_loss_ctl != 0.0:
+            _need_reference(batch, f"kl_loss_ctl={config.kl_loss_ctl}")
         stats = self._describe(batch)
         if self._needs_proximal_forward(batch):
             batch = {**batch, "proximal_logprobs": self.compute_logprobs(batch)}
@@ -141,7 +150,10 @@ class PPOActor:
         results = [self.take_step(part) for part in parts]
         stats |= _combine(results)
         if "behavior_weight" in stats:
-            kept = (1.0 - stats["behavior_weight_capped_ratio"]) * stats["n_loss_tokens"]
+            dropped = stats["behavior_weight_capped_ratio"]
+            if config.behavior_weight_mode.endswith("truncate"):
+                dropped = 0.0
+            kept = (1.0 - dropped) * stats["n_loss_tokens"]
             stats["behavior_weight"] *= stats["n_loss_tokens"] / max(round(kept), 1)
         if compared := results[0].get("mismatch_tokens", 0.0):
             # Later minibatches have other weights than those that sampled.
@@ -154,16 +166,35 @@ class PPOActor:
 
     def take_step(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`."""
+        config, mask, added = self.config, batch["loss_mask"], {}
+        if config.loss_aggregation != "token_mean":
+            cu_seqlens = batch["cu_seqlens"]
+            lengths = adv.sequence_sums(mask, cu_seqlens)
+            counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
+            added["loss_weights"] = losses.token_weights(
+                mask,
+                cu_seqlens,
+                config.loss_aggregation,
+                max_tokens=config.max_response_tokens,
+                **self.engine.reduce_stats(counts),
+            ).to(batch["advantages"].dtype)
+        if config.selects_tokens:
+            added["kept"] = behavior.second_moment_mask(
+                batch["proximal_logprobs"],
+                batch["behavior_logprobs"],
+                mask,
+                config.behavior_weight_cap or math.inf,
+                self.engine.process_group,
+            )
         head = LogprobHead(self.temperature)
-        return self.engine.train_batch(batch, self._loss, head=head)
+        return self.engine.train_batch({**batch, **added}, self._loss, head=head)
 
     def _needs_proximal_forward(self, batch: Batch) -> bool:
         config = self.config
-        return (
-            config.prox_logp_method in _FORWARD
-            and config.ppo_n_minibatches > 1
-            and "proximal_logprobs" not in batch
-        )
+        if "proximal_logprobs" in batch:
+            return False
+        several = config.ppo_n_minibatches > 1
+        return config.selects_tokens or (several and config.prox_logp_method in _FORWARD)
 
     def _proximal(self, policy_logprobs: Tensor, batch: Batch) -> Tensor:
         """What the ratio is clipped around."""
@@ -173,7 +204,7 @@ class PPOActor:
         if "proximal_logprobs" in batch:
             return batch["proximal_logprobs"]
         if config.prox_logp_method == "loglinear":
-            return losses.loglinear_proximal_logprobs(
+            return behavior.loglinear_proximal_logprobs(
                 policy_logprobs,
                 batch["behavior_logprobs"],
                 batch["token_versions"],
@@ -184,45 +215,73 @@ class PPOActor:
         return policy_logprobs.detach()
 
     def _loss(self, policy_logprobs: Tensor, entropies: Tensor, batch: Batch) -> losses.LossResult:
-        del entropies  # reported by the engine
-        loss, stats = self._policy_loss(policy_logprobs, batch)
+        config, mask = self.config, batch["loss_mask"]
+        proximal = self._proximal(policy_logprobs, batch)
+        weight, weight_stats = self._weight(proximal, batch)
+        loss, stats = self._policy_loss(policy_logprobs, proximal, weight, batch)
+        stats |= weight_stats
+        if config.kl_loss_ctl != 0.0 or config.entropy_ctl != 0.0:
+            ratio = behavior.behavior_weight(policy_logprobs, proximal, mask, None)[0]
+            importance = ratio if weight is None else ratio * weight
+            if "loss_weights" in batch:
+                importance = importance * batch["loss_weights"]
+        if config.kl_loss_ctl != 0.0:
+            reference = batch["reference_logprobs"]
+            kl, stats["kl"] = penalties.kl_loss(
+                policy_logprobs, reference, importance, mask, config.kl_estimator
+            )
+            loss = loss + config.kl_loss_ctl * kl
+        if config.entropy_ctl != 0.0:
+            bonus = penalties.entropy_bonus(policy_logprobs, entropies, importance, mask)
+            loss = loss - config.entropy_ctl * bonus
         if "token_versions" in batch:
-            stats |= losses.mismatch(
+            stats |= behavior.mismatch(
                 policy_logprobs,
                 batch["behavior_logprobs"],
                 batch["token_versions"],
-                batch["loss_mask"],
+                mask,
                 batch["cu_seqlens"],
                 self.engine.get_version(),
             )
         return loss, stats
 
-    def _policy_loss(self, policy_logprobs: Tensor, batch: Batch) -> losses.LossResult:
-        config = self.config
-        proximal = self._proximal(policy_logprobs, batch)
-        tensors = (
-            policy_logprobs,
-            proximal,
-            # Not decoupled: the losses clip around what they are given as the sampler's.
-            batch["behavior_logprobs"] if config.decoupled else proximal,
-            batch["advantages"],
-            batch["loss_mask"],
+    def _weight(self, proximal: Tensor, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What a token counts for, for what has changed since it was sampled; None: 1."""
+        config, mask = self.config, batch["loss_mask"]
+        if not config.decoupled:
+            return None, {}
+        mode, cap = config.behavior_weight_mode, config.behavior_weight_cap
+        sampled = batch["behavior_logprobs"]
+        if config.selects_tokens:
+            kept = batch["kept"]
+            weight, stats = behavior.behavior_weight(proximal, sampled, kept, None)
+            return weight, {**stats, "behavior_weight_capped_ratio": (mask & ~kept).sum()}
+        return behavior.behavior_weight(
+            proximal, sampled, mask, cap, mode=mode, cu_seqlens=batch["cu_seqlens"]
         )
+
+    def _policy_loss(
+        self, policy_logprobs: Tensor, center: Tensor, weight: Tensor | None, batch: Batch
+    ) -> losses.LossResult:
+        config, mask, advantages = self.config, batch["loss_mask"], batch["advantages"]
+        if "loss_weights" in batch:
+            advantages = advantages * batch["loss_weights"]
+        tensors = (policy_logprobs, center, advantages, mask)
+        if config.loss_type == "sapo":
+            return losses.sapo_loss(*tensors, weight=weight)
         if config.loss_type == "cispo":
             return losses.cispo_loss(
                 *tensors,
+                weight=weight,
                 eps_clip=config.eps_clip,
                 eps_clip_higher=config.eps_clip_higher,
-                decoupled=config.decoupled,
-                behavior_weight_cap=config.behavior_weight_cap,
             )
         return losses.ppo_actor_loss(
             *tensors,
+            weight=weight,
             eps_clip=config.eps_clip,
             eps_clip_higher=config.eps_clip_higher,
             c_clip=config.c_clip,
-            decoupled=config.decoupled,
-            behavior_weight_cap=config.behavior_weight_cap,
             importance_sampling_level="sequence" if config.loss_type == "gspo" else "token",
             cu_seqlens=batch["cu_seqlens"],
         )
@@ -257,6 +316,13 @@ class PPOActor:
         for name in ("reward", "response_tokens", "staleness"):
             stats[name] /= count
         return stats
+
+
+def _need_reference(batch: Batch, wanted_by: str) -> None:
+    if "reference_logprobs" not in batch:
+        raise InvalidInput(
+            f"{wanted_by}: expected batch['reference_logprobs'], the batch has {sorted(batch)}"
+        )
 
 
 def _combine(results: list[dict[str, float]]) -> dict[str, float]:

@@ -90,7 +90,8 @@ def experiment_to_send(config: BaseExperimentConfig) -> str:
         for each in (sent, type(config)())
     )
     if isinstance(sent, GRPOConfig):  # there as here, the algorithm's preset comes first
-        defaults["actor"] |= preset(sent.algorithm, sent.gconfig.max_new_tokens)
+        for section, keys in preset(sent.algorithm, sent.gconfig.max_new_tokens).items():
+            defaults[section] |= keys
     return yaml.safe_dump(_difference(chosen, defaults), sort_keys=False)
 
 

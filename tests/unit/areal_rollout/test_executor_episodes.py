@@ -57,6 +57,36 @@ async def test_episode_when_it_returns_none_then_rejected():
     assert rig.ledger.rejected == {"a": "arun_episode returned None"}
 
 
+async def test_group_when_all_rewards_are_equal_then_rejected_by_dynamic_sampling_and_counted():
+    async def episode(engine, data):
+        responses = [await engine.agenerate(request()) for _ in data["rewards"]]
+        return [make_trajectory(r, w) for r, w in zip(responses, data["rewards"], strict=True)]
+
+    async with Rig(episode, dynamic_sampling=True) as rig:
+        rig.ledger.add(lease("same", rewards=[1.0, 1.0]), lease("different", rewards=[1.0, 0.0]))
+        await rig.ended(2)
+    assert rig.ledger.rejected == {"same": "all samples have the same reward"}
+    assert list(rig.ledger.completed) == ["different"]
+    assert rig.observer.outcomes == {"equal_rewards": 1, "completed": 1}
+
+
+async def test_group_when_all_rewards_are_equal_then_kept_for_evaluation_alone_or_by_default():
+    evaluated = lease("evaluated")
+    evaluated = replace(evaluated, task=replace(evaluated.task, purpose=Purpose.SERVE))
+    async with Rig(group_of_four, dynamic_sampling=True) as rig:
+        rig.ledger.add(evaluated)
+        await rig.ended(1)
+    assert list(rig.ledger.completed) == ["evaluated"]
+    async with Rig(one_sample, dynamic_sampling=True) as rig:
+        rig.ledger.add(lease("single"))
+        await rig.ended(1)
+    assert list(rig.ledger.completed) == ["single"]
+    async with Rig(group_of_four) as rig:
+        rig.ledger.add(lease("default"))
+        await rig.ended(1)
+    assert list(rig.ledger.completed) == ["default"]
+
+
 @pytest.mark.parametrize("result", [{}, [], [1], "x"])
 async def test_episode_when_it_returns_nonsense_then_workflow_error(result):
     async def episode(engine, data):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithms import advantages, packing
+from areal.algorithms import advantages, packing, penalties
 from areal.config.training import PPOActorConfig
 from areal.errors import InvalidInput
 
@@ -151,15 +151,15 @@ def test_shape_scores_when_truncation_is_unknown_then_says_what_is_missing():
 def test_kl_estimate_when_ratios_are_extreme_then_is_clamped():
     d = torch.tensor([1000.0, -1000.0])
     zero = torch.zeros(2)
-    assert advantages.kl_estimate(d, zero, "k1").tolist() == [10.0, -10.0]
-    assert advantages.kl_estimate(d, zero, "k3").tolist() == [10.0, 10.0]
+    assert penalties.kl_estimate(d, zero, "k1").tolist() == [10.0, -10.0]
+    assert penalties.kl_estimate(d, zero, "k3").tolist() == [10.0, 10.0]
     assert math.isclose(
-        float(advantages.kl_estimate(torch.tensor(0.3), torch.tensor(0.1), "k3")),
+        float(penalties.kl_estimate(torch.tensor(0.3), torch.tensor(0.1), "k3")),
         math.exp(-0.2) - 1 + 0.2,
         rel_tol=1e-5,
     )
     with pytest.raises(InvalidInput, match="k4"):
-        advantages.kl_estimate(d, zero, "k4")
+        penalties.kl_estimate(d, zero, "k4")
 
 
 def test_drgrpo_when_configured_then_only_centers():

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from areal.algorithms import advantages as adv
-from areal.algorithms import losses
+from areal.algorithms import behavior, losses, penalties
 
 SEEDS = range(4)
 LIMIT = 20.0
@@ -27,6 +26,14 @@ def inputs(seed, dtype, count=60):
     advantages = torch.randn(count, generator=g, dtype=torch.float64)
     advantages[::4] = 0.0
     return *(t.to(dtype) for t in (policy, proximal, behavior, advantages)), mask
+
+
+def loss_of(loss_fn, policy, proximal, sampled, advantages, mask, *, decoupled, cap=None):
+    if not decoupled:
+        return loss_fn(policy, sampled, advantages, mask)
+    weight, stats = behavior.behavior_weight(proximal, sampled, mask, cap)
+    loss, more = loss_fn(policy, proximal, advantages, mask, weight=weight)
+    return loss, stats | more
 
 
 def clamped_exp(x):
@@ -58,9 +65,7 @@ def test_ppo_actor_loss_when_logprobs_are_extreme_then_equals_the_clamped_closed
     ]
     policy, *others = tensors
     policy.requires_grad_()
-    loss, _ = losses.ppo_actor_loss(
-        policy, *others, mask, decoupled=decoupled, behavior_weight_cap=cap
-    )
+    loss, _ = loss_of(losses.ppo_actor_loss, policy, *others, mask, decoupled=decoupled, cap=cap)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(sum(value for value, _ in expected), rel=1e-12)
     slopes = torch.tensor([slope for _, slope in expected], dtype=torch.float64)
@@ -71,15 +76,13 @@ def test_ppo_actor_loss_when_logprobs_are_extreme_then_equals_the_clamped_closed
 def test_ppo_actor_loss_when_a_sequences_ratio_is_extreme_then_equals_the_clamped_closed_form(
     seed,
 ):
-    policy, proximal, behavior, advantages, mask = inputs(seed, torch.float64)
+    policy, _, sampled, advantages, mask = inputs(seed, torch.float64)
     policy.requires_grad_()
     loss, stats = losses.ppo_actor_loss(
         policy,
-        proximal,
-        behavior,
+        sampled,
         advantages,
         mask,
-        decoupled=False,
         importance_sampling_level="sequence",
         cu_seqlens=CU_SEQLENS,
     )
@@ -90,7 +93,7 @@ def test_ppo_actor_loss_when_a_sequences_ratio_is_extreme_then_equals_the_clampe
         count = int(m.sum())
         if not count:
             continue
-        mean = float((policy.detach() - behavior)[begin:end][m].sum()) / count
+        mean = float((policy.detach() - sampled)[begin:end][m].sum()) / count
         a = float(advantages[begin:end][m].sum()) / count
         ratio, slope = clamped_exp(mean)
         beyond += abs(mean) > LIMIT
@@ -104,18 +107,18 @@ def test_ppo_actor_loss_when_a_sequences_ratio_is_extreme_then_equals_the_clampe
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("loss_fn", [losses.ppo_actor_loss, losses.cispo_loss])
+@pytest.mark.parametrize("loss_fn", [losses.ppo_actor_loss, losses.cispo_loss, losses.sapo_loss])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_losses_when_logprobs_are_extreme_in_float32_then_everything_is_finite(
     seed, loss_fn, decoupled
 ):
-    policy, proximal, behavior, advantages, mask = inputs(seed, torch.float32)
-    behavior[3], mask[3], advantages[3] = -torch.inf, True, 0.0
-    for tensor in (policy, proximal, behavior, advantages):
+    policy, proximal, sampled, advantages, mask = inputs(seed, torch.float32)
+    sampled[3], mask[3], advantages[3] = -torch.inf, True, 0.0
+    for tensor in (policy, proximal, sampled, advantages):
         tensor[~mask] = torch.nan
     policy.requires_grad_()
-    loss, stats = loss_fn(
-        policy, proximal, behavior, advantages, mask, decoupled=decoupled, behavior_weight_cap=5.0
+    loss, stats = loss_of(
+        loss_fn, policy, proximal, sampled, advantages, mask, decoupled=decoupled, cap=5.0
     )
     loss.backward()
     assert math.isfinite(float(loss.detach()))
@@ -128,11 +131,9 @@ def test_ppo_actor_loss_when_a_placeholder_meets_advantage_zero_then_is_zero():
     policy = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss, _ = losses.ppo_actor_loss(
         policy,
-        torch.zeros(2),
         torch.tensor([-9999.0, -100.0]),
         torch.zeros(2),
         torch.tensor([True, True]),
-        decoupled=False,
     )
     loss.backward()
     assert float(loss.detach()) == 0.0
@@ -140,7 +141,7 @@ def test_ppo_actor_loss_when_a_placeholder_meets_advantage_zero_then_is_zero():
 
 
 def test_behavior_weight_when_a_token_is_dropped_then_the_mean_is_of_the_others():
-    weight, stats = losses.behavior_weight(
+    weight, stats = behavior.behavior_weight(
         torch.tensor([-1.0, -1.0, -1.0, 0.0]),
         torch.tensor([-1.5, -0.5, -300.0, 0.0]),
         torch.tensor([True, True, True, False]),
@@ -155,7 +156,7 @@ def test_behavior_weight_when_a_token_is_dropped_then_the_mean_is_of_the_others(
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimate_when_a_logprob_is_infinite_then_is_clamped(estimator):
-    ours = adv.kl_estimate(
+    ours = penalties.kl_estimate(
         torch.tensor([-torch.inf, 0.0]), torch.tensor([0.0, -torch.inf]), estimator
     )
     assert ours.abs().tolist() == [10.0, 10.0]

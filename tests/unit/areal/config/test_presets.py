@@ -16,6 +16,7 @@ from areal.config.experiment import GRPOConfig, as_yaml, build_config, load_serv
 from areal.config.presets import ALGORITHMS, preset
 from areal.config.training import PPOActorConfig
 from areal.engines.ppo import PPOActor
+from areal.errors import ConfigError
 
 # Two groups of sequences: (generated tokens, reward), groups contiguous.
 GROUPS = [[(2, 1.0), (3, 0.0), (1, 0.5)], [(2, 0.0), (1, 3.0)]]
@@ -71,10 +72,10 @@ def by_group(value) -> list[float]:
     return [value(r, [x for _, x in group]) for group in GROUPS for _, r in group]
 
 
-def token_normalized() -> list[float]:
-    tokens = [reward for n, reward in FLAT for _ in range(n)]
+def token_normalized(scores: list[float]) -> list[float]:
+    tokens = [score for (n, _), score in zip(FLAT, scores, strict=True) for _ in range(n)]
     mean, std = statistics.mean(tokens), statistics.stdev(tokens)
-    return [(reward - mean) / (std + 1e-5) for reward in REWARDS]
+    return [(score - mean) / (std + 1e-5) for score in scores]
 
 
 STANDARDIZED = by_group(lambda r, g: (r - statistics.mean(g)) / (statistics.stdev(g) + 1e-5))
@@ -83,13 +84,18 @@ DEFINITIONS = {
     "dr_grpo": by_group(lambda r, g: r - statistics.mean(g)),
     "rloo": by_group(lambda r, g: r - (sum(g) - r) / (len(g) - 1)),
     "reinforce": REWARDS,
-    "reinforce_pp": token_normalized(),
+    "reinforce_pp": token_normalized(REWARDS),
     "lite_ppo": by_group(
         lambda r, g: (r - statistics.mean(g)) / (statistics.stdev(REWARDS) + 1e-5)
     ),
     "gspo": STANDARDIZED,
     "cispo": STANDARDIZED,
     "dapo": STANDARDIZED,
+    "sapo": STANDARDIZED,
+    "m2po": STANDARDIZED,
+    "reinforce_pp_baseline": token_normalized(
+        by_group(lambda r, g: r - statistics.mean(g)),
+    ),
 }
 
 
@@ -160,7 +166,7 @@ def test_preset_when_a_key_is_given_in_file_or_override_then_that_wins(
     file.write_text(f"actor: {{reward_norm: batch/none}}\nalgorithm: {algorithm}\n")
     config = build_config(GRPOConfig, file, ["actor.eps_clip=0.4"])
     assert (config.actor.reward_norm, config.actor.eps_clip) == ("batch/none", 0.4)
-    others = preset(algorithm, config.gconfig.max_new_tokens)
+    others = preset(algorithm, config.gconfig.max_new_tokens)["actor"]
     for key in set(others) - {"reward_norm", "eps_clip"}:
         assert getattr(config.actor, key) == others[key]
 
@@ -182,6 +188,14 @@ def test_resolved_file_when_written_then_shows_what_the_preset_set_and_reads_the
     text = as_yaml(config)
     assert OmegaConf.create(text).actor.overlong_tokens == 20
     assert OmegaConf.create(text).actor.eps_clip_higher == 0.28
+    assert OmegaConf.create(text).rollout.dynamic_sampling
     file = tmp_path / "config.yaml"
     file.write_text(text)
     assert load_service_config(file) == config
+
+
+def test_algorithm_when_mistyped_then_the_nearest_name_is_offered() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm 'gspoo': expected one of .*'gspo'"):
+        build_config(GRPOConfig, None, ["algorithm=gspoo"])
+    with pytest.raises(ConfigError, match=r"did you mean 'actor\.loss_aggregation'"):
+        build_config(GRPOConfig, None, ["actor.loss_agregation=constant"])

@@ -122,6 +122,8 @@ def test_ppo_update_when_repeated_then_raises_the_probability_of_rewarded_tokens
         {"prox_logp_method": "unweighted"},
         {"loss_type": "cispo"},
         {"loss_type": "gspo"},
+        {"loss_type": "sapo", "behavior_weight_mode": "sequence_truncate"},
+        {"kl_loss_ctl": 0.1, "entropy_ctl": 0.01},
         {"c_clip": 3.0, "eps_clip_higher": 0.28, "behavior_weight_cap": None},
     ],
     ids=str,
@@ -134,6 +136,8 @@ def test_ppo_update_when_settings_vary_then_micro_batching_changes_nothing(make_
         actor.compute_advantages(batch)
         # Past the proximal policy, so that the ratios are not all 1.
         others = {"proximal_logprobs": batch["behavior_logprobs"] * 0.98} if not options else {}
+        if "kl_loss_ctl" in options:
+            others["reference_logprobs"] = batch["behavior_logprobs"] * 1.1
         collected.append(gradients(actor.engine, {**batch, **others}, actor._loss))
     (expected, stats), (ours, our_stats) = collected
     assert our_stats["n_micro_batches"] > stats["n_micro_batches"]
@@ -143,6 +147,60 @@ def test_ppo_update_when_settings_vary_then_micro_batching_changes_nothing(make_
             not name.endswith("_seconds")
         ):
             assert our_stats[name] == pytest.approx(stats[name], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
+def test_take_step_when_aggregated_then_the_loss_is_that_mean_for_any_micro_batches(
+    make_actor, aggregation
+):
+    batch = make_batch(groups=4)
+    for spec in (MicroBatchSpec(), MicroBatchSpec(max_tokens_per_mb=40)):
+        actor = make_actor(
+            dtype="float64",
+            mb_spec=spec,
+            loss_aggregation=aggregation,
+            behavior_weight_cap=None,
+            max_response_tokens=50,
+        )
+        actor.compute_advantages(batch)
+        weight = (actor.compute_logprobs(batch) - batch["behavior_logprobs"]).exp()
+        each = -weight * batch["advantages"]
+        rows = packing.unpack({**batch, "each": each})
+        sums = [float(row["each"][row["loss_mask"]].sum()) for row in rows]
+        sizes = [int(row["loss_mask"].sum()) if aggregation != "constant" else 50 for row in rows]
+        expected = sum(x / n for x, n in zip(sums, sizes, strict=True)) / len(rows)
+        assert actor.ppo_update(batch)["loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_ppo_update_when_m2po_then_tokens_are_chosen_over_the_batch_not_the_micro_batch(make_actor):
+    batch = make_batch(groups=4)
+    found = []
+    for spec in (MicroBatchSpec(), MicroBatchSpec(max_tokens_per_mb=40)):
+        actor = make_actor(
+            dtype="float64",
+            mb_spec=spec,
+            behavior_weight_mode="second_moment",
+            behavior_weight_cap=0.04,
+        )
+        actor.compute_advantages(batch)
+        stats = actor.ppo_update(batch)
+        found.append((stats["loss"], stats["behavior_weight_capped_ratio"]))
+    assert 0.0 < found[0][1] < 1.0
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_ppo_update_when_kl_is_in_the_loss_then_needs_the_reference_and_reports_it(make_actor):
+    actor = make_actor(kl_loss_ctl=0.5, kl_estimator="k2")
+    batch = ready_batch(actor)
+    with pytest.raises(InvalidInput, match="kl_loss_ctl"):
+        actor.ppo_update(batch)
+    batch["reference_logprobs"] = actor.compute_logprobs(batch) - 2.0 * batch["loss_mask"]
+    assert actor.ppo_update(batch)["kl"] == pytest.approx(2.0, rel=1e-4)
+
+
+def test_actor_when_the_constant_is_missing_then_refused(make_actor):
+    with pytest.raises(InvalidInput, match="max_response_tokens"):
+        make_actor(loss_aggregation="constant")
 
 
 def test_compute_advantages_when_called_then_leaves_rewards_and_adds_two_keys(make_actor):
