@@ -99,20 +99,20 @@ def check_books(
     ended = {state: ledger.counts.get(f"all:{state}", 0) for state in ENDS}
     submitted = int(ledger.meta.get("submitted", 0))
     yield Check(
-        "submitted = the six ends, exactly",
+        "submitted tasks = the sum of the six final states",
         submitted == sum(ended.values()) == summary["accounting"]["submitted"],
         f"{submitted} = " + " + ".join(f"{n} {state}" for state, n in ended.items()),
     )
     records = Counter(f"all:{task['state']}" for task in ledger.tasks.values())
     counted = {s: n for s, n in ledger.counts.items() if s.startswith("all:") and n}
     yield Check(
-        "every task has a record in the state that was counted", dict(records) == counted, ""
+        "the counter of each state equals the number of records in it", dict(records) == counted, ""
     )
     yield from _check_batches(ledger, read_lines(run_dir / "batches.jsonl"), steps, batch)
     yield from _check_epochs(ledger, problems)
     staleness = max(int(row["staleness_max"]) for row in rows)
     staleness = max(staleness, int(ledger.meta.get("staleness_max", 0)))
-    yield Check("staleness never above eta", staleness <= eta, f"{staleness}, eta {eta}")
+    yield Check("staleness never exceeded its bound", staleness <= eta, f"{staleness}, bound {eta}")
     quarter = max(1, len(rows) // 4)
     rewards = [float(row["reward_mean"]) for row in rows]
     first, last = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
@@ -134,7 +134,9 @@ def _check_batches(
             changed.append(row["step"])
     again = sum(1 for row in rows if row["replay"])
     yield Check(
-        "a step that is done again gets the same tasks", not changed, f"{again} times; {changed}"
+        "a repeated step gets the same tasks",
+        not changed,
+        f"{again} steps repeated; different: {changed}",
     )
     times = Counter(task_id for ids in given.values() for task_id in ids)
     twice = [task_id for task_id, n in times.items() if n > 1]
@@ -145,7 +147,7 @@ def _check_batches(
         f"{len(times)} tasks in {len(given)} steps; twice: {twice[:5]}",
     )
     yield Check(
-        "the tasks of the steps are the trained ones",
+        "the tasks of all steps are exactly those in the state trained",
         set(times) == trained and len(trained) == steps * batch,
         f"{len(trained)} trained, {len(set(times) ^ trained)} differ",
     )
@@ -169,7 +171,7 @@ def _check_epochs(ledger: Ledger, problems: int) -> Iterator[Check]:
             else:
                 open_.append(f"e{epoch}-{index} is {task['state']}")
     yield Check(
-        "each prompt of each epoch is trained once or ended with a recorded cause",
+        "each prompt of each epoch was trained once or ended with a recorded cause",
         not skipped and not open_,
         f"{last + 1} epochs of {problems}: {trained} trained, {named} ended with a recorded cause; "
         f"skipped {skipped[:5]}, open {open_[:5]}",

@@ -95,7 +95,7 @@ def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
 
 
 def report(run: Run, began: float) -> str:
-    """The table and what was noted."""
+    """The page: a table of the stages, then notes."""
     load = os.getloadavg()[1]
     versions = json.loads(run.cluster.kubectl("version", "-o", "json"))
     when = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -105,12 +105,14 @@ def report(run: Run, began: float) -> str:
     what, how = "", f"{run.settings.steps} steps with 1 master and 1 worker"
     if isinstance(run, Scarce):
         what = " ARGS=--scarce"
-        how = "1 master that asks for the one GPU, a number in the node's status; it trains on CPUs"
+        how = (
+            "1 master that requests the only GPU (declared in the node's status; it trains on CPUs)"
+        )
     return (
-        f"# A run of `make e2e-kubernetes{what}`\n\n"
-        f"Written by the command itself on {when}: {where}, load {load:.0f} at the end; {how}; "
+        f"# Results of `make e2e-kubernetes{what}`\n\n"
+        f"The command wrote this page on {when}: {where}, load {load:.0f} at the end; {how}; "
         f"{time.monotonic() - began:.0f} s in total.\n\n"
-        f"| stage | time | |\n|---|---|---|\n{rows}\n\n{notes}\n"
+        f"| stage | time | result |\n|---|---|---|\n{rows}\n\n{notes}\n"
     )
 
 

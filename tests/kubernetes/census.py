@@ -195,12 +195,12 @@ class Census:
         met = {(kind.caller, kind.called) for kind in self.kinds}
         unmet = sorted({f"{a} -> {b}" for a, b, _ in self.allowed.inside if (a, b) not in met})
         return [
-            f"Connections of pods: {self.looks} looks at {len(self.pods)} pods; "
-            f"{sum(self.kinds.values())} connections of {len(self.kinds)} kinds, "
-            "each allowed by a NetworkPolicy.",
+            f"Connections: {len(self.pods)} pods were sampled {self.looks} times; "
+            f"{sum(self.kinds.values())} connections of {len(self.kinds)} kinds were seen, and a "
+            "NetworkPolicy allows each of them.",
             f"Inside the release: {', '.join(inside)}.",
-            f"To and from outside: {', '.join(through)}.",
-            f"Allowed and not seen: {', '.join(unmet) or 'none'}.",
+            f"From and to outside the release: {', '.join(through)}.",
+            f"Allowed, but not seen: {', '.join(unmet) or 'none'}.",
         ]
 
 

@@ -57,7 +57,7 @@ class Scarce(Run):
         self.advertise("1")
         hard = {f"requests.{GPU}": "1", "requests.memory": f"{TRAINER_GI + REST_GI}Gi"}
         self.create({"kind": "ResourceQuota", "apiVersion": "v1", "spec": {"hard": hard}}, "scarce")
-        return f"1 {GPU}; the quota: {TRAINER_GI + REST_GI} GiB, the trainer asks for {TRAINER_GI}"
+        return f"1 {GPU}; quota {TRAINER_GI + REST_GI} GiB, the trainer requests {TRAINER_GI} GiB"
 
     def trainer_first(self) -> str:
         """The worst order: the trainer's pod holds its share before the Job prepare is there."""
@@ -86,8 +86,8 @@ class Scarce(Run):
         ):
             raise Failed(f"not scarce: {used} of {hard}")
         return (
-            f"step {step}; the quota has {used['requests.memory']:.1f} of "
-            f"{hard['requests.memory']:.0f} GiB in use and the GPU"
+            f"step {step}; used of the quota: {used['requests.memory']:.1f} of "
+            f"{hard['requests.memory']:.0f} GiB, and the GPU"
         )
 
     def autoscale(self) -> str:
@@ -105,7 +105,7 @@ class Scarce(Run):
         reason = wait("a first look of the HPA", blind, 120.0)["reason"]
         if self.replicas() != SERVERS or self.service_pods() != before:
             raise Failed(f"{self.replicas()} servers, or new pods; {SERVERS} were there before")
-        return f"{SERVERS} servers stayed {SERVERS}, with their pods; the HPA: {reason}"
+        return f"the {SERVERS} servers kept running in the same pods; the HPA said {reason}"
 
     def follow(self) -> str:
         """With a metric to read, the HPA goes where the rollout worker's recommendation is."""

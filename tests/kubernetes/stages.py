@@ -130,11 +130,11 @@ class Run:
         )
         slowest = {c: max(map(ready_seconds, cluster.staying(c))) for c in SERVICES}
         self.notes.append(
-            "A service's pod, from the start of its container to ready: "
+            "Time from the start of a service's container until its pod was ready: "
             + ", ".join(f"{name} {s:.0f} s" for name, s in slowest.items())
-            + f". The release: {seconds:.0f} s, of which making the model took {made:.0f} s."
+            + f". The release: {seconds:.0f} s, including {made:.0f} s to create the model."
         )
-        return f"ready after {seconds:.0f} s, {made:.0f} s of them for the model"
+        return f"ready after {seconds:.0f} s, including {made:.0f} s to create the model"
 
     def test(self) -> str:
         """`helm test`."""
