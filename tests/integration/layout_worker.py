@@ -1,15 +1,18 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?, export?, kernel?}. All ranks of a share get the same groups. They are
-forks of a process that has imported everything: imports take most of the time of models this small.
+gradients?, save_to?, resume?, export?, kernel?, tested?}. All ranks of a share get the same groups.
+They are forks of a process that has imported everything: imports take most of the time of models
+this small.
 """
 
 import json
 import multiprocessing
 import sys
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,21 +24,23 @@ from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model import self_test
 from areal.engines.model.attention import dispatch
 from areal.engines.ppo import PPOActor
 from areal.training.ranks import gather_json
 
 
 def run(job):
-    """One job; with a kernel of torch, over what it computes written out for a CPU."""
-    if "kernel" not in job:
-        return train(job)
-    kept, dispatch.choose = dispatch.choose, lambda *_: job["kernel"]
-    try:
-        with torch_kernels():
-            return train(job)
-    finally:
-        dispatch.choose = kept
+    """One job: with a kernel of torch, over what it computes written out for a CPU; or after a
+    self-test of some layers only, as of a big model.
+    """
+    with ExitStack() as changes:
+        if "kernel" in job:
+            changes.enter_context(patch.object(dispatch, "choose", lambda *_: job["kernel"]))
+            changes.enter_context(torch_kernels())
+        if "tested" in job:
+            changes.enter_context(patch.multiple(self_test, WHOLE=0, _FEWEST_LAYERS=job["tested"]))
+        train(job)
 
 
 def train(job):

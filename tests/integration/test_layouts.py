@@ -78,6 +78,7 @@ def runs(tmp_path_factory):
         if ranks == 2:  # Ulysses over another kernel
             over = {"gradients": True, "seeds": [0], "kernel": "varlen"}
             jobs.append(job("qwen3", "d1c2", "float32", **over))
+            jobs.append(job("qwen3", "d2", "float32", gradients=True, seeds=[0], tested=1))
         if ranks == 4:  # half a run in one layout, the rest in another
             half = str(folder / "half")
             jobs.append(job("qwen3", "d2t2", "float64", seeds=STEPS[:5], save_to=half))
@@ -115,6 +116,12 @@ def test_first_gradients_when_in_a_layout_then_equal_those_of_one_rank(runs, kin
     assert_gradients_close(ours, one, 1e-5)
     for name in ("loss", "entropy", "n_loss_tokens", "n_tokens"):
         assert rows[0][name] == pytest.approx(rows1[0][name], rel=1e-5)
+
+
+def test_first_gradients_when_the_self_test_took_a_layer_away_then_equal_those_of_one_rank(runs):
+    ours, _ = runs["qwen3-d2-float32-gradients-seeds-tested"]
+    one, _ = runs["qwen3-d1-float32-gradients-seeds"]
+    assert_gradients_close(ours, one, 1e-5)
 
 
 def test_first_gradients_when_tokens_are_spread_over_a_flash_kernel_then_equal_packed_attention(

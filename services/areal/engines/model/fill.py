@@ -156,8 +156,11 @@ def _modules(module: nn.Module, prefix: str, owner: Any) -> Iterator[tuple[str, 
 
 def _replace(module: nn.Module, name: str, device: torch.device) -> None:
     """Put zeros, or nothing on the meta device, in the place of a module's own tensor."""
-    where = module._parameters if name in module._parameters else module._buffers
-    tensor = where[name]
-    assert tensor is not None
-    made = torch.zeros_like(tensor, device=device)
-    where[name] = nn.Parameter(made, tensor.requires_grad) if where is module._parameters else made  # type: ignore[assignment]
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        zeros = torch.zeros_like(parameter, device=device)
+        module._parameters[name] = nn.Parameter(zeros, parameter.requires_grad)
+        return
+    buffer = module._buffers[name]
+    assert buffer is not None
+    module._buffers[name] = torch.zeros_like(buffer, device=device)

@@ -5,8 +5,8 @@
                                              mean difference above the tolerance: no run
 
 An architecture that was never tried, or a new version of transformers, then ends a run in its first
-seconds instead of training it on wrong gradients. Of a big model on one device the first layers are
-enough, at least one of each kind.
+seconds instead of training it on wrong gradients. Of a big model the first layers are enough, at
+least one of each kind: of a sharded one, each rank would gather all others for it, one by one.
 """
 
 from __future__ import annotations
@@ -174,18 +174,18 @@ def _project(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _first_layers(model: PackedCausalLM) -> Iterator[int]:
-    """Leave a big model its first layers only, inside the context; yields how many.
-
-    A sharded one keeps all: FSDP makes its plan at the first forward pass.
-    """
+    """Leave a big model its first layers only, inside the context; yields how many."""
     hf = model.hf
     layers = _layers_of(hf)
     small = sum(p.numel() for p in hf.parameters()) <= WHOLE
-    if layers is None or small or isinstance(model, FSDPModule):
+    if layers is None or small:
         yield len(layers or ())
         return
     kinds = [_kind(hf, number, layer) for number, layer in enumerate(layers)]
     needed = max(kinds.index(kind) for kind in kinds) + 1
+    if isinstance(model, FSDPModule):
+        # FSDP makes its plan of all layers once, else at the first forward pass: now they are here.
+        model._get_fsdp_state()._lazy_init()
     everything = layers._modules
     layers._modules = dict(list(everything.items())[: max(needed, _FEWEST_LAYERS)])
     try:

@@ -48,7 +48,7 @@ class TensorDirectory:
             InvalidInput: it has no safetensors weights, or not all of them.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of every tensor, by name."""
+        """Of every tensor."""
         self._places: dict[str, tuple[Path, TensorPlace]] = {}
         self._open: dict[Path, int] = {}
         self._closing = ExitStack()

@@ -50,8 +50,8 @@ class Context:
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """Sum what each rank has; the gradient of the sum is that of each part."""
-        total: Tensor = _SumOfParts.apply(part, self.group)  # type: ignore[no-untyped-call]
-        return total
+        apply: Callable[..., Tensor] = _SumOfParts.apply
+        return apply(part, self.group)
 
 
 def across_ranks(attend: Attention) -> Attention:
@@ -90,10 +90,8 @@ def across_ranks(attend: Attention) -> Attention:
 
 def _swap(x: Tensor, split: int, join: int, context: Context) -> Tensor:
     """Split one dimension over the ranks of the context, and join another that was split so."""
-    swapped: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        x, split, join, context.group
-    )
-    return swapped
+    apply: Callable[..., Tensor] = _AllToAll.apply
+    return apply(x, split, join, context.group)
 
 
 def _exchange(x: Tensor, split: int, join: int, group: Any) -> Tensor:
