@@ -140,6 +140,7 @@ class TrainStep:
         if self.optimizer is None:
             raise InvalidInput("optimizer=None: expected an optimizer to train a model")
         packing.check_batch(batch)
+        self.model.check_text(batch)
         self._gathered = so_far = self._gathered or _Gathered()
         so_far.batch = batch
         so_far.tokens += len(batch["input_ids"])
@@ -295,6 +296,7 @@ class TrainStep:
 
     def read(self, batch: Batch, head: Head) -> tuple[Tensor, Tensor]:
         packing.check_batch(batch)
+        self.model.check_text(batch)
         found: tuple[Tensor, ...] = ()
         with torch.no_grad():
             for index, mb in self._micro_batches(batch):

@@ -38,7 +38,7 @@ def refuse_unsupported(hf: Any) -> None:
         raise refusal(hf, "a state that carries over from one packed sequence to the next")
     if "position_ids" not in inspect.signature(decoder_of(hf).forward).parameters:
         raise refusal(hf, "positions are counted from the start of the packed row")
-    for module in hf.modules():
+    for module in decoder_of(hf).modules():
         if getattr(module, "is_causal", True) is False:
             raise refusal(hf, f"{type(module).__name__} lets tokens see later tokens")
     if hf.get_output_embeddings() is None and not is_scalar(hf):
@@ -80,9 +80,33 @@ def set_attention(hf: Any, kernel: str) -> None:
 
 
 def decoder_of(hf: Any) -> nn.Module:
-    """Return the part that maps tokens to the hidden states that the head reads."""
-    decoder: nn.Module = hf.base_model if hf.base_model is not hf else hf.get_decoder()
+    """Return the part that maps tokens to the hidden states that the head reads.
+
+    Of a model of text and images it is the language tower.
+    """
+    several = hf.config.get_text_config() is not hf.config
+    decoder: nn.Module = hf.get_decoder() if several or hf.base_model is hf else hf.base_model
     return decoder
+
+
+def freeze_towers(hf: Any) -> None:
+    """Keep what only images and sounds reach as it is: no batch has any."""
+    if hf.config.get_text_config() is hf.config:
+        return
+    parts = filter(None, (decoder_of(hf), hf.get_output_embeddings()))
+    used = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in hf.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
+
+
+def placeholders(config: Any) -> list[int]:
+    """Return the tokens in whose places a model puts what it sees or hears."""
+    names = (
+        f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
+    )
+    values = {getattr(config, name, None) for name in names}
+    return sorted(value for value in values if isinstance(value, int))
 
 
 def rope_limit(config: Any) -> int | None:

@@ -42,6 +42,27 @@ class PackedCausalLM(nn.Module):
         guards.refuse_unsupported(hf)
         self.rope_limit = guards.rope_limit(hf.config)
         guards.set_attention(hf, kernel)
+        guards.freeze_towers(hf)
+        self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
+
+    def check_text(self, batch: Batch) -> None:
+        """Refuse prompts with images, which would be computed as if there were none.
+
+        Args:
+            batch: packed batch, in host memory.
+
+        Raises:
+            InvalidInput: a prompt has a token in whose place the server saw an image, or the like.
+        """
+        if not len(self._placeholders):
+            return
+        given = batch["input_ids"][~batch["loss_mask"]]
+        found = given[torch.isin(given, self._placeholders)]
+        if len(found):
+            raise InvalidInput(
+                f"a prompt has token {int(found[0])}, which stands for an image, video or sound in "
+                f"{type(self.hf).__name__}: only text trains; expected prompts without it"
+            )
 
     def forward(
         self, batch: Batch, layout: PackedLayout, targets: Tensor, head: Head

@@ -37,6 +37,38 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
+IMAGE = 90
+"""The token in whose place an image stands, of those with a vision tower."""
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
+_SEEING = {"image_token_id": IMAGE, "video_token_id": 91, "tie_word_embeddings": False}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
+
+def _text(**options: Any) -> dict[str, Any]:
+    return {"text_config": {**_COMMON, "rope_parameters": _ROPE, **options}}
+
+
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        **(_text() | _SEEING),
+        "vision_config": {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        **(_text() | _SEEING),
+        "vision_config": {
+            **_VISION,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
@@ -52,18 +84,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_EXPERTS, **_GROUPS},
     "deepseek_v3": {**_EXPERTS, **_GROUPS, **_LATENT},
     "gpt_oss": _EXPERTS,
+    **SEEING,
 }
 
 
 def make_family(kind: str, folder: Path, *, seed: int = 0, **options: Any) -> Path:
     """Write a random model with `save_pretrained`; norms, biases and buffers count in it too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.set_num_threads(1)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **FAMILIES[kind], **options})
+    common = {} if kind in SEEING else _COMMON
+    config = AutoConfig.for_model(kind, **{**common, **FAMILIES[kind], **options})
+    auto: Any = AutoModelForImageTextToText if kind in SEEING else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
         scatter(model)
     model.save_pretrained(folder)
     return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.areal.engines.hub_families import FAMILIES, make_family, scatter
+from tests.unit.areal.engines.hub_families import FAMILIES, SEEING, make_family, scatter
 
 from areal.config.training import TrainEngineConfig
 from areal.engines.export import buckets
@@ -53,7 +53,7 @@ def assert_same(ours, expected):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_version_when_published_then_is_what_save_pretrained_writes(make_engine, tmp_path, kind):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     engine = make_engine(make_family(kind, tmp_path / "source"))
     hf = engine.model.hf
@@ -65,7 +65,8 @@ def test_version_when_published_then_is_what_save_pretrained_writes(make_engine,
     engine.save(tmp_path / "saved")
     assert_same(load_file(tmp_path / "saved" / "model.safetensors"), expected)
 
-    fresh, told = AutoModelForCausalLM.from_pretrained(version, output_loading_info=True)
+    auto = AutoModelForImageTextToText if kind in SEEING else AutoModelForCausalLM
+    fresh, told = auto.from_pretrained(version, output_loading_info=True)
     assert not any(told[problem] for problem in ("missing_keys", "unexpected_keys"))
     assert_same(fresh.state_dict(), hf.state_dict())
     other = make_engine(tmp_path / "source")
