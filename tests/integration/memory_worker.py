@@ -27,7 +27,8 @@ def main(folder: Path, options: dict[str, object]) -> None:
     from areal.config.experiment import GRPOConfig
     from areal.config.training import MicroBatchSpec, PPOActorConfig
     from areal.engines.fsdp import FSDPEngine
-    from areal_launch.doctor.memory import ModelShape, trainer_rank
+    from areal.engines.parallel.estimate import ModelShape
+    from areal_launch.doctor.memory import trainer_rank
 
     torch.set_num_threads(1)
     Qwen2Config(
@@ -61,7 +62,7 @@ def main(folder: Path, options: dict[str, object]) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak of loading does not count
     engine.train_batch(batch, lambda p, _, mb: (-(p * mb["loss_mask"]).sum(), {}))
     peak = peak_bytes()
-    need = trainer_rank(config, ModelShape.read(folder), gpu=False)
+    need = trainer_rank(config, ModelShape.read(folder), gpu=False).need
     print(json.dumps({"peak": peak, "need": need.total, "parts": need.parts}))
     engine.destroy()
 

@@ -13,7 +13,11 @@ from tests.integration.stack_tools import environment
 
 @pytest.mark.parametrize(
     "options",
-    [{"gradient_checkpointing": False}, {"dtype": "bfloat16", "gradient_checkpointing": True}],
+    [
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing": "selective"},
+        {"dtype": "bfloat16", "gradient_checkpointing": True},
+    ],
     ids=str,
 )
 def test_trainer_rank_when_it_takes_a_step_then_its_peak_is_what_was_estimated(

@@ -20,6 +20,8 @@ from annotated_types import Ge, Gt, Le, Lt
 _NOT_A_KEY = {"omegaconf_ignore": True}
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+Checkpointing = Literal["none", "selective", "full", "offload"]
+Kernels = Literal["eager", "compile", "liger"]
 RewardNorm = Literal[
     "group/group", "group/batch", "group/none",
     "leave1out/group", "leave1out/batch", "leave1out/none",
@@ -131,6 +133,11 @@ class EngineConfig:
     scalar: bool = field(default=False, metadata=_NOT_A_KEY)
     """The model says one number of a token instead of a distribution: a critic, a reward model. Its
     head starts at 0 unless `path` has one."""
+    kernels: Kernels = field(default="eager", metadata=_NOT_A_KEY)
+    """What computes a layer's norms, rotary embeddings and gates."""
+    offload: bool = False
+    """Keep the weights in host memory, with gradients and optimizer state if there are any; each
+    layer is copied to the GPU while it computes, and the optimizer steps on the CPU."""
     layout: str = field(default="", metadata=_NOT_A_KEY)
     """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
     batch and of the weights for each."""
@@ -158,9 +165,16 @@ class TrainEngineConfig(EngineConfig):
     nothing."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batches."""
-    gradient_checkpointing: bool | None = None
-    """Recompute each decoder layer in the backward pass, so that only one layer's activations are
-    kept at a time; null: only on a GPU."""
+    gradient_checkpointing: bool | Checkpointing | None = None
+    """What the backward pass computes again instead of keeping it. `none` or false: nothing;
+    `selective`: all but products of matrices and attention (less than half the memory, nearly the
+    speed); `full` or true: each layer from its input (a third more operations); `offload`: the
+    same, and the inputs wait in host memory. null: the first of these that fits by the estimate of
+    `areal doctor`; `none` on a CPU."""
+    kernels: Kernels = "eager"
+    """What computes a layer's norms, rotary embeddings and gates: `eager` (one operation after the
+    other), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
+    package liger-kernel; a GPU). Not measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a model that is not trained."""
     lora: LoraConfig | None = None
@@ -179,8 +193,6 @@ class RefConfig(EngineConfig):
 
     path: str = ""
     """Hugging Face model directory; empty: `model.path`."""
-    offload: bool = False
-    """Keep the weights in host memory; each layer is copied to the GPU while it computes."""
     optimizer: ClassVar[None] = None
     lora: ClassVar[None] = None
 

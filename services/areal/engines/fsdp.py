@@ -35,8 +35,8 @@ from areal.engines.model.attention import dispatch
 from areal.engines.model.heads import Head, LogprobHead
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
-from areal.engines.parallel.apply import parallelize, resolve_precision
-from areal.engines.parallel.memory import checkpoints_activations, recompute_layers
+from areal.engines.parallel import memory
+from areal.engines.parallel.apply import decoder_layers, parallelize, resolve_precision
 from areal.engines.parallel.mesh import (
     Mesh,
     join_process_group,
@@ -98,13 +98,16 @@ class FSDPEngine(TrainEngine):
         if config.lora is not None:
             self.mesh.layout.check_adapters()
             lora.inject(hf, config.lora, master)
-        if checkpoints_activations(config, self.device):
-            recompute_layers(hf)
+        budget = None
+        if isinstance(config, TrainEngineConfig) and config.optimizer is not None:
+            budget = memory.budget(config, self._mesh, self.device)
+            memory.recompute_layers(hf, budget.mode, config.kernels)
         if config.optimizer is None:
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
         model = PackedCausalLM(hf, kernel=kernel, chunk_elements=config.logits_chunk_elements)
-        offload = isinstance(config, RefConfig) and config.offload
+        memory.use_kernels(hf, decoder_layers(hf), config.kernels, self.device)
+        offload = config.offload
         self._sharded = (
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
         )
@@ -121,13 +124,17 @@ class FSDPEngine(TrainEngine):
         lora.draw(hf, config.seed)
         tested = self_test(model, self.device, compute)
         if self.rank == 0:
-            get_logger("areal.engines.fsdp").info("self_test_passed", **asdict(tested))
+            log = get_logger("areal.engines.fsdp")
+            log.info("self_test_passed", **asdict(tested))
+            if budget is not None:
+                log.info("memory_estimate", each_rank=str(budget), recompute=budget.mode)
         self._step = TrainStep(
             model,
             config,
             self.device,
             self._mesh,
             sharded=self._sharded,
+            budget=budget,
             total_train_steps=total_train_steps,
         )
         limit = config.distributed_timeout_seconds

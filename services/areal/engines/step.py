@@ -21,7 +21,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 
@@ -40,7 +39,7 @@ from areal.engines.model.heads import Head
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.parallel import gradients
 from areal.engines.parallel.apply import resolve_precision
-from areal.engines.parallel.memory import checkpoints_activations
+from areal.engines.parallel.memory import Budget, free_bytes
 from areal.engines.parallel.mesh import Mesh, reduce_scalars
 from areal.engines.perf import Phases, Work, peak_flops, peak_gib
 from areal.engines.train_api import LossFn, LossWeightFn
@@ -82,6 +81,7 @@ class TrainStep:
         mesh: Mesh,
         *,
         sharded: bool,
+        budget: Budget | None,
         total_train_steps: int | None,
     ) -> None:
         """Makes the optimizer, if the configuration has one.
@@ -92,6 +92,7 @@ class TrainStep:
             device: that batches are computed on.
             mesh: the ranks that share model and batch.
             sharded: gradients are averaged over ranks.
+            budget: of memory, told when it runs out; None: nothing is trained.
             total_train_steps: for the learning-rate schedule; None: a constant rate.
         """
         self.model = model
@@ -103,6 +104,7 @@ class TrainStep:
         self._device = device
         self._mesh = mesh
         self._sharded = sharded
+        self._budget = budget
         self._total_train_steps = total_train_steps
         self._skipped_in_a_row = 0
         self._gathered: _Gathered | None = None
@@ -122,12 +124,7 @@ class TrainStep:
         if not self._sharded or dist.get_world_size() == 1 or self._mesh.layout.per_share > 1:
             return False
         whole = 4 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        if self._device.type == "cuda":
-            free = torch.cuda.mem_get_info(self._device)[0]
-        else:
-            pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            free = pages // dist.get_world_size()
-        short = {"short_max": float(4 * whole > free)}
+        short = {"short_max": float(4 * whole > free_bytes(self._device))}
         return not reduce_scalars(short, dist.group.WORLD)["short_max"]
 
     def accumulate(
@@ -243,16 +240,12 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _out_of_memory(self, error: Exception, batch: Batch) -> CapacityExceeded:
-        config = self._config
-        assert isinstance(config, TrainEngineConfig)
-        knobs = [f"a smaller actor.mb_spec.max_tokens_per_mb ({config.mb_spec.max_tokens_per_mb})"]
-        if not checkpoints_activations(config, self._device):
-            knobs.append("actor.gradient_checkpointing=true")
-        knobs.append(f"more ranks to shard over ({dist.get_world_size()})")
+        assert self._budget is not None
         longest = int(batch["cu_seqlens"].diff().max())
         return CapacityExceeded(
-            f"out of memory in a train step, longest sequence {longest} tokens: expected "
-            f"{', or '.join(knobs)} ({' '.join(str(error).split())[:200]})"
+            f"out of memory in a train step, longest sequence {longest} tokens, estimated "
+            f"{self._budget}: expected {self._budget.ways_out} "
+            f"({' '.join(str(error).split())[:200]})"
         )
 
     def _note_skipped(self, batch: Batch, bad_logprobs: int, loss: float, grad_norm: float) -> None:

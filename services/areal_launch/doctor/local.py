@@ -16,11 +16,11 @@ import psutil
 
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
+from areal.engines.parallel.estimate import ModelShape
 from areal.errors import ArealError, InvalidInput
 from areal.security import Security
 from areal_launch.clusters.base import count_nodes
 from areal_launch.doctor import memory
-from areal_launch.doctor.memory import ModelShape
 from areal_launch.doctor.preflight import (
     answers_problem,
     dataset_problem,
@@ -225,7 +225,7 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
             needed += servers * one.total
             said.append(f"each of {servers} servers {one}")
         if isinstance(config, GRPOConfig):
-            rank = memory.trainer_rank(config, shape, gpu=False)
+            rank = memory.trainer_rank(config, shape, gpu=False).need
             needed += allocation.trainer_ranks * rank.total
             said.append(f"each of {allocation.trainer_ranks} trainer ranks {rank}")
     there = psutil.virtual_memory()
@@ -240,20 +240,13 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
 
 
 def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
-    need, there = memory.trainer_rank(config, shape, gpu=True), memory.gpu_bytes()
-    found = f"each rank about {need}"
+    there = memory.gpu_bytes()
+    rank = memory.trainer_rank(config, shape, gpu=True, there=there)
+    found = f"each rank about {rank.need}, gradient_checkpointing {rank.mode}"
     if not there:
         return ok(f"{found}; there is no GPU here to compare with")
-    found += f" of {there / _GIB:.1f} on its GPU"
-    if need.total <= there:
-        return ok(found)
-    largest = max(need.parts, key=lambda part: need.parts[part])
-    fix = {
-        "activations": "actor.gradient_checkpointing=true, smaller actor.mb_spec.max_tokens_per_mb",
-        "logits": "a smaller actor.logits_chunk_elements",
-        "reference": "ref.offload=true",
-    }.get(largest, "more trainer ranks in allocation_mode (fsdp:dN), or a smaller model")
-    return missing(found, fix)
+    found += f", of {there / _GIB:.1f} on its GPU"
+    return ok(found) if rank.need.total <= there else missing(found, rank.ways_out)
 
 
 def _engine(config: BaseExperimentConfig) -> Finding:

@@ -59,7 +59,7 @@ def parallelize(
     )
 
     layout, hf = mesh.layout, model.hf
-    layers = _layers(hf)
+    layers = decoder_layers(hf)
     _check_sizes(hf, layout)
     if layout.tensor > 1:
         plans.spread_matrices(hf, mesh)
@@ -98,8 +98,12 @@ def _check_sizes(hf: Any, layout: Layout) -> None:
     )
 
 
-def _layers(hf: Any) -> list[nn.Module]:
-    """The modules that are gathered one at a time."""
+def decoder_layers(hf: Any) -> list[nn.Module]:
+    """The modules that are gathered one at a time.
+
+    Raises:
+        InvalidInput: there are none.
+    """
     classes = set(hf._no_split_modules or ())
     layers = [module for module in hf.modules() if type(module).__name__ in classes]
     if not layers:

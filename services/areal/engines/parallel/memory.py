@@ -1,35 +1,184 @@
-"""What is computed again instead of kept."""
+"""What a layer keeps between the forward and the backward pass, and what computes it.
+
+| `gradient_checkpointing` | of each layer is kept | is computed again |
+|---|---|---|
+| `none`, false | everything | nothing |
+| `selective` | its input, what products of matrices and attention return | norms, rotary, gates |
+| `full`, true | its input | all of it: a third more operations |
+| `offload` | nothing: its input lies in pinned host memory | all of it |
+
+Selective pays more than recomputing every second layer: that keeps half and computes a sixth of a
+step again; this keeps less than half, and what it computes again is bound by memory, not by
+operations.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from areal.config.training import RefConfig, TrainEngineConfig
+from areal.config.training import Checkpointing, Kernels, TrainEngineConfig
+from areal.engines.parallel import estimate
+from areal.engines.parallel.estimate import GIB, ModelShape, Need, Setting
+from areal.engines.parallel.mesh import Mesh, reduce_scalars
 from areal.errors import InvalidInput
 
 
-def checkpoints_activations(config: TrainEngineConfig | RefConfig, device: torch.device) -> bool:
-    """Whether the backward pass recomputes each layer: as configured, or where there is a GPU."""
-    if isinstance(config, RefConfig) or config.optimizer is None:
-        return False
-    chosen = config.gradient_checkpointing
-    return device.type == "cuda" if chosen is None else chosen
+@dataclass(frozen=True)
+class Budget:
+    """What a rank is expected to need, and what is there."""
+
+    mode: Checkpointing
+    need: Need | None
+    """None: the model's sizes are not known."""
+    there: int
+    """Free bytes, of the rank that has least."""
+    ways_out: str
+    """Which settings make it need less."""
+
+    def __str__(self) -> str:
+        """`about 31.8 GiB (states 14.2, activations 8.0) of 79.1`."""
+        need = "an unknown size" if self.need is None else f"about {self.need}"
+        return f"{need} of {self.there / GIB:.1f} GiB"
 
 
-def recompute_layers(hf: Any) -> None:
-    """Recompute each decoder layer in the backward pass.
+def budget(config: TrainEngineConfig, mesh: Mesh, device: torch.device) -> Budget:
+    """Decide what layers keep, the same on every rank; collective, before the model has memory."""
+    here = {"taken_max": -float(free_bytes(device))}
+    everyone = dist.group.WORLD if dist.get_world_size() > 1 else None
+    there = int(-reduce_scalars(here, everyone)["taken_max"])
+    try:
+        shape = ModelShape.read(Path(config.path))
+    except InvalidInput:
+        shape = None
+    setting = Setting(mesh.layout, config.mb_spec.max_tokens_per_mb, device.type == "cuda")
+    mode = estimate.choose(config, shape, setting, there)
+    need = None if shape is None else estimate.trainer_rank(config, shape, setting, mode)
+    return Budget(mode, need, there, estimate.ways_out(need, config, mode, setting))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the GPU, or this rank's part of what the host has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // dist.get_world_size()
+
+
+def recompute_layers(hf: Any, mode: Checkpointing, kernels: Kernels) -> None:
+    """Make each decoder layer keep what `mode` says; before it is sharded.
+
+    torch.compile's own graphs of a layer compute again what selective does.
 
     Raises:
         InvalidInput: the architecture cannot.
     """
+    if mode == "none" or (mode == "selective" and kernels == "compile"):
+        return
     if not hf.supports_gradient_checkpointing:
         raise InvalidInput(
             f"model {type(hf).__name__} cannot recompute its layers; "
             "expected gradient_checkpointing=false"
         )
-    hf.activation_checkpointing_enable()
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout
+    if mode == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    hf.activation_checkpointing_enable(options)
     for module in hf.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True  # transformers looks at it; their children stay in eval()
+            if mode == "offload":
+                module._gradient_checkpointing_func = partial(
+                    _with_inputs_on_host, module._gradient_checkpointing_func
+                )
+
+
+def _with_inputs_on_host(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # transformers' own would pin memory where there is no GPU to copy it to.
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return run(*args, **kwargs)
+
+
+# Products of matrices and attention, by the name of their operator.
+_KEPT = frozenset(
+    {
+        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
+        "aten::_scaled_mm", "aten::linear",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward", "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd",
+    }
+)  # fmt: skip
+
+
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = operator.name().partition(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def use_kernels(
+    hf: Any, layers: Sequence[nn.Module], kernels: Kernels, device: torch.device
+) -> None:
+    """Let torch.compile or Liger compute the layers' norms, rotary embeddings and gates.
+
+    torch.compile compiles each layer on its own, with any number of tokens. Attention is left out:
+    the graph breaks there once a layer, for its layout differs from batch to batch. Liger replaces
+    modules of an architecture that it knows.
+
+    Raises:
+        InvalidInput: Liger is not installed, there is no GPU, or it does not know the architecture.
+    """
+    if kernels == "compile":
+        from transformers import AttentionInterface
+
+        name = hf.config.get_text_config()._attn_implementation
+        apart = f"{name}_apart"
+        disable: Any = torch.compiler.disable
+        attend = disable(AttentionInterface()[name], reason="the layout varies")
+        AttentionInterface.register(apart, attend)
+        hf.set_attn_implementation(apart)
+        for layer in layers:
+            layer.compile(dynamic=True)
+    elif kernels == "liger":
+        _use_liger(hf, device)
+
+
+def _use_liger(hf: Any, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise InvalidInput(
+            f"kernels=liger: its kernels need a GPU, this is a {device.type}; expected "
+            "kernels=eager or compile"
+        )
+    try:
+        monkey_patch: Any = import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise InvalidInput(
+            "kernels=liger: expected the package liger-kernel (pip install liger-kernel==0.8.5), "
+            "or kernels=eager or compile"
+        ) from error
+    kind = hf.config.model_type
+    if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise InvalidInput(
+            f"kernels=liger: Liger has none for model_type {kind!r}; expected kernels=eager or "
+            "compile"
+        )
+    # The head is ours: it returns entropies, too.
+    monkey_patch._apply_liger_kernel_to_instance(
+        hf, cross_entropy=False, fused_linear_cross_entropy=False
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal.config.experiment import GRPOConfig, known_keys
 
-MOST = 98
+MOST = 100
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "configuration.md"
 
 

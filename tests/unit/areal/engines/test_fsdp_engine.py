@@ -14,11 +14,10 @@ from tests.unit.areal.engines.train_fixtures import (
 )
 
 from areal.algorithms import packing
-from areal.config.training import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
+from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.source import load_model
-from areal.engines.parallel.memory import checkpoints_activations
 from areal.errors import InvalidInput
 from areal.training.checkpoints import DIGESTS, describe
 
@@ -222,16 +221,6 @@ def test_train_batch_when_compute_is_bfloat16_then_master_weights_stay_float32(m
     torch.testing.assert_close(ours, exact, rtol=0.02, atol=0.05)
     losses = [engine.train_batch(batch, weighted_loss)["loss"] for _ in range(8)]
     assert losses[-1] < losses[0] - 0.5
-
-
-@pytest.mark.parametrize(
-    ("chosen", "cpu", "gpu"), [(None, False, True), (True, True, True), (False, False, False)]
-)
-def test_activations_when_not_configured_then_recomputed_on_a_gpu_only(chosen, cpu, gpu):
-    config = TrainEngineConfig(gradient_checkpointing=chosen)
-    assert checkpoints_activations(config, torch.device("cpu")) is cpu
-    assert checkpoints_activations(config, torch.device("cuda")) is gpu
-    assert not checkpoints_activations(RefConfig(), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

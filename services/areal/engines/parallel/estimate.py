@@ -1,0 +1,304 @@
+"""How much memory a trainer rank needs at its peak, from config.json and settings; without torch.
+
+`areal doctor`, the trainer's log at start, the choice of what to compute again and the message of
+an out-of-memory error all ask here.
+
+What is counted, for P parameters in c bytes of compute precision, on W trainer ranks:
+
+| part        | bytes                                                                              |
+|-------------|------------------------------------------------------------------------------------|
+| states      | 16 P / W: float32 master weights, gradients, two moments of AdamW; 0 if offloaded; |
+|             | with adapters c P / W, and 16 of each of theirs                                    |
+| gathered    | FSDP's whole layers: 3 c of weights, c + 4 of gradients; the embedding and head    |
+| activations | of the tokens of a micro-batch: what layers keep, and one layer in full            |
+| logits      | 20 per element of a chunk: logits, log_softmax, entropy, their gradient            |
+| reference   | c P / W and a gathered layer; 0 P where it is offloaded                            |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal.config.allocation import Layout
+from areal.config.training import Checkpointing, RefConfig, TrainEngineConfig
+from areal.errors import InvalidInput
+from areal.models.directory import read_model_config
+from areal.weights.safetensors import SUFFIX, read_layout
+
+GIB = 1024**3
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+MASTER = 4
+_LOGIT_BYTES = 20
+# What a process takes before it has a tensor: python with torch and transformers (measured); a
+# CUDA context with NCCL's buffers.
+PROCESS, CUDA = int(0.4 * GIB), int(1.5 * GIB)
+_MODES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
+_SURELY = 0.8
+"""Of the memory that is there: what an allocator leaves in pieces takes the rest."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes."""
+
+    parameters: int
+    layer_parameters: int
+    """Of one layer."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Of the feed-forward layer that one token passes: of all its experts together."""
+    vocabulary: int
+    routed: int = 0
+    """Experts that one token passes; 0: there are none."""
+    expert_parameters: int = 0
+    """Of one layer's experts."""
+    head_norms: bool = False
+    """Queries and keys are normalized."""
+
+    @property
+    def root_parameters(self) -> int:
+        """Outside the layers: embedding, head, last norm."""
+        return self.parameters - self.layers * self.layer_parameters
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelShape:
+        """From config.json, and the headers of *.safetensors where they are there.
+
+        Raises:
+            InvalidInput: No config.json, or one that lacks a decoder's sizes.
+        """
+        config = read_model_config(directory)
+        try:
+            return cls._of(config, directory)
+        except KeyError as error:
+            raise InvalidInput(
+                f"{str(directory / 'config.json')!r}: no {error.args[0]}: not a decoder whose "
+                "memory can be estimated"
+            ) from None
+
+    @classmethod
+    def _of(cls, config: dict[str, Any], directory: Path) -> ModelShape:
+        hidden, layers, heads = (
+            int(config[key]) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        vocabulary, dense = int(config["vocab_size"]), int(config["intermediate_size"])
+        experts = int(
+            next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts")
+                  if config.get(k)), 0)
+        )  # fmt: skip
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        if config.get("attention_bias") or str(config.get("model_type")).startswith("qwen2"):
+            attention += head_dim * (heads + 2 * kv_heads)
+        used, feed_forward, routed, of_experts = dense, 3 * hidden * dense, 0, 0
+        if experts:
+            size = int(config.get("moe_intermediate_size") or dense)
+            shared = int(config.get("shared_expert_intermediate_size") or 0)
+            routed = int(config.get("num_experts_per_tok") or 2)
+            used, of_experts = size * routed + shared, 3 * hidden * experts * size
+            feed_forward = of_experts + hidden * (3 * shared + experts)
+        layer = attention + feed_forward + 2 * hidden
+        tied = bool(config.get("tie_word_embeddings"))
+        parameters = layers * layer + hidden * (vocabulary * (1 if tied else 2) + 1)
+        if stored := _stored_parameters(directory):
+            layer, parameters = layer + (stored - parameters) // layers, stored
+        return cls(
+            parameters=parameters,
+            layer_parameters=layer,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=used,
+            vocabulary=vocabulary,
+            routed=routed,
+            expert_parameters=of_experts,
+            head_norms=str(config.get("model_type")).startswith("qwen3"),
+        )
+
+
+def _stored_parameters(directory: Path) -> int:
+    """Elements of all tensors of the directory; 0 if there are none."""
+    total = 0
+    for file in directory.glob(f"*{SUFFIX}"):
+        for place in read_layout(file).places:
+            size = 1
+            for dimension in place.shape:
+                size *= dimension
+            total += size
+    return total
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes by part."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        """The part that decides."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+    def __str__(self) -> str:
+        """`7.1 GiB (states 4.0, activations 3.1)`."""
+        shown = ", ".join(
+            f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size >= 0.05 * GIB
+        )
+        return f"{self.total / GIB:.1f} GiB" + (f" ({shown})" if shown else "")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides, beside the model, how much a rank needs."""
+
+    layout: Layout
+    tokens: int
+    """Of a micro-batch."""
+    gpu: bool
+
+
+def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> int:
+    """Bytes per token that a forward pass keeps for the backward pass, at the backward's peak.
+
+    Args:
+        shape: of the model.
+        element: bytes of the compute precision.
+        mode: what layers keep; where they keep less than all, one at a time is computed again.
+    """
+    # transformers' modules: per norm the float32 input, the normalized one and the output; queries,
+    # keys, values before and after they are gathered by length; gate, up, their product, silu.
+    upcast = 4 if element < 4 else 0
+    hidden, heads, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = 2 * hidden * (2 * element + upcast)
+    if shape.head_norms:
+        norms += (heads + kv) * (2 * element + upcast)
+    # A token's experts each get a copy of it and return one.
+    experts = 3 * shape.routed * hidden * element
+    layer = norms + (3 * heads + 4 * kv + 4 * shape.intermediate) * element + experts
+    if mode == "none":
+        return shape.layers * layer
+    kept = hidden * element
+    if mode == "selective":  # what q, k, v, attention, o, gate, up and down return
+        kept += (2 * heads + 2 * kv + 2 * hidden + 2 * shape.intermediate) * element
+        kept += shape.routed * hidden * element
+    return (0 if mode == "offload" else shape.layers * kept) + layer
+
+
+def trainer_rank(
+    engine: TrainEngineConfig,
+    shape: ModelShape,
+    setting: Setting,
+    mode: Checkpointing,
+    reference: RefConfig | None = None,
+) -> Need:
+    """What one trainer rank needs at its peak, on its device.
+
+    Ranks that share tokens have their part of the activations; those that share matrices a part of
+    each layer, but every activation: that is an upper bound.
+
+    Args:
+        engine: the trained model's settings.
+        shape: its sizes.
+        setting: ranks and tokens.
+        mode: from `choose`.
+        reference: a frozen model of the same sizes.
+    """
+    layout, gpu = setting.layout, setting.gpu
+    ranks, element = layout.per_copy, BYTES[compute_dtype(engine, gpu=gpu)]
+    sharded = layout.ranks > 1 or element < MASTER or engine.fsdp_at_world_size_1
+    # Experts that stay where they are, are gathered over those ranks only that hold the same ones.
+    dense = shape.layer_parameters - shape.expert_parameters
+    layer = dense // layout.tensor + shape.expert_parameters // max(layout.experts, 1)
+    root = shape.root_parameters
+    gathered = layer * (4 * element + MASTER) + root * (2 * element + MASTER)
+    tokens = -(-setting.tokens // layout.context)
+    logits = min(engine.logits_chunk_elements, tokens * shape.vocabulary)
+    on_host = engine.offload and gpu
+    parts = {
+        "states": 0 if on_host else _state_bytes(engine, shape, element) // ranks,
+        "gathered": gathered if sharded else 0,
+        "activations": tokens * activation_bytes(shape, element, mode),
+        "logits": _LOGIT_BYTES * logits,
+    }
+    if reference is not None:
+        stays = 0 if reference.offload and gpu else shape.parameters
+        parts["reference"] = element * (stays // ranks + shape.layer_parameters * (ranks > 1))
+    parts["process"] = CUDA if gpu else PROCESS
+    return Need(parts)
+
+
+def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int) -> int:
+    """Of weights, gradients and moments of all ranks together; frozen weights are weights only."""
+    if engine.lora is None:
+        return 4 * MASTER * shape.parameters
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = 2 * (shape.hidden + heads) + 2 * (shape.hidden + kv)
+    if not shape.routed:
+        ends += 3 * (shape.hidden + shape.intermediate)
+    adapters = shape.layers * engine.lora.rank * ends
+    return element * shape.parameters + 4 * MASTER * adapters
+
+
+def choose(
+    engine: TrainEngineConfig,
+    shape: ModelShape | None,
+    setting: Setting,
+    there: int,
+    reference: RefConfig | None = None,
+) -> Checkpointing:
+    """What layers keep: as configured, or the fastest way that fits.
+
+    Args:
+        engine: the trained model's settings.
+        shape: its sizes; None: they are not known.
+        setting: ranks and tokens.
+        there: free bytes of the device; 0: not known.
+        reference: as for `trainer_rank`.
+    """
+    chosen = engine.gradient_checkpointing
+    if chosen is not None:
+        return ("full" if chosen else "none") if isinstance(chosen, bool) else chosen
+    if not setting.gpu:
+        return "none"
+    if shape is None or not there:
+        return "full"
+    needs = ((mode, trainer_rank(engine, shape, setting, mode, reference)) for mode in _MODES)
+    return next((mode for mode, need in needs if need.total <= _SURELY * there), "offload")
+
+
+def compute_dtype(engine: TrainEngineConfig, *, gpu: bool) -> str:
+    """The precision that `dtype: auto` stands for, or the configured one."""
+    return engine.dtype if engine.dtype != "auto" else ("bfloat16" if gpu else "float32")
+
+
+def ways_out(
+    need: Need | None, engine: TrainEngineConfig, mode: Checkpointing, setting: Setting
+) -> str:
+    """Which settings make a rank need less, those for its largest part first."""
+    lighter = _MODES[_MODES.index(mode) + 1 : None if setting.gpu else -1]
+    tokens = engine.mb_spec.max_tokens_per_mb
+    activations = [f"a smaller actor.mb_spec.max_tokens_per_mb ({tokens})"]
+    if lighter:
+        activations.insert(0, f"actor.gradient_checkpointing={' or '.join(lighter)}")
+    states = [f"more ranks to shard over ({setting.layout.ranks})"]
+    if setting.gpu and not engine.offload:
+        states.append("actor.offload=true")
+    ways = {"activations": activations, "states": states, "reference": ["ref.offload=true"]}
+    largest = "activations" if need is None else need.largest
+    order = sorted(("activations", "states"), key=lambda part: part != largest)
+    if largest == "reference":
+        order.insert(0, "reference")
+    return ", or ".join(way for part in order for way in ways[part])
