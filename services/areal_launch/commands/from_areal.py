@@ -134,8 +134,22 @@ def _rejection(out: Converted, value: Mapping[str, Any] | None) -> None:
         return
     out.keys["actor.behavior_weight_cap"] = float(value.get("upper", 5.0))
     level, action = value.get("level", "token"), value.get("action", "mask")
-    if (level, action) != ("token", "mask"):
-        out.note(f"actor.rejection_sampling {level}/{action}", "each token above the cap is masked")
+    modes = {("token", "mask"): "token_mask", ("token", "clamp"): "token_truncate"}
+    if (mode := modes.get((level, action))) is not None:
+        out.keys["actor.behavior_weight_mode"] = mode
+    else:
+        out.note(f"actor.rejection_sampling {level}/{action}", "`actor.behavior_weight_mode`")
+
+
+def _second_moment(out: Converted, value: float | None) -> None:
+    if value is not None:
+        out.keys["actor.behavior_weight_mode"] = "second_moment"
+        out.keys["actor.behavior_weight_cap"] = value
+
+
+def _sapo(out: Converted, value: bool) -> None:
+    if value:
+        out.keys["actor.loss_type"] = "sapo"
 
 
 def _reference(out: Converted, value: Mapping[str, Any] | None) -> None:
@@ -258,7 +272,8 @@ RULES: dict[str, str | Rule] = {
     "actor.recompute_logprob": Rule("`actor.prox_logp_method`: `unweighted`; false: `behavior`"),
     "actor.behav_imp_weight_cap": "actor.behavior_weight_cap",
     "actor.rejection_sampling": Rule(
-        "`actor.behavior_weight_cap` is `upper`; tokens above it are masked", _rejection
+        "`actor.behavior_weight_cap` is `upper`; `actor.behavior_weight_mode` is level and action",
+        _rejection,
     ),
     "actor.importance_sampling_level": Rule("`sequence`: `actor.loss_type: gspo`", _loss_level),
     "actor.overlong_reward_penalty": Rule("`actor.overlong_tokens` above 0"),
@@ -268,10 +283,16 @@ RULES: dict[str, str | Rule] = {
         [f"actor.{key}" for key in ("attn_impl", "use_kernels", "pad_to_maximum")], _AUTOMATIC
     ),
     **dict.fromkeys([f"actor.{key}" for key in ("megatron", "archon", "fsdp")], _LAYOUT),
+    "actor.m2_threshold": Rule("`actor.behavior_weight_mode: second_moment`", _second_moment),
+    "actor.use_sapo_loss": Rule("`actor.loss_type: sapo`", _sapo),
+    "actor.use_lora": Rule("`actor.lora`; null trains the whole model"),
+    "actor.lora_rank": Rule("`actor.lora.rank`"),
+    "actor.lora_alpha": Rule("`actor.lora.alpha`"),
+    "actor.target_modules": Rule("`actor.lora.targets`; empty: all linear layers but the head"),
     "actor": Rule("no counterpart"),
     "ref": Rule("`ref.path` and `ref.offload`; the rest is as for the actor", _reference),
-    "critic": Rule("no counterpart"),
-    "teacher": Rule("no counterpart"),
+    "critic": Rule("no counterpart yet"),
+    "teacher": Rule("no counterpart yet"),
     "sglang.context_length": "model.context_length",
     "sglang.max_running_requests": "stack.inference_max_running",
     "sglang.dtype": _only("sglang.dtype", ("bfloat16", "float32"), "model.dtype"),
@@ -310,6 +331,7 @@ def convert(theirs: Mapping[Any, Any]) -> Converted:
     if all(backends) and not values.get("allocation_mode"):
         _backends(out, *backends)
     out.keys["actor.prox_logp_method"] = _proximal(values)
+    out.keys |= _lora(values)
     for key, value in values.items():
         rule = _rule(key)
         if rule is None:
@@ -333,6 +355,16 @@ def _proximal(values: dict[str, Any]) -> str:
     if decoupled:
         return "loglinear" if method == "loglinear" else "recompute"
     return "unweighted" if recompute else "behavior"
+
+
+def _lora(values: dict[str, Any]) -> dict[str, Any]:
+    """Our section, if theirs is switched on; a value left out is AReaL's."""
+    rank, alpha = values.pop("actor.lora_rank", 32), values.pop("actor.lora_alpha", 16)
+    targets = values.pop("actor.target_modules", [])
+    if not values.pop("actor.use_lora", False):
+        return {}
+    named = [each for each in targets if each != "all-linear"]
+    return {"actor.lora.rank": rank, "actor.lora.alpha": alpha, "actor.lora.targets": named}
 
 
 def _rule(key: str) -> str | Rule | None:

@@ -121,6 +121,39 @@ def test_norm_when_converted_then_mean_and_std_are_two_words(theirs: str, ours: 
     assert keys_of(f"actor: {{reward_norm: {theirs}}}")["actor.reward_norm"] == ours
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("{use_lora: true}", {"rank": 32, "alpha": 16, "targets": []}),
+        (
+            "{use_lora: true, lora_rank: 8, lora_alpha: 8, target_modules: [q_proj]}",
+            {"rank": 8, "alpha": 8, "targets": ["q_proj"]},
+        ),
+        ("{use_lora: false, lora_rank: 8}", {}),
+    ],
+)
+def test_lora_when_converted_then_the_section_is_there_only_if_it_is_on(
+    theirs: str, ours: dict[str, Any]
+) -> None:
+    found = {key: value for key, value in keys_of(f"actor: {theirs}").items() if "lora" in key}
+    assert found == {f"actor.lora.{key}": value for key, value in ours.items()}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("{action: clamp, upper: 2}", ("token_truncate", 2.0)),
+        ("{level: token, action: mask}", ("token_mask", 5.0)),
+        ("{level: sequence, action: mask}", (None, 5.0)),  # AReaL's is a geometric mean
+    ],
+)
+def test_rejection_when_converted_then_large_weights_are_treated_alike(
+    theirs: str, ours: tuple[str | None, float]
+) -> None:
+    keys = keys_of(f"actor: {{rejection_sampling: {theirs}}}")
+    assert (keys.get("actor.behavior_weight_mode"), keys["actor.behavior_weight_cap"]) == ours
+
+
 def test_pipeline_when_it_is_asked_for_then_the_comment_says_that_there_is_none() -> None:
     notes = convert({"allocation_mode": "vllm:d1+megatron:d2p4"}).notes
     assert notes == {
