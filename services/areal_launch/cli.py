@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement learning for language models.",
 )
-dead_letters = typer.Typer(no_args_is_help=True, help="Tasks that failed for good, and why.")
+dead_letters = typer.Typer(no_args_is_help=True, help="Tasks that failed permanently, and why.")
 app.add_typer(dead_letters, name="dead-letters")
 versions = typer.Typer(no_args_is_help=True, help="Published policy versions and their servers.")
 app.add_typer(versions, name="versions")
@@ -77,7 +77,14 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 On = Annotated[RunsOn, typer.Option("--on", help="Where to run.")]
 Endpoint = Annotated[
     str,
-    typer.Option(help="host:port of a weight-sync service elsewhere; AREAL_TOKEN is its token."),
+    typer.Option(help="host:port of a remote weight-sync service; set AREAL_TOKEN to its token."),
+]
+
+BufferEndpoint = Annotated[
+    str,
+    typer.Option(
+        "--endpoint", help="host:port of a remote buffer service; set AREAL_TOKEN to its token."
+    ),
 ]
 
 
@@ -137,7 +144,7 @@ def config(
     overrides: Overrides = None,
     config: Config = None,
     from_areal: Annotated[
-        Path | None, typer.Option(help="Convert an experiment file of AReaL instead.")
+        Path | None, typer.Option(help="Convert this AReaL experiment file and print the result.")
     ] = None,
 ) -> int:
     """Print the complete experiment file that `areal run` would use; start nothing."""
@@ -219,10 +226,13 @@ def token(run: Run = None) -> int:
 
 @app.command()
 def scale(
-    targets: Annotated[list[str], typer.Argument(help="inference=N", metavar="WHAT=N")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(help="How many servers to run, e.g. inference=4.", metavar="WHAT=N"),
+    ],
     run: Run = None,
 ) -> int:
-    """Start or drain inference servers of a running stack; nothing else stops."""
+    """Change the number of inference servers of a running stack; training continues."""
     from areal_launch.commands.scale import scale_stack
 
     return scale_stack(run, targets)
@@ -273,25 +283,27 @@ def submit(
 @dead_letters.command("list")
 def dead_letters_list(
     run: Run = None,
+    endpoint: BufferEndpoint = "",
     limit: Annotated[int, typer.Option(help="At most this many.")] = 20,
     json: Json = False,
 ) -> int:
-    """Show tasks that failed for good, newest first, with cause and traceback."""
+    """Show tasks that failed permanently, newest first, with cause and traceback."""
     from areal_launch.commands.dead_letters import list_dead_letters
 
-    return list_dead_letters(run, limit, as_json=json)
+    return list_dead_letters(run, limit, as_json=json, endpoint=endpoint)
 
 
 @dead_letters.command("retry")
 def dead_letters_retry(
     task_ids: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
     run: Run = None,
+    endpoint: BufferEndpoint = "",
     json: Json = False,
 ) -> int:
     """Queue tasks again with a fresh number of attempts."""
     from areal_launch.commands.dead_letters import retry_dead_letters
 
-    return retry_dead_letters(run, task_ids or [], as_json=json)
+    return retry_dead_letters(run, task_ids or [], as_json=json, endpoint=endpoint)
 
 
 @dead_letters.command("drop")
@@ -299,12 +311,15 @@ def dead_letters_drop(
     task_ids: Annotated[list[str] | None, typer.Argument(help="The tasks; or --all.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop every task listed.")] = False,
     run: Run = None,
+    endpoint: BufferEndpoint = "",
     json: Json = False,
 ) -> int:
-    """Remove tasks from the list for good; the counters keep them."""
+    """Remove tasks from the list permanently; the counters keep them."""
     from areal_launch.commands.dead_letters import drop_dead_letters
 
-    return drop_dead_letters(run, task_ids or [], everything=everything, as_json=json)
+    return drop_dead_letters(
+        run, task_ids or [], everything=everything, as_json=json, endpoint=endpoint
+    )
 
 
 @versions.command("list")

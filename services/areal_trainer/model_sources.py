@@ -30,6 +30,7 @@ _NOT_NEEDED = [
     *("original/*", "onnx/*"),
 ]
 _PROGRESS_S = 10.0
+_ANSWER_S = 30.0  # of the Hub, to a question that is not a download
 _REMIND_S = 60.0
 # A volume in a network does not tell what has changed on it: it is looked at.
 _LOOK_S = 2.0
@@ -64,7 +65,9 @@ def fetch(source: str, model: Path, *, say: Say) -> None:
     name, _, revision = source.removeprefix(HUB).partition("@")
     try:
         # The commit first: without it a Hub that is away would pass for one that has nothing new.
-        info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
+        info = HfApi().model_info(
+            name, revision=revision or None, files_metadata=True, timeout=_ANSWER_S
+        )
         files = {each.rfilename: each.size or 0 for each in info.siblings or []}
         unneeded = [*_NOT_NEEDED, *(["*.bin"] if _has_safetensors(files) else [])]
         wanted = {file for file in files if not any(fnmatch(file, each) for each in unneeded)}

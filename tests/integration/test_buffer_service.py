@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from tests.ledger_support import make_group, make_task
 from areal.errors import InvalidInput, LeaseLost, NotFound, WaitTimeout
 from areal.protocol.leases import Return, ReturnCause, TakeState
 from areal.types import Purpose, TaskState
+from areal_launch.commands.dead_letters import list_dead_letters
 
 
 async def test_whole_life_when_a_trainer_runs_then_groups_arrive_unchanged(
@@ -152,7 +155,7 @@ async def test_lease_when_worker_is_silent_then_expires_and_another_has_it(
 
 
 async def test_return_reject_and_dead_letters_when_used_then_states_follow(
-    buffer: BufferClient,
+    buffer: BufferClient, buffer_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await buffer.submit_tasks([make_task("a"), make_task("b")])
     leases, _ = await buffer.lease_tasks("w1", 1, 1)
@@ -176,6 +179,10 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
         )
         assert state is (TaskState.QUEUED if left else TaskState.DEAD_LETTERED)
     (letter,) = await buffer.list_dead_letters()
+    # As for a release elsewhere: no run folder, only an address.
+    shown = partial(list_dead_letters, None, 5, as_json=True, endpoint=buffer_address)
+    assert await asyncio.to_thread(shown) == 0
+    assert json.loads(capsys.readouterr().out)["task_id"] == letter.record.task.task_id
     assert (letter.cause, letter.traceback) == ("workflow_error", "Traceback ...")
     assert letter.record.reason == "workflow_error after 3: ZeroDivisionError: division by zero"
     assert letter.record.task == make_task("a")

@@ -42,15 +42,16 @@ PRESETS: dict[str, Preset] = {
         "2402.03300",
         "A = (R - mean(group)) / (std(group) + 1e-5)",
         _grpo(),
-        note="A mean over tokens, as AReaL, verl and TRL have it today; the paper's mean over "
-        "sequences is `actor.loss_aggregation=sequence_mean`, its KL term `actor.kl_loss_ctl`.",
+        note="The loss is a mean over tokens, as in current AReaL, verl and TRL. For the paper's "
+        "mean over sequences set `actor.loss_aggregation=sequence_mean`; for its KL term set "
+        "`actor.kl_loss_ctl`.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
         "2503.20783",
         "A = R - mean(group); l = Σ_tokens / max_new_tokens",
         _grpo(reward_norm="group/none", loss_aggregation="constant"),
-        note="No deviation and no length divides anything.",
+        note="Divides neither by the standard deviation nor by the response's length.",
     ),
     "rloo": Preset(
         "RLOO",
@@ -110,10 +111,11 @@ PRESETS: dict[str, Preset] = {
     "dapo": Preset(
         "DAPO",
         "2503.14476",
-        "clip to [0.8, 1.28]; R - up to 1 over the last fifth of max_new_tokens",
+        "r clipped to [0.8, 1.28]; R minus a penalty that grows from 0 to 1 over the last fifth of "
+        "max_new_tokens",
         _grpo(eps_clip=0.2, eps_clip_higher=0.28, overlong_tokens=0.2),
         {"dynamic_sampling": True},
-        note="Groups of equal rewards are rejected, and other rows take their place.",
+        note="Groups whose rewards are all equal are rejected, and other rows take their place.",
     ),
     "m2po": Preset(
         "M2PO",

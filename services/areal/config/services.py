@@ -128,12 +128,12 @@ class WeightSyncConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the trainer saves, what it keeps."""
+    """When the trainer saves, and what it keeps."""
 
     freq_steps: Annotated[int, Ge(0)] = 20
-    """A checkpoint (and a ledger commit) every so many steps; 0: only at the end."""
+    """Steps between checkpoints; each one commits its steps in the ledger. 0: only at the end."""
     keep: Annotated[int, Ge(1)] = 2
-    """Number of checkpoints to keep; one more published version is kept."""
+    """Number of checkpoints to keep. One more than this number of published versions is kept."""
 
 
 @dataclass
@@ -170,8 +170,9 @@ class StackConfig:
     rollout_workers: Annotated[int, Ge(1)] = 1
     """Rollout service processes."""
     inference_command: str = ""
-    """Starts an inference server, e.g. `/opt/sglang/bin/python -m sglang.launch_server`: model,
-    address and limits are added as SGLang's flags. Empty: the CPU engine."""
+    """Command that starts an inference server, e.g. `/opt/sglang/bin/python -m
+    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: the CPU
+    engine."""
     inference_max_running: Annotated[int, Ge(1)] = 256
     """Requests decoded at once by each inference server."""
     max_restarts: Annotated[int, Ge(0)] = 5
@@ -179,9 +180,9 @@ class StackConfig:
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0
-    """Port of the gateway and its dashboard; 0: a free one, the same at each run of a trial."""
+    """Port of the gateway and its dashboard; 0: a free one, the same in each run of a trial."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
-    """Trainer ranks on one node; 0: as many as it has GPUs, or all of them where it has none."""
+    """Trainer ranks on one node; 0: one for each GPU, or all ranks if the node has no GPU."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 

@@ -23,6 +23,7 @@ from areal.errors import InvalidInput, Unavailable
 
 # The one that there are files of is read; Parquet first.
 _FORMATS = (".parquet", ".jsonl")
+_ANSWER_S = 30.0  # of the Hub, to a question that is not a download
 # A branch that the Hub makes itself.
 _CONVERTED = "refs/convert/parquet"
 
@@ -82,7 +83,7 @@ def _from_revision(
 
     disable_progress_bars()
     try:
-        info = HfApi().dataset_info(name, revision=revision)
+        info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_S)
         files = [each.rfilename for each in info.siblings or []]
         inside = [each for each in files if config is None or config in PurePosixPath(each).parts]
         chosen = _of_split(inside, split, address)
@@ -117,18 +118,21 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
         raise InvalidInput(f"data set {address}: no files of split {split!r} among {shown}")
     form = next(form for form in _FORMATS if any(each.endswith(form) for each in mine))
     mine = [each for each in mine if each.endswith(form)]
-    configs = sorted({PurePosixPath(each).parts[0] for each in mine if "/" in each} - {split})
+    configs = {
+        tuple(part for part in PurePosixPath(each).parts[:-1] if part != split) for each in mine
+    }
     if len(configs) > 1:
         raise InvalidInput(
             f"data set {address}: has several configs; expected one of them behind the name: "
-            f"{', '.join(f'/{each}' for each in configs)}"
+            f"{', '.join(sorted('/' + each[-1] for each in configs if each))}"
         )
     return mine
 
 
 def _is_of(path: PurePosixPath, split: str) -> bool:
-    first = re.split(r"[-_.]", path.name)[0]
-    return split == first or split in path.parts[:-1]
+    """`train.jsonl`, `train-00000-of-00002.parquet`, `train/0000.parquet`; not `train_sft-…`."""
+    numbered = re.fullmatch(rf"{re.escape(split)}(-\d+(-of-\d+)?)?", path.stem)
+    return numbered is not None or split in path.parts[:-1]
 
 
 def _read(folder: Path, files: Iterable[str], address: str) -> list[dict[str, Any]]:

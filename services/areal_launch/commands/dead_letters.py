@@ -1,4 +1,4 @@
-"""`areal dead-letters`: lists tasks that failed for good and why, retries or drops them."""
+"""`areal dead-letters`: lists tasks that failed permanently and why, retries or drops them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal.clients.buffer.connection import BufferConnection
 from areal.config.experiment import load_service_config
 from areal.errors import InvalidInput
 from areal.protocol.leases import DeadLetter
-from areal.security import Security
+from areal.security import Security, SecurityConfig
 from areal_launch.run_folder import RunFolder, find_run
 from areal_launch.view.output import print_event, say
 
@@ -46,18 +46,19 @@ def _age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def list_dead_letters(run: Path | None, limit: int, *, as_json: bool) -> int:
+def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: str = "") -> int:
     """Prints dead letters, newest first; for a run that has ended, those in its folder."""
     if limit < 1:
         raise InvalidInput(f"--limit {limit}: expected 1 or more")
-    folder = find_run(run, live=False)
-    if not folder.held() and folder.dead_letters_file.is_file():
+    folder = None if endpoint else find_run(run, live=False)
+    if folder is not None and not folder.held() and folder.dead_letters_file.is_file():
         lines = folder.dead_letters_file.read_text().splitlines()
         rows = [json.loads(line) for line in lines[:limit]]
         if not as_json:
             say(f"{folder.path} has ended; it left:\n")
     else:
-        rows = [as_row(each) for each in _ask(run, lambda client: client.list_dead_letters(limit))]
+        letters = _ask(run, endpoint, lambda admin: admin.list_dead_letters(limit))
+        rows = [as_row(each) for each in letters]
     if as_json:
         for row in rows:
             say(json.dumps(row, separators=(",", ":")))
@@ -98,19 +99,26 @@ def as_row(letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-def retry_dead_letters(run: Path | None, task_ids: list[str], *, as_json: bool) -> int:
+def retry_dead_letters(
+    run: Path | None, task_ids: list[str], *, as_json: bool, endpoint: str = ""
+) -> int:
     """Queues dead letters (none named: all) again."""
-    done = _ask(run, lambda admin: admin.retry_dead_letters(task_ids))
+    done = _ask(run, endpoint, lambda admin: admin.retry_dead_letters(task_ids))
     return _report("retried", "queued again", done, task_ids, as_json=as_json)
 
 
 def drop_dead_letters(
-    run: Path | None, task_ids: list[str], *, everything: bool, as_json: bool
+    run: Path | None,
+    task_ids: list[str],
+    *,
+    everything: bool,
+    as_json: bool,
+    endpoint: str = "",
 ) -> int:
     """Removes dead letters from the list."""
     if bool(task_ids) == everything:
         raise InvalidInput("dead-letters drop: expected task ids, or --all")
-    done = _ask(run, lambda admin: admin.drop_dead_letters(task_ids))
+    done = _ask(run, endpoint, lambda admin: admin.drop_dead_letters(task_ids))
     return _report("dropped", "dropped", done, task_ids, as_json=as_json)
 
 
@@ -125,11 +133,15 @@ def _report(event: str, words: str, done: int, task_ids: list[str], *, as_json: 
     return 1 if missing else 0
 
 
-def _ask(run: Path | None, call: Callable[[BufferAdmin], Awaitable[T]]) -> T:
-    config = load_service_config(find_run(run).config_file)
+def _ask(run: Path | None, endpoint: str, call: Callable[[BufferAdmin], Awaitable[T]]) -> T:
+    """Asks the buffer service at `endpoint`, or, if that is empty, the run's own."""
+    address, security = endpoint, SecurityConfig()
+    if not endpoint:
+        config = load_service_config(find_run(run).config_file)
+        address, security = config.endpoints.buffer, config.security
 
     async def ask() -> T:
-        connection = BufferConnection(config.endpoints.buffer, Security.load(config.security))
+        connection = BufferConnection(address, Security.load(security))
         try:
             return await call(BufferAdmin(connection))
         finally:

@@ -39,6 +39,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# Keys for which null is a choice of its own, not the default.
+_MAY_BE_NULL = {
+    "actor.eps_clip_higher", "actor.c_clip", "actor.behavior_weight_cap",
+    "actor.reward_norm", "actor.adv_norm",
+}  # fmt: skip
+
+
 @dataclass
 class Converted:
     """Our keys, and what has none."""
@@ -104,8 +111,13 @@ def _norm(key: str) -> Rule:
             out.keys[key] = None
             return
         mean = value.get("mean_level", "batch") or "none"
-        if value.get("mean_leave1out") and mean != "none":
+        if value.get("mean_leave1out") and mean == "batch":
+            out.note(f"{key}.mean_leave1out", "without itself is the mean of a group only")
+        elif value.get("mean_leave1out") and mean == "group":
             mean = "leave1out"
+        for name, usual in (("std_unbiased", True), ("eps", 1e-5)):
+            if value.get(name, usual) != usual:
+                out.note(f"{key}.{name}", "has one value for all runs")
         std = value.get("std_level", "batch") or "none"
         out.keys[key] = None if mean == std == "none" else f"{mean}/{std}"
 
@@ -132,13 +144,17 @@ def _loss_level(out: Converted, value: str) -> None:
 def _rejection(out: Converted, value: Mapping[str, Any] | None) -> None:
     if value is None:
         return
-    out.keys["actor.behavior_weight_cap"] = float(value.get("upper", 5.0))
-    level, action = value.get("level", "token"), value.get("action", "mask")
-    modes = {("token", "mask"): "token_mask", ("token", "clamp"): "token_truncate"}
-    if (mode := modes.get((level, action))) is not None:
-        out.keys["actor.behavior_weight_mode"] = mode
-    else:
-        out.note(f"actor.rejection_sampling {level}/{action}", "`actor.behavior_weight_mode`")
+    how = value.get("level", "token"), value.get("action", "mask"), value.get("metric", "ratio")
+    modes = {
+        ("token", "mask", "ratio"): "token_mask",
+        ("token", "clamp", "ratio"): "token_truncate",
+    }
+    if how not in modes or value.get("lower") is not None:
+        given = ", ".join(f"{key} {each}" for key, each in value.items())
+        out.note(f"actor.rejection_sampling ({given})", "only an upper bound of a token's ratio")
+    if how in modes:
+        out.keys["actor.behavior_weight_mode"] = modes[how]
+        out.keys["actor.behavior_weight_cap"] = float(value.get("upper", 5.0))
 
 
 def _second_moment(out: Converted, value: float | None) -> None:
@@ -147,9 +163,12 @@ def _second_moment(out: Converted, value: float | None) -> None:
         out.keys["actor.behavior_weight_cap"] = value
 
 
-def _sapo(out: Converted, value: bool) -> None:
-    if value:
-        out.keys["actor.loss_type"] = "sapo"
+def _loss(name: str) -> Rule:
+    def apply(out: Converted, value: bool) -> None:
+        if value:
+            out.keys["actor.loss_type"] = name
+
+    return Rule(f"`actor.loss_type: {name}`", apply)
 
 
 def _reference(out: Converted, value: Mapping[str, Any] | None) -> None:
@@ -215,7 +234,7 @@ _ELSEWHERE = Rule("`areal run --on local`, `slurm`, `ray` or `kubernetes`")
 _IN_RECIPE = "the recipe decides it"
 _TOKENIZER = Rule("the tokenizer is read from `model.path`")
 _LAYOUT = Rule("`allocation_mode` carries the layout: `fsdp:d8t2c2e4`")
-_AUTOMATIC = Rule("follows from what is installed and what the model needs")
+_AUTOMATIC = Rule("chosen automatically, from the installed packages and the model")
 
 # The rule of a section holds for those of its keys that have none of their own.
 RULES: dict[str, str | Rule] = {
@@ -272,25 +291,26 @@ RULES: dict[str, str | Rule] = {
     "actor.recompute_logprob": Rule("`actor.prox_logp_method`: `unweighted`; false: `behavior`"),
     "actor.behav_imp_weight_cap": "actor.behavior_weight_cap",
     "actor.rejection_sampling": Rule(
-        "`actor.behavior_weight_cap` is `upper`; `actor.behavior_weight_mode` is level and action",
+        "`upper`: `actor.behavior_weight_cap`; `level` and `action`: `actor.behavior_weight_mode`",
         _rejection,
     ),
     "actor.importance_sampling_level": Rule("`sequence`: `actor.loss_type: gspo`", _loss_level),
     "actor.overlong_reward_penalty": Rule("`actor.overlong_tokens` above 0"),
-    "actor.overlong_penalty_factor": Rule("has one value for all runs: 1"),
+    "actor.overlong_penalty_factor": Rule("always 1"),
     "actor.init_from_scratch": _if_set("actor.init_from_scratch", _IN_RECIPE),
     **dict.fromkeys(
         [f"actor.{key}" for key in ("attn_impl", "use_kernels", "pad_to_maximum")], _AUTOMATIC
     ),
     **dict.fromkeys([f"actor.{key}" for key in ("megatron", "archon", "fsdp")], _LAYOUT),
     "actor.m2_threshold": Rule("`actor.behavior_weight_mode: second_moment`", _second_moment),
-    "actor.use_sapo_loss": Rule("`actor.loss_type: sapo`", _sapo),
+    "actor.use_sapo_loss": _loss("sapo"),
+    "actor.use_cispo_loss": _loss("cispo"),
     "actor.use_lora": Rule("`actor.lora`; null trains the whole model"),
     "actor.lora_rank": Rule("`actor.lora.rank`"),
     "actor.lora_alpha": Rule("`actor.lora.alpha`"),
-    "actor.target_modules": Rule("`actor.lora.targets`; empty: all linear layers but the head"),
+    "actor.target_modules": Rule("`actor.lora.targets`; empty: all linear layers except the head"),
     "actor": Rule("no counterpart"),
-    "ref": Rule("`ref.path` and `ref.offload`; the rest is as for the actor", _reference),
+    "ref": Rule("`ref.path` and `ref.offload`; the rest follows the actor", _reference),
     "critic": Rule("no counterpart yet"),
     "teacher": Rule("no counterpart yet"),
     "sglang.context_length": "model.context_length",
@@ -298,7 +318,7 @@ RULES: dict[str, str | Rule] = {
     "sglang.dtype": _only("sglang.dtype", ("bfloat16", "float32"), "model.dtype"),
     "sglang.model_path": Rule("`model.path`"),
     **{f"sglang.{key}": _server_flag(key) for key in _SERVER_FLAGS},
-    "sglang": Rule("add its flag to `stack.inference_command` if it matters"),
+    "sglang": Rule("add the flag to `stack.inference_command` if you need it"),
     "vllm": Rule("SGLang is what serves here"),
     "recover.freq_steps": "checkpoint.freq_steps",
     "recover": Rule("a trial always resumes from its newest checkpoint"),
@@ -327,9 +347,9 @@ def convert(theirs: Mapping[Any, Any]) -> Converted:
         ConfigError: `allocation_mode` has a form that is not known.
     """
     out, values = Converted(dict(_DEFAULTS)), dict(_flat(theirs))
-    backends = [str(values.pop(f"{key}.backend", "")) for key in ("rollout", "actor")]
-    if all(backends) and not values.get("allocation_mode"):
-        _backends(out, *backends)
+    _layout(out, values)
+    if not values.pop("actor.overlong_reward_penalty", False):
+        values.pop("actor.overlong_tokens", None)
     out.keys["actor.prox_logp_method"] = _proximal(values)
     out.keys |= _lora(values)
     for key, value in values.items():
@@ -338,13 +358,28 @@ def convert(theirs: Mapping[Any, Any]) -> Converted:
             out.keys[key] = value
             out.note(key, "no key of AReaL: kept, for the recipe's own config class")
         elif isinstance(rule, str):
-            if value is not None or rule in _DEFAULTS:
+            if value is not None or rule in _MAY_BE_NULL:
                 out.keys[rule] = value
         elif rule.apply is not None:
             rule.apply(out, value)
         elif value:  # what is off needs no counterpart
             out.note(key, rule.says)
     return out
+
+
+def _layout(out: Converted, values: dict[str, Any]) -> None:
+    """`allocation_mode`, of 1.0's two backends where it is not given itself."""
+    backends = {key: values.pop(key, None) or "" for key in ("rollout.backend", "actor.backend")}
+    if not values.get("allocation_mode"):
+        values.pop("allocation_mode", None)
+        if all(backends.values()):
+            _backends(out, *map(str, backends.values()))
+            return
+    for key, value in backends.items():
+        if value:
+            out.note(
+                f"{key} {value!r}", "not used: `allocation_mode` needs both halves, or has them"
+            )
 
 
 def _proximal(values: dict[str, Any]) -> str:
@@ -360,7 +395,8 @@ def _proximal(values: dict[str, Any]) -> str:
 def _lora(values: dict[str, Any]) -> dict[str, Any]:
     """Our section, if theirs is switched on; a value left out is AReaL's."""
     rank, alpha = values.pop("actor.lora_rank", 32), values.pop("actor.lora_alpha", 16)
-    targets = values.pop("actor.target_modules", [])
+    targets = values.pop("actor.target_modules", None) or []
+    targets = [targets] if isinstance(targets, str) else targets
     if not values.pop("actor.use_lora", False):
         return {}
     named = [each for each in targets if each != "all-linear"]

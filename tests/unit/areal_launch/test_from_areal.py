@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ConfigError
-from areal_launch.commands.from_areal import convert, converted_yaml
+from areal_launch.commands.from_areal import Converted, convert, converted_yaml
 
 # As AReaL 1.0 has them; `${...}` as in its own files.
 THEIRS = """
@@ -44,8 +44,14 @@ heldout: 12
 """
 
 
+def converted(text: str) -> Converted:
+    theirs = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    assert isinstance(theirs, dict)
+    return convert(theirs)
+
+
 def keys_of(text: str) -> dict[str, Any]:
-    return convert(OmegaConf.to_container(OmegaConf.create(text), resolve=True)).keys  # type: ignore[arg-type]
+    return converted(text).keys
 
 
 def test_file_when_converted_then_ours_reads_it_with_their_numbers(tmp_path: Path) -> None:
@@ -144,14 +150,52 @@ def test_lora_when_converted_then_the_section_is_there_only_if_it_is_on(
     [
         ("{action: clamp, upper: 2}", ("token_truncate", 2.0)),
         ("{level: token, action: mask}", ("token_mask", 5.0)),
-        ("{level: sequence, action: mask}", (None, 5.0)),  # AReaL's is a geometric mean
+        ("{level: sequence, action: mask}", (None, None)),  # AReaL's is a geometric mean
+        ("{metric: kl_k2, upper: 0.5}", (None, None)),
     ],
 )
-def test_rejection_when_converted_then_large_weights_are_treated_alike(
-    theirs: str, ours: tuple[str | None, float]
+def test_rejection_when_converted_then_large_weights_are_treated_alike_or_it_is_said(
+    theirs: str, ours: tuple[str | None, float | None]
 ) -> None:
-    keys = keys_of(f"actor: {{rejection_sampling: {theirs}}}")
-    assert (keys.get("actor.behavior_weight_mode"), keys["actor.behavior_weight_cap"]) == ours
+    found = converted(f"actor: {{rejection_sampling: {theirs}}}")
+    keys = [f"actor.behavior_weight_{name}" for name in ("mode", "cap")]
+    assert tuple(found.keys.get(key) for key in keys) == ours
+    assert bool(found.notes) == (ours == (None, None))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "key", "ours"),
+    [
+        ("actor: {overlong_tokens: 512}", "actor.overlong_tokens", None),
+        (
+            "actor: {overlong_reward_penalty: true, overlong_tokens: 512}",
+            "actor.overlong_tokens",
+            512,
+        ),
+        ("actor: {behav_imp_weight_cap: null}", "actor.behavior_weight_cap", None),
+        ("actor: {use_cispo_loss: true}", "actor.loss_type", "cispo"),
+        ("actor: {use_lora: true, target_modules: all-linear}", "actor.lora.targets", []),
+        ("actor: {use_lora: true, target_modules: null}", "actor.lora.targets", []),
+        (
+            'allocation_mode: ""\nrollout: {backend: "sglang:d1"}\nactor: {backend: "fsdp:d2"}',
+            "allocation_mode",
+            "sglang:d1+fsdp:d2",
+        ),
+    ],
+)
+def test_switch_when_it_is_on_or_off_then_it_stays_so(theirs: str, key: str, ours: Any) -> None:
+    assert converted(theirs).keys.get(key) == ours
+
+
+def test_null_when_it_is_a_choice_then_it_is_written() -> None:
+    assert "actor.behavior_weight_cap" in converted("actor: {behav_imp_weight_cap: null}").keys
+
+
+@pytest.mark.parametrize("theirs", ['{backend: "fsdp:d2"}', "{backend: null}"])
+def test_backend_when_it_is_alone_then_a_comment_says_so(theirs: str) -> None:
+    found = converted(f"actor: {theirs}")
+    assert "allocation_mode" not in found.keys
+    assert bool(found.notes) == ("fsdp" in theirs)
 
 
 def test_pipeline_when_it_is_asked_for_then_the_comment_says_that_there_is_none() -> None:

@@ -79,3 +79,27 @@ def test_folder_when_it_is_not_what_was_meant_then_one_line_says_what_is_there(
     with pytest.raises(InvalidInput, match=said) as caught:
         load_rows(folder(**files), split)
     assert "\n" not in str(caught.value)
+
+
+def test_folder_when_splits_share_the_beginning_of_their_names_then_they_stay_apart(
+    folder: Callable[..., Path],
+) -> None:
+    place = folder(
+        **{
+            "data/train_sft-00000-of-00001.parquet": table({"n": 1}),
+            "data/train_prefs-00000-of-00001.parquet": table({"n": 2}),
+        }
+    )
+    assert load_rows(place, "train_prefs") == [{"n": 2}]
+    with pytest.raises(InvalidInput, match="no files of split 'train' among"):
+        load_rows(place)
+
+
+def test_folder_when_configs_lie_deeper_then_they_are_not_mixed(
+    folder: Callable[..., Path],
+) -> None:
+    place = folder(
+        **{"data/en/train.jsonl": jsonl({"n": 1}), "data/de/train.jsonl": jsonl({"n": 2})}
+    )
+    with pytest.raises(InvalidInput, match=r"several configs.*: /de, /en"):
+        load_rows(place)
