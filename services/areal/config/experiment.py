@@ -257,7 +257,17 @@ def _complete(config: GRPOConfig) -> None:
             f"{gconfig.max_new_tokens}"
         )
     config.actor.max_response_tokens = gconfig.max_new_tokens
+    config.actor.largest_micro_batch = micro_batch_tokens(config)
+    config.actor.reference = config.ref
     config.actor.distributed_timeout_seconds = 5 * config.rollout.setup_timeout_s
+
+
+def micro_batch_tokens(config: GRPOConfig) -> int:
+    """Most tokens that a micro-batch of a trainer's share can have."""
+    longest = config.model.context_length
+    shares = parse_allocation(config.allocation_mode).layout.data
+    sequences = -(-config.train_dataset.batch_size // shares) * config.gconfig.n_samples
+    return min(max(config.actor.mb_spec.max_tokens_per_mb, longest), sequences * longest)
 
 
 def cautions(config: BaseExperimentConfig) -> list[str]:

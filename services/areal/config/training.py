@@ -177,6 +177,11 @@ class TrainEngineConfig(EngineConfig):
     package liger-kernel; a GPU). Not measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a model that is not trained."""
+    largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)
+    """Tokens for which memory is estimated: a sequence longer than the budget forms a micro-batch
+    of its own. 0: the budget."""
+    reference: RefConfig | None = field(default=None, metadata=_NOT_A_KEY)
+    """The frozen model on the same ranks, for the same estimate: the experiment's `ref`."""
     lora: LoraConfig | None = None
     """Train adapters, at about ten times the learning rate; `actor.lora={}` takes its defaults,
     null trains the whole model. With an empty `ref.path` the reference is the actor without

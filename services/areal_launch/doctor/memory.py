@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.config.allocation import parse_allocation
-from areal.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.config.training import Checkpointing, EngineConfig
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig, micro_batch_tokens
+from areal.config.training import Checkpointing
 from areal.engines.parallel import estimate
 from areal.engines.parallel.estimate import (
     BYTES,
@@ -43,14 +43,6 @@ class Trainer:
     """Settings with which it needs less."""
 
 
-def micro_batch_tokens(config: GRPOConfig, engine: EngineConfig) -> int:
-    """Most tokens of one micro-batch of a share."""
-    longest = config.model.context_length
-    shares = parse_allocation(config.allocation_mode).layout.data
-    sequences = -(-config.train_dataset.batch_size // shares) * config.gconfig.n_samples
-    return min(max(engine.mb_spec.max_tokens_per_mb, longest), sequences * longest)
-
-
 def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int = 0) -> Trainer:
     """What one trainer rank needs at its peak, on its device.
 
@@ -62,7 +54,7 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
     """
     actor = config.actor
     layout = parse_allocation(config.allocation_mode).layout
-    setting = Setting(layout, micro_batch_tokens(config, actor), gpu)
+    setting = Setting(layout, micro_batch_tokens(config), gpu)
     mode = estimate.choose(actor, shape, setting, there, config.ref)
     need = estimate.trainer_rank(actor, shape, setting, mode, config.ref)
     return Trainer(need, mode, estimate.ways_out(need, actor, mode, setting))

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from areal.config.experiment import GRPOConfig, RefConfig
+from areal.config.experiment import (
+    GRPOConfig,
+    RefConfig,
+    build_config,
+    micro_batch_tokens,
+)
 from areal.engines.parallel.estimate import GIB, ModelShape
 from areal.errors import InvalidInput
 from areal_launch.doctor import memory
@@ -114,11 +119,11 @@ def test_tokens_when_batches_are_small_or_sequences_long_then_those_of_a_micro_b
     config = GRPOConfig(allocation_mode="sglang:d1+fsdp:d2")
     config.train_dataset.batch_size, config.gconfig.n_samples = 3, 2
     config.model.context_length = 64
-    assert memory.micro_batch_tokens(config, config.actor) == 2 * 2 * 64
+    assert micro_batch_tokens(config) == 2 * 2 * 64
     config.model.context_length = 32768
-    assert memory.micro_batch_tokens(config, config.actor) == 32768
+    assert micro_batch_tokens(config) == 32768
     config.model.context_length = 4096
-    assert memory.micro_batch_tokens(config, config.actor) == 10240
+    assert micro_batch_tokens(config) == 10240
 
 
 def test_server_when_it_has_several_gpus_then_weights_and_cache_are_shared(tmp_path):
@@ -190,3 +195,39 @@ def test_doctor_when_all_is_on_cpus_then_one_row_adds_up_ranks_and_servers(tmp_p
     config.allocation_mode = "sglang:d9000+fsdp:d1"
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["memory"].verdict is CheckResult.MISSING
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        (["model.context_length=32768"], "full"),  # one such sequence needs more than the budget
+        (["model.context_length=8192"], "selective"),
+        (["model.context_length=8192", "ref={}", "allocation_mode=sglang:d8+fsdp:d4"], "full"),
+    ],
+)
+def test_trainer_when_null_chooses_then_it_is_what_doctor_says(
+    tmp_path, monkeypatch, overrides, mode
+):
+    import torch
+
+    from areal.config.allocation import parse_allocation
+    from areal.engines.parallel import memory as engine
+    from areal.engines.parallel.mesh import Mesh
+
+    there = 79 * GIB
+    folder = model(tmp_path, **QWEN2_5_7B)
+    config = build_config(
+        GRPOConfig,
+        None,
+        [f"model.path={folder}", "allocation_mode=sglang:d8+fsdp:d8", *overrides],
+    )
+    config.actor.path = str(folder)
+    layout = parse_allocation(config.allocation_mode).layout
+    monkeypatch.setattr(engine, "free_bytes", lambda _: there)
+    monkeypatch.setattr(engine.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(engine, "reduce_scalars", lambda sums, _: sums)
+    mesh = Mesh.__new__(Mesh)
+    object.__setattr__(mesh, "layout", layout)
+    chosen = engine.budget(config.actor, mesh, torch.device("cuda")).mode
+    shape = ModelShape.read(folder)
+    assert chosen == memory.trainer_rank(config, shape, gpu=True, there=there).mode == mode

@@ -60,9 +60,12 @@ def budget(config: TrainEngineConfig, mesh: Mesh, device: torch.device) -> Budge
         shape = ModelShape.read(Path(config.path))
     except InvalidInput:
         shape = None
-    setting = Setting(mesh.layout, config.mb_spec.max_tokens_per_mb, device.type == "cuda")
-    mode = estimate.choose(config, shape, setting, there)
-    need = None if shape is None else estimate.trainer_rank(config, shape, setting, mode)
+    tokens = config.largest_micro_batch or config.mb_spec.max_tokens_per_mb
+    setting = Setting(mesh.layout, tokens, device.type == "cuda")
+    # A reference takes its memory after the actor has chosen.
+    beside = config.reference
+    mode = estimate.choose(config, shape, setting, there, beside)
+    need = None if shape is None else estimate.trainer_rank(config, shape, setting, mode, beside)
     return Budget(mode, need, there, estimate.ways_out(need, config, mode, setting))
 
 
