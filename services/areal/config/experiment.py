@@ -256,6 +256,11 @@ def _complete(config: GRPOConfig) -> None:
             f"actor.overlong_tokens {overlong}: expected 0 to gconfig.max_new_tokens, "
             f"{gconfig.max_new_tokens}"
         )
+    if config.actor.behavior_weight_mode == "second_moment" and not config.actor.decoupled:
+        raise ConfigError(
+            "actor.behavior_weight_mode second_moment: expected actor.prox_logp_method recompute "
+            f"or loglinear, not {config.actor.prox_logp_method}, which has no behavior weight"
+        )
     config.actor.max_response_tokens = gconfig.max_new_tokens
     config.actor.largest_micro_batch = micro_batch_tokens(config)
     config.actor.reference = config.ref

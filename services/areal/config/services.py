@@ -72,7 +72,8 @@ class RolloutConfig:
     or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
     dynamic_sampling: bool = False
     """A group to train on whose samples all have the same reward is rejected: it would teach
-    nothing. Another row takes its place (DAPO)."""
+    nothing. `prepare_batch` takes another row in its place (DAPO); a batch of `rollout_batch` gets
+    smaller."""
 
     @property
     def batch_timeout_s(self) -> float:

@@ -86,6 +86,7 @@ def test_limit_when_met_then_taken_and_when_passed_then_one_line_names_it(
 TOGETHER = [
     (["weight_sync.transport=distributed"], "weight_sync.max_unavailable=1", "expected 0 with"),
     (["gconfig.max_new_tokens=8"], "actor.overlong_tokens=9", "0 to gconfig.max_new_tokens, 8"),
+    (["algorithm=m2po"], "actor.prox_logp_method=behavior", "expected actor.prox_logp_method"),
 ]
 
 
