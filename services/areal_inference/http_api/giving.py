@@ -3,7 +3,7 @@
 | request                             | answers                                         |
 |-------------------------------------|-------------------------------------------------|
 | GET /versions/NAME/manifest.json    | 200: what the store had told this server        |
-| GET /versions/NAME/FILE       Range | 206: composed of the parameters, without a copy |
+| GET /versions/NAME/FILE       Range | 206: that part of the parameters, copied        |
 
 A set of weights may be filled with a newer version while it is read. That is noticed here, or by
 the digests that the other server compares.
@@ -68,8 +68,8 @@ def _read(weights: Weights, layout: Layout, begin: int, end: int) -> bytes:
     parts = [layout.header[begin:end]]
     for place in layout.places:
         if place.begin < end and begin < place.end:
-            data = weights.copy_of(place.name)
-            parts.append(bytes(data[max(0, begin - place.begin) : end - place.begin]))
+            first, last = max(begin, place.begin), min(end, place.end)
+            parts.append(weights.part_of(place.name, first - place.begin, last - place.begin))
     return b"".join(parts)
 
 

@@ -162,7 +162,10 @@ class StoreSource:
         target = memoryview(buffer)
         if getattr(self._lanes, "piece", None) != piece:
             self._lanes.piece = None
-            self._connection()[0].read_into(self._name, file, begin, target[: end - begin])
+            store = self._connection()[0]
+            for at in range(begin, end, CHUNK_BYTES):  # a tensor may be larger than one range
+                part = target[at - begin : min(at + CHUNK_BYTES, end) - begin]
+                store.read_into(self._name, file, at, part)
             self._lanes.piece = piece
         return target[stored.place.begin - begin : stored.place.end - begin]
 

@@ -99,6 +99,10 @@ class Weights:
         """A checkpoint tensor's bytes, in this engine's dtype; the caller's own."""
         return self.views[name].copy()
 
+    def part_of(self, name: str, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of a checkpoint tensor, in this engine's dtype."""
+        return self.views[name].part(begin, end)
+
 
 @dataclass(frozen=True, slots=True)
 class _View:
@@ -120,6 +124,15 @@ class _View:
         for part in self.parts():
             digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def part(self, begin: int, end: int) -> bytes:
+        found, offset = bytearray(), 0
+        for part in self.parts():
+            if offset < end and begin < offset + part.nbytes:
+                data = part.contiguous().view(-1).view(torch.uint8).numpy().data
+                found += data[max(0, begin - offset) : end - offset]
+            offset += part.nbytes
+        return bytes(found)
 
     def copy(self) -> memoryview:
         flat, offset = torch.empty(math.prod(self.shape), dtype=self.target.dtype), 0
