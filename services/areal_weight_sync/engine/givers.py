@@ -18,9 +18,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from areal_weight_sync.engine.base import EngineError
+from areal_weight_sync.engine.base import EngineError, Fault
 
 _KEPT = 2  # while some servers still load a version, others are told of the next
+_OF_THE_GIVER = {Fault.UPDATE_REFUSED, Fault.TIMEOUT}  # others are the taker's own
 
 
 @dataclass
@@ -83,9 +84,10 @@ class Givers:
         able = turn.giver
         try:
             yield turn
-        except EngineError:
-            able = ""
-            copies.holders.discard(turn.giver)
+        except EngineError as error:
+            if error.fault in _OF_THE_GIVER:
+                able = ""
+                copies.holders.discard(turn.giver)
             raise
         finally:
             copies.giving -= 1

@@ -107,3 +107,19 @@ async def test_versions_when_a_third_comes_then_the_oldest_is_forgotten() -> Non
     assert not givers.holds("v1", "a")
     assert givers.holds("v2", "a")
     assert givers.holds("v3", "a")
+
+
+@pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.GARBAGE])
+async def test_giver_when_the_taker_itself_fails_then_asked_again(fault: Fault) -> None:
+    givers, seen = Givers(), list[str]()
+    await pull(givers, "a", seen)
+
+    async def die() -> None:
+        async with givers.turn("v1", timeout=30.0):
+            raise EngineError(fault, "the taker is gone")
+
+    with pytest.raises(EngineError):
+        await die()
+    assert givers.holds("v1", "a")
+    await pull(givers, "b", seen)
+    assert seen == ["", "a"]
