@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from areal.chassis.logging import get_logger
 from areal.chassis.waits import Waits
-from areal.errors import WaitTimeout
+from areal.errors import ArealError, WaitTimeout
 
 T = TypeVar("T")
 
@@ -66,8 +67,8 @@ class AsyncBridge:
             raise WaitTimeout(what, on=on, since=since) from None
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine that no one waits for, and that says itself what goes wrong."""
-        asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Runs a coroutine that no one waits for, and that says itself what it expects to fail."""
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).add_done_callback(_log_unexpected)
 
     def close(self) -> None:
         """Stops the loop; pending coroutines are cancelled."""
@@ -85,3 +86,9 @@ class AsyncBridge:
             self._thread.join(5.0)
             if not self._thread.is_alive():
                 self.loop.close()
+
+
+def _log_unexpected(future: concurrent.futures.Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None and not isinstance(error, ArealError):
+        get_logger("areal.training.bridge").error("background_call_failed", error=repr(error)[:500])

@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
+from areal.weights.publisher import patience_s
 from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
 from areal_weight_sync.engine.broadcast_group import BroadcastGroup
 from areal_weight_sync.engine.givers import Givers
@@ -35,7 +37,6 @@ from areal_weight_sync.engine.routes import Routes, Tried
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
 _GIVERS_TRIED = 3  # then the store
-_ROUNDS = 10  # of transfers, of which each has its timeout: a thousand servers have it then
 
 
 def normalize_url(url: str) -> tuple[str, str]:
@@ -208,24 +209,32 @@ class HttpEngine:
     async def _stage_by(
         self, transport: str, version: PolicyVersion, timeout: float
     ) -> tuple[str, Fingerprint | None]:
-        """What to give as model_path, and the checksum where the engine itself has read it."""
+        """What to give as model_path, and the checksum where the engine itself has read it.
+
+        Within `timeout`: half of it at most is spent on waiting for givers, so that one slow server
+        leaves the others the time to read the store.
+        """
         if transport == "disk":
             return (await self._stage_from(version.path, timeout))[:2]
         store, name = self._routes.location(version), version.folder_name
         # A delta is small, and only the store has it. A sidecar has what another engine asked for.
         alone = version.delta is not None or self._givers.holds(name, self._sidecar)
+        begun = time.monotonic()
+        deadline = begun + timeout
+        patience = begun + min(timeout / 2, patience_s(version.size_bytes))
         for _ in range(0 if alone else _GIVERS_TRIED):
             turn = None
             try:
-                async with self._givers.turn(name, _ROUNDS * timeout) as turn:
+                async with self._givers.turn(name, patience - time.monotonic()) as turn:
                     source = f"{turn.giver}/versions/{name}" if turn.giver else store
-                    location, fingerprint, turn.taker = await self._stage_from(source, timeout)
+                    left = deadline - time.monotonic()
+                    location, fingerprint, turn.taker = await self._stage_from(source, left)
                     return location, fingerprint
             except EngineError as error:
                 if turn is None or not turn.giver or error.fault is not Fault.UPDATE_REFUSED:
                     raise
                 self._log.warning("giver_failed", giver=turn.giver, cause=str(error)[:300])
-        return (await self._stage_from(store, timeout))[:2]
+        return (await self._stage_from(store, deadline - time.monotonic()))[:2]
 
     async def _stage_from(self, source: str, timeout: float) -> tuple[str, Fingerprint | None, str]:
         """As `_stage_by`; and who has it now, for others to pull from."""
