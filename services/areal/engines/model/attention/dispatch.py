@@ -3,7 +3,7 @@
 | kernel | needs | does not compute |
 |---|---|---|
 | `packed` | nothing: any device and precision | |
-| `varlen`, torch's own | a GPU, 16 bits | softcaps, sinks, heads wider than 256 |
+| `varlen`, torch's own | a GPU, Ampere or later, 16 bits | softcaps, sinks, heads wider than 256 |
 | `flash_attention_2` | the same, and the package flash_attn | sinks, heads wider than 256 |
 | `flash_attention_3` | the same on Hopper, and flash_attn_interface | as `varlen` |
 
@@ -36,7 +36,7 @@ PACKED = "packed"
 # `auto` takes the first that can. Torch's comes before flash_attn, whose kernels it has: there is
 # nothing to build, and torch.compile looks through it.
 _PREFERRED = (FLASH_3, TORCH, FLASH_2)
-_HOPPER = 9
+_AMPERE, _HOPPER = 8, 9  # major compute capabilities
 
 
 def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> str:
@@ -72,9 +72,10 @@ def _missing(kernel: str, device: torch.device, compute: torch.dtype) -> str | N
     package = PACKAGES.get(kernel)
     if package is not None and find_spec(package) is None:
         return f"the package {package} is not installed"
-    if kernel == FLASH_3 and torch.cuda.get_device_capability(device)[0] != _HOPPER:
+    capability = torch.cuda.get_device_capability(device)[0]
+    if kernel == FLASH_3 and capability != _HOPPER:
         return "the GPU is no Hopper"
-    return None
+    return "the GPU is older than Ampere" if capability < _AMPERE else None
 
 
 def _beyond(kernel: str, hf: Any) -> str | None:

@@ -167,6 +167,7 @@ def meta_model(folder, kind, **options):
     return load_model(str(folder), torch.float32, from_scratch=False, seed=0)
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("kind", "options", "kernel", "why"),
     [
@@ -204,6 +205,18 @@ def test_choose_when_packages_are_installed_then_prefers_hoppers_kernel(
         choose(plain, FLASH_3, GPU, torch.bfloat16)
 
 
+def test_choose_when_the_gpu_is_older_than_ampere_then_takes_packed_and_says_why(
+    tmp_path, kernels, monkeypatch
+):
+    hf = meta_model(tmp_path, "qwen3", head_dim=8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert choose(hf, "auto", GPU, torch.float16) == PACKED
+    for kernel in (TORCH, FLASH_2):
+        with pytest.raises(InvalidInput, match=f"attn_impl={kernel}: the GPU is older than Ampere"):
+            choose(hf, kernel, GPU, torch.float16)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("kernel", "device", "compute", "named"),
     [
