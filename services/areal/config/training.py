@@ -152,7 +152,7 @@ class LoraConfig:
     alpha: Annotated[int, Gt(0)] = 32
     """The product of both is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Last names of the linear layers, such as q_proj; empty: all but the head."""
+    """Last names of the language decoder's linear layers, such as q_proj; empty: all of them."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from areal.config.training import LoraConfig
 from areal.engines.model import fill
-from areal.engines.model.guards import is_scalar
+from areal.engines.model.guards import decoder_of, is_scalar
 from areal.errors import InvalidInput
 
 _ADAPTER = "default"  # peft's own name of the only one
@@ -36,7 +36,7 @@ def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
         dtype: that they are trained in.
 
     Raises:
-        InvalidInput: no linear layer but the head has such a name.
+        InvalidInput: no linear layer of the decoder has such a name.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -57,7 +57,9 @@ def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
 
 def _chosen(hf: Any, targets: list[str]) -> list[str]:
     head = hf.score if is_scalar(hf) else hf.get_output_embeddings()
-    linear = [n for n, m in hf.named_modules() if type(m) is nn.Linear and m is not head]
+    # No batch reaches the towers for images and sounds.
+    decoder = set(decoder_of(hf).modules()) - {head}
+    linear = [n for n, m in hf.named_modules() if type(m) is nn.Linear and m in decoder]
     there = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets or [""]:
         if target not in there and (targets or not there):

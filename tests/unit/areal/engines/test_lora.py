@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.areal.engines.hub_families import make_family
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch, weighted_loss
 
 from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import lora
+from areal.engines.model.source import load_model
 from areal.errors import ConfigError, InvalidInput
 
 RANK, ALPHA = 4, 12
@@ -191,6 +193,21 @@ def test_targets_when_not_linear_layers_of_the_model_then_they_are_refused(
     wrong = rf"actor\.lora\.targets '{targets[-1]}': expected of Qwen2ForCausalLM linear layers"
     with pytest.raises(InvalidInput, match=f"{wrong}, and not the head: down_proj, gate_proj, k_"):
         engine_of(model_dir, lora=LoraConfig(targets=targets))
+
+
+def test_model_when_it_has_a_vision_tower_then_only_its_language_decoder_is_adapted(
+    tmp_path: Path,
+) -> None:
+    folder = str(make_family("qwen2_5_vl", tmp_path))
+    for targets in ([], ["gate_proj"]):  # both parts have a gate_proj
+        hf = load_model(folder, torch.float32, from_scratch=False, seed=0)
+        lora.inject(hf, LoraConfig(targets=targets), torch.float32)
+        adapted = [name for name, _ in hf.named_parameters() if ".lora_" in name]
+        assert adapted
+        assert all(".language_model." in name for name in adapted), adapted
+    hf = load_model(folder, torch.float32, from_scratch=False, seed=0)
+    with pytest.raises(InvalidInput, match=r"actor\.lora\.targets 'qkv': expected .*: down_proj, "):
+        lora.inject(hf, LoraConfig(targets=["qkv"]), torch.float32)
 
 
 @pytest.mark.parametrize("train", ["d1t2", "d4e2"])
