@@ -165,9 +165,12 @@ class PPOActor:
         return stats
 
     def take_step(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`."""
+        """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
+
+        The batch of a failed step has `loss_weights` and `kept`, of all its ranks: they are used.
+        """
         config, mask, added = self.config, batch["loss_mask"], {}
-        if config.loss_aggregation != "token_mean":
+        if config.loss_aggregation != "token_mean" and "loss_weights" not in batch:
             cu_seqlens = batch["cu_seqlens"]
             lengths = adv.sequence_sums(mask, cu_seqlens)
             counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
@@ -178,7 +181,7 @@ class PPOActor:
                 max_tokens=config.max_response_tokens,
                 **self.engine.reduce_stats(counts),
             ).to(batch["advantages"].dtype)
-        if config.selects_tokens:
+        if config.selects_tokens and "kept" not in batch:
             added["kept"] = behavior.second_moment_mask(
                 batch["proximal_logprobs"],
                 batch["behavior_logprobs"],

@@ -162,6 +162,27 @@ def test_failed_batch_when_saved_then_loads_and_the_replay_finds_the_same_cause(
     assert failed_step.replay(folder, model_dir) == [error.cause]
 
 
+def test_take_step_when_the_batch_has_what_all_ranks_chose_then_takes_it(make_actor):
+    def step(**stored):
+        actor = make_actor(
+            loss_aggregation="sequence_mean",
+            behavior_weight_mode="second_moment",
+            behavior_weight_cap=100.0,
+        )
+        batch = make_batch(groups=3)
+        actor.compute_advantages(batch)
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+        mask = batch["loss_mask"]
+        return actor.take_step(batch | {key: value * mask for key, value in stored.items()})
+
+    own = step()
+    assert own["behavior_weight_capped_ratio"] == 0.0
+    assert step(kept=torch.tensor(False))["behavior_weight_capped_ratio"] == 1.0
+    one, two = (step(loss_weights=torch.tensor(w))["loss"] for w in (1.0, 2.0))
+    assert two == pytest.approx(2 * one, rel=1e-5)
+    assert own["loss"] != pytest.approx(one, rel=1e-3)
+
+
 def test_failed_batch_when_the_disk_refuses_then_the_sentence_says_so(make_actor, tmp_path):
     actor = make_actor()
     (tmp_path / "file").write_text("")
