@@ -256,11 +256,19 @@ def _complete(config: GRPOConfig) -> None:
             f"actor.overlong_tokens {overlong}: expected 0 to gconfig.max_new_tokens, "
             f"{gconfig.max_new_tokens}"
         )
-    if config.actor.behavior_weight_mode == "second_moment" and not config.actor.decoupled:
-        raise ConfigError(
-            "actor.behavior_weight_mode second_moment: expected actor.prox_logp_method recompute "
-            f"or loglinear, not {config.actor.prox_logp_method}, which has no behavior weight"
-        )
+    if config.actor.behavior_weight_mode == "second_moment":
+        cap = config.actor.behavior_weight_cap
+        if not config.actor.decoupled:
+            raise ConfigError(
+                "actor.behavior_weight_mode second_moment: expected actor.prox_logp_method "
+                f"recompute or loglinear, not {config.actor.prox_logp_method}, which has no "
+                "behavior weight"
+            )
+        if cap is None or cap > 1:  # 5, the default, bounds a weight, not its squared log
+            raise ConfigError(
+                f"actor.behavior_weight_cap {'null' if cap is None else cap}: expected at most 1 "
+                "with actor.behavior_weight_mode second_moment, such as 0.04 (M2PO)"
+            )
     config.actor.max_response_tokens = gconfig.max_new_tokens
     config.actor.largest_micro_batch = micro_batch_tokens(config)
     config.actor.reference = config.ref

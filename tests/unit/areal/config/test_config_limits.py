@@ -87,6 +87,7 @@ TOGETHER = [
     (["weight_sync.transport=distributed"], "weight_sync.max_unavailable=1", "expected 0 with"),
     (["gconfig.max_new_tokens=8"], "actor.overlong_tokens=9", "0 to gconfig.max_new_tokens, 8"),
     (["algorithm=m2po"], "actor.prox_logp_method=behavior", "expected actor.prox_logp_method"),
+    (["algorithm=m2po"], "actor.behavior_weight_cap=5.0", "at most 1"),
 ]
 
 
