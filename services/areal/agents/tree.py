@@ -1,0 +1,140 @@
+"""From the model calls of one session to trajectories, without changing a single sampled id.
+
+A call whose prompt begins with another call's prompt and answer extends it. So the calls of a
+session form trees, and what becomes a trajectory is a chain in one of them:
+
+    root ── a ── b ── c        one trajectory: three answers, the loss covers each of them
+                 └─── d ── e   a branch: another; b's ids and what is before them are context here
+    root'                      a sub-agent, or a history that was rewritten: a third one
+
+Each sampled id is trained on exactly once: in the trajectory of the first call that extends it.
+Every other branch shows it as context. Nothing is decoded, compared as text, or encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal.errors import InvalidInput, WorkflowError
+from areal.types import LLMResponse, Trajectory
+from areal.workflows.base import assemble_trajectory
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answer of the model within a session."""
+
+    response: LLMResponse
+    """Prompt, the very ids sampled, their logprobs and versions. No ids: it failed on the way."""
+    retry: bool = False
+    """The client's SDK says that this request repeats an earlier one, whose answer it never had."""
+    delivered: bool = True
+    """All of the answer left for the client, as far as the server knows."""
+    reward: float | None = None
+    """Of this answer alone."""
+    text: str = ""
+    """What people see of the answer."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a session comes to."""
+
+    trajectories: list[Trajectory]
+    """In the order of their first own calls; `trajectory_id` is left to the caller."""
+    chains: list[list[int]]
+    """For each trajectory the calls that its loss covers, as indexes."""
+    orphans: list[int]
+    """Calls whose answer was never used, since the SDK asked once more."""
+
+
+def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
+    """The trajectories of a session's calls.
+
+    Args:
+        calls: In the order in which the requests arrived.
+        outcome: The session's reward: placed on the last sampled token of every trajectory whose
+            last call has no reward of its own. A call's own reward is on that call's last token.
+
+    Raises:
+        InvalidInput: There is no reward at all.
+        WorkflowError: No token was sampled.
+    """
+    parents = _parents(calls)
+    orphans = _orphans(calls, parents)
+    kept = [i for i, c in enumerate(calls) if c.response.output_tokens and i not in orphans]
+    if not kept:
+        raise WorkflowError("session: no token was sampled")
+    if outcome is None and all(calls[i].reward is None for i in kept):
+        raise InvalidInput("reward: the session has none: expected a number, for all or for a call")
+    chains = _chains(kept, parents)
+    return Merged([_trajectory(calls, chain, outcome) for chain in chains], chains, sorted(orphans))
+
+
+def _parents(calls: Sequence[Call]) -> list[int | None]:
+    """For each call the earlier one that it extends furthest; of equal ones the latest."""
+    wholes: list[bytes] = []
+    parents: list[int | None] = []
+    for call in calls:
+        response = call.response
+        prompt = _packed(response.input_tokens)
+        found: int | None = None
+        for index, whole in enumerate(wholes):
+            longest = found is None or len(whole) >= len(wholes[found])
+            if whole and longest and prompt.startswith(whole):
+                found = index
+        parents.append(found)
+        answered = bool(response.output_tokens)
+        wholes.append(prompt + _packed(response.output_tokens) if answered else b"")
+    return parents
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype=np.int32).tobytes()
+
+
+def _orphans(calls: Sequence[Call], parents: Sequence[int | None]) -> set[int]:
+    """For each retry the call that it repeats: same prompt, before it, never extended.
+
+    One that is known not to have arrived, else the latest.
+    """
+    used = set(parents)
+    orphans: set[int] = set()
+    prompts: dict[bytes, list[int]] = {}
+    for index, call in enumerate(calls):
+        same = prompts.setdefault(_packed(call.response.input_tokens), [])
+        if call.retry:
+            candidates = [i for i in same if i not in used and i not in orphans]
+            lost = [i for i in candidates if not calls[i].delivered]
+            orphans.update((lost or candidates)[-1:])
+        same.append(index)
+    return orphans
+
+
+def _chains(kept: Sequence[int], parents: Sequence[int | None]) -> list[list[int]]:
+    """Each kept call once: a chain continues with the first call that extends its last."""
+    chains: list[list[int]] = []
+    chain_of: dict[int, list[int]] = {}  # by a chain's last call
+    for index in kept:
+        parent = parents[index]
+        chain = chain_of.pop(parent, None) if parent is not None else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(index)
+        chain_of[index] = chain
+    return chains
+
+
+def _trajectory(calls: Sequence[Call], chain: Sequence[int], outcome: float | None) -> Trajectory:
+    turns = [(len(calls[i].response.input_tokens), calls[i].response) for i in chain]
+    last = turns[-1][1]
+    rewards = [calls[i].reward or 0.0 for i in chain]
+    if calls[chain[-1]].reward is None:
+        rewards[-1] = outcome or 0.0
+    ids = [*last.input_tokens, *last.output_tokens]
+    text = calls[chain[-1]].text
+    return assemble_trajectory(ids, turns, rewards, text)

@@ -1,0 +1,194 @@
+"""Calls of a session become trajectories exactly as a slow reference says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.agents.tree import Call, merge
+from areal.errors import InvalidInput, WorkflowError
+from areal.types import LLMResponse, StopReason
+
+
+def call(prompt, output, version=3, **fields):
+    logprobs = [-0.25 - 0.5 * i for i in range(len(output))]
+    stop = StopReason.STOP
+    return Call(
+        LLMResponse(list(prompt), list(output), logprobs, [version] * len(output), stop), **fields
+    )
+
+
+def sampled(trajectory):
+    return trajectory.input_ids[trajectory.loss_mask].tolist()
+
+
+def test_turns_when_each_extends_the_last_then_one_trajectory_with_all_answers():
+    merged = merge(
+        [call([1, 2], [3]), call([1, 2, 3, 4], [5, 6]), call([1, 2, 3, 4, 5, 6], [7])], 1
+    )
+    [one] = merged.trajectories
+    assert one.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert one.loss_mask.tolist() == [False, False, True, False, True, True, True]
+    assert one.behavior_logprobs.tolist() == [0, 0, -0.25, 0, -0.25, -0.75, -0.25]
+    assert one.token_versions.tolist() == [-1, -1, 3, -1, 3, 3, 3]
+    assert one.rewards.tolist() == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_history_when_rewritten_then_a_trajectory_of_its_own():
+    merged = merge([call([1, 2], [3]), call([1, 2, 3, 4], [5]), call([1, 9], [5])], 0.5)
+    assert merged.chains == [[0, 1], [2]]
+    assert [t.reward for t in merged.trajectories] == [0.5, 0.5]
+
+
+def test_branch_when_two_calls_extend_one_then_its_ids_are_trained_once():
+    merged = merge([call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 5], [6])], 1)
+    assert merged.chains == [[0, 1], [2]]
+    assert [sampled(t) for t in merged.trajectories] == [[2, 4], [6]]
+    assert merged.trajectories[1].input_ids.tolist() == [1, 2, 5, 6]
+    assert merged.trajectories[1].token_versions.tolist() == [-1, -1, -1, 3]
+
+
+def test_retry_when_the_first_answer_was_never_used_then_it_is_dropped():
+    merged = merge([call([1], [2]), call([1], [3], retry=True), call([1, 3, 4], [5])], 1)
+    assert (merged.orphans, merged.chains) == ([0], [[1, 2]])
+
+
+def test_retry_when_the_first_answer_was_used_after_all_then_it_stays():
+    merged = merge([call([1], [2]), call([1], [3], retry=True), call([1, 2, 4], [5])], 1)
+    assert (merged.orphans, merged.chains) == ([], [[0, 2], [1]])
+
+
+def test_retry_when_one_of_two_samples_did_not_arrive_then_the_other_stays():
+    calls = [call([1], [2], delivered=False), call([1], [3]), call([1], [4], retry=True)]
+    assert merge(calls, 1).orphans == [0]
+
+
+def test_samples_when_no_retry_then_each_is_a_trajectory():
+    merged = merge([call([1], [2]), call([1], [3]), call([1], [2])], 1)
+    assert (merged.orphans, merged.chains) == ([], [[0], [1], [2]])
+
+
+def test_failed_call_when_it_has_no_ids_then_it_is_no_part_and_no_parent():
+    merged = merge([call([1], []), call([1], [2], retry=True), call([1, 2], [3])], 1)
+    assert (merged.orphans, merged.chains) == ([0], [[1, 2]])
+
+
+def test_rewards_when_calls_have_their_own_then_outcome_is_for_the_others():
+    calls = [call([1], [2], reward=0.25), call([1, 2, 3], [4]), call([9], [8], reward=-1.0)]
+    main, sub = merge(calls, 1).trajectories
+    assert (main.rewards.tolist(), sub.rewards.tolist()) == ([0, 0.25, 0, 1], [0, -1])
+
+
+def test_rewards_when_only_a_call_has_one_then_the_rest_is_zero():
+    main, sub = merge([call([1], [2], reward=2.0), call([9], [8])]).trajectories
+    assert (main.reward, sub.reward) == (2.0, 0.0)
+
+
+def test_session_when_no_reward_or_no_token_then_refused():
+    with pytest.raises(InvalidInput, match="reward: the session has none"):
+        merge([call([1], [2])])
+    with pytest.raises(WorkflowError, match="no token was sampled"):
+        merge([call([1], [])], 1)
+
+
+# ---------------------------------------------------------------- a slow reference
+
+
+def reference(calls):
+    """(owned calls, whole ids) of each trajectory, and the orphans, by trying everything."""
+    wholes = [c.response.input_tokens + c.response.output_tokens for c in calls]
+
+    def extends(later, earlier):
+        whole = wholes[earlier]
+        return (
+            earlier < later
+            and bool(calls[earlier].response.output_tokens)
+            and calls[later].response.input_tokens[: len(whole)] == whole
+        )
+
+    parent = {}
+    for i in range(len(calls)):
+        options = [j for j in range(i) if extends(i, j)]
+        parent[i] = max(options, key=lambda j: (len(wholes[j]), j)) if options else None
+    used = set(parent.values())
+    orphans = []
+    for i, c in enumerate(calls):
+        options = [
+            j
+            for j in range(i)
+            if calls[j].response.input_tokens == c.response.input_tokens
+            and j not in used
+            and j not in orphans
+        ]
+        if c.retry and options:
+            orphans.append(max(options, key=lambda j: (not calls[j].delivered, j)))
+    alive = [i for i, c in enumerate(calls) if c.response.output_tokens and i not in orphans]
+
+    def path(i):
+        return [*path(parent[i]), i] if parent[i] is not None else [i]
+
+    leaves = [i for i in alive if not any(parent[j] == i for j in alive)]
+    owned, trained = [], set()
+    for one in sorted(path(i) for i in leaves):  # the first child of a fork comes first
+        owned.append(([i for i in one if i not in trained], wholes[one[-1]]))
+        trained.update(one)
+    return sorted(owned, key=lambda each: each[0][0]), sorted(orphans)
+
+
+@st.composite
+def sessions(draw):
+    """Few different ids and short answers, so that all kinds of coincidence occur."""
+    tokens = st.lists(st.integers(0, 2), max_size=3)
+    calls = []
+    for _ in range(draw(st.integers(1, 9))):
+        kind = draw(st.sampled_from(["extend", "extend", "again", "rewrite", "any"]))
+        before = draw(st.sampled_from(calls)).response if calls else None
+        if before is None or kind == "any":
+            prompt = [0, *draw(tokens)]
+        elif kind == "extend":
+            prompt = [*before.input_tokens, *before.output_tokens, *draw(tokens)]
+        elif kind == "again":
+            prompt = list(before.input_tokens)
+        else:
+            cut = draw(st.integers(1, len(before.input_tokens)))
+            prompt = [*before.input_tokens[:cut], *draw(tokens)]
+        flags = {name: draw(st.booleans()) for name in ("retry", "delivered")}
+        reward = draw(st.sampled_from([None, None, 0.5, -1.0]))
+        calls.append(call(prompt, draw(tokens), len(calls), reward=reward, **flags))
+    return calls
+
+
+@settings(max_examples=2500, deadline=None)
+@given(sessions())
+def test_random_sessions_when_merged_then_equal_to_the_slow_reference(calls):
+    expected, orphans = reference(calls)
+    if not expected:
+        with pytest.raises(WorkflowError):
+            merge(calls, 1.0)
+        return
+    merged = merge(calls, 1.0)
+    assert merged.orphans == orphans
+    assert merged.chains == [owned for owned, _ in expected]
+    for trajectory, (owned, whole) in zip(merged.trajectories, expected, strict=True):
+        assert trajectory.input_ids.tolist() == whole
+        versions, logprobs = [-1] * len(whole), [0.0] * len(whole)
+        rewards = [0.0] * len(whole)
+        for i in owned:  # a call's version is its index: each id is where it was sampled
+            response = calls[i].response
+            start = len(response.input_tokens)
+            end = start + len(response.output_tokens)
+            assert whole[start:end] == response.output_tokens
+            versions[start:end] = response.output_versions
+            logprobs[start:end] = [np.float32(p) for p in response.output_logprobs]
+            rewards[end - 1] = calls[i].reward or 0.0
+            if i == owned[-1] and calls[i].reward is None:
+                rewards[end - 1] = 1.0
+        assert trajectory.token_versions.tolist() == versions
+        assert trajectory.loss_mask.tolist() == [version >= 0 for version in versions]
+        assert trajectory.behavior_logprobs.tolist() == logprobs
+        assert trajectory.rewards.tolist() == rewards
+    kept = [c for i, c in enumerate(calls) if i not in orphans]
+    trained = sum(int(t.loss_mask.sum()) for t in merged.trajectories)
+    assert trained == sum(len(c.response.output_tokens) for c in kept)
