@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 # Public name -> module that defines it.
 _EXPORTS = {
+    "AgentWorkflow": "areal.agents.workflow",
     "Conversation": "areal.workflows.conversation",
     "FSDPPPOActor": "areal.engines.ppo_actor",
     "GRPOConfig": "areal.config.experiment",
@@ -27,6 +28,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "AgentWorkflow",
     "Conversation",
     "FSDPPPOActor",
     "GRPOConfig",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from areal.agents.workflow import AgentWorkflow
     from areal.algorithms.controls import shuffle_rewards
     from areal.config.experiment import GRPOConfig, load_expr_config
     from areal.datasets.loader import StatefulLoader

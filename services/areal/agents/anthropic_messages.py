@@ -1,0 +1,203 @@
+"""Anthropic's messages: a request's JSON to a `ChatRequest`, answers to its JSON or events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from anthropic.types import (
+    InputJSONDelta,
+    Message,
+    MessageDeltaUsage,
+    RawContentBlockDeltaEvent,
+    RawContentBlockStartEvent,
+    RawContentBlockStopEvent,
+    RawMessageDeltaEvent,
+    RawMessageStartEvent,
+    RawMessageStopEvent,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+    Usage,
+)
+from anthropic.types.raw_message_delta_event import Delta
+
+from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.errors import InvalidInput
+from areal.workflows.rendering import Message as ChatMessage
+
+Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+def read_request(body: Mapping[str, Any]) -> ChatRequest:
+    """A request as the session understands it.
+
+    Raises:
+        InvalidInput: A field is malformed, or asks for what cannot be done.
+    """
+    refuse(body, mcp_servers=([],), container=())
+    messages: list[ChatMessage] = []
+    system = text_of(body.get("system"), "system")
+    if system:
+        messages.append({"role": "system", "content": system})
+    turns = objects(need(body, "messages", list), "messages")
+    if not turns:
+        raise InvalidInput("messages: expected at least one")
+    for index, turn in enumerate(turns):
+        messages += _turn(turn, f"messages[{index}]")
+    return ChatRequest(
+        messages,
+        _tools(body),
+        count(body, "max_tokens"),
+        stop=texts(body, "stop_sequences"),
+    )
+
+
+def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
+    """As OpenAI writes them, which is what chat templates know."""
+    choice = (get(body, "tool_choice", dict) or {}).get("type", "auto")
+    if choice not in ("auto", "none"):
+        raise InvalidInput(f"tool_choice.type {str(choice)[:80]!r}: expected 'auto' or 'none'")
+    tools = get(body, "tools", list)
+    if not tools or choice == "none":
+        return None
+    read: list[ChatMessage] = []
+    for index, tool in enumerate(objects(tools, "tools")):
+        where = f"tools[{index}]."
+        if tool.get("type", "custom") != "custom":
+            raise InvalidInput(f"{where}type {str(tool['type'])[:80]!r}: expected 'custom'")
+        function = {
+            "name": need(tool, "name", str, where),
+            "description": get(tool, "description", str, where) or "",
+            "parameters": need(tool, "input_schema", dict, where),
+        }
+        read.append({"type": "function", "function": function})
+    return read
+
+
+def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
+    """One turn: results of tools first, each a message, then its words."""
+    role = turn.get("role")
+    if role not in ("user", "assistant"):
+        raise InvalidInput(f"{where}.role {role!r}: expected 'user' or 'assistant'")
+    content = turn.get("content")
+    if not isinstance(content, list):
+        yield {"role": role, "content": text_of(content, f"{where}.content")}
+        return
+    words, calls, results = [], [], []
+    for index, block in enumerate(objects(content, f"{where}.content")):
+        at = f"{where}.content[{index}]"
+        kind = block.get("type")
+        if kind == "tool_use" and role == "assistant":
+            function = {
+                "name": need(block, "name", str, f"{at}."),
+                "arguments": arguments_of(block.get("input"), f"{at}.input"),
+            }
+            known = need(block, "id", str, f"{at}.")
+            calls.append({"id": known, "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": need(block, "tool_use_id", str, f"{at}."),
+                    "content": text_of(block.get("content"), f"{at}.content"),
+                }
+            )
+        elif kind not in ("thinking", "redacted_thinking"):
+            if kind != "text":
+                raise InvalidInput(f"{at}: a part of type {kind!r}: expected text")
+            words.append(need(block, "text", str, f"{at}."))
+    yield from results
+    if words or calls or not results:
+        message: ChatMessage = {"role": role, "content": "".join(words)}
+        if calls:
+            message["tool_calls"] = calls
+        yield message
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _stop_reason(answer: Answer) -> Stop:
+    if answer.calls:
+        return "tool_use"
+    if answer.stopped_by:
+        return "stop_sequence"
+    return "max_tokens" if answer.truncated else "end_turn"
+
+
+def _blocks(answer: Answer) -> list[Block]:
+    blocks: list[Block] = []
+    if answer.reasoning:
+        blocks.append(ThinkingBlock(type="thinking", thinking=answer.reasoning, signature=""))
+    if answer.content or not answer.calls:
+        blocks.append(TextBlock(type="text", text=answer.content))
+    for call in answer.calls:
+        blocks.append(
+            ToolUseBlock(
+                type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments)
+            )
+        )
+    return blocks
+
+
+def write_message(answer_id: str, model: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    [answer] = answers
+    return _message(answer_id, model, answer).model_dump(mode="json", exclude_unset=True)
+
+
+def _message(answer_id: str, model: str, answer: Answer) -> Message:
+    return Message(
+        id=answer_id,
+        type="message",
+        role="assistant",
+        model=model,
+        content=list(_blocks(answer)),
+        stop_reason=_stop_reason(answer),
+        stop_sequence=answer.stopped_by or None,
+        usage=Usage(
+            input_tokens=len(answer.response.input_tokens),
+            output_tokens=len(answer.response.output_tokens),
+        ),
+    )
+
+
+def write_events(answer_id: str, model: str, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+    """The same as a stream's events; `type` names each."""
+    [answer] = answers
+    begun = _message(answer_id, model, answer)
+    begun.content, begun.stop_reason, begun.stop_sequence = [], None, None
+    begun.usage.output_tokens = 0
+    events: list[Any] = [RawMessageStartEvent(type="message_start", message=begun)]
+    for index, block in enumerate(_blocks(answer)):
+        empty, delta = _halves(block)
+        events += [
+            RawContentBlockStartEvent(type="content_block_start", index=index, content_block=empty),
+            RawContentBlockDeltaEvent(type="content_block_delta", index=index, delta=delta),
+            RawContentBlockStopEvent(type="content_block_stop", index=index),
+        ]
+    end = Delta(stop_reason=_stop_reason(answer), stop_sequence=answer.stopped_by or None)
+    usage = MessageDeltaUsage(output_tokens=len(answer.response.output_tokens))
+    events += [
+        RawMessageDeltaEvent(type="message_delta", delta=end, usage=usage),
+        RawMessageStopEvent(type="message_stop"),
+    ]
+    for event in events:
+        yield event.model_dump(mode="json", exclude_unset=True)
+
+
+def _halves(block: Block) -> tuple[Block, TextDelta | ThinkingDelta | InputJSONDelta]:
+    """A block as its stream begins it, and all that follows."""
+    if isinstance(block, TextBlock):
+        return TextBlock(type="text", text=""), TextDelta(type="text_delta", text=block.text)
+    if isinstance(block, ThinkingBlock):
+        delta = ThinkingDelta(type="thinking_delta", thinking=block.thinking)
+        return ThinkingBlock(type="thinking", thinking="", signature=""), delta
+    empty = ToolUseBlock(type="tool_use", id=block.id, name=block.name, input={})
+    return empty, InputJSONDelta(type="input_json_delta", partial_json=json.dumps(block.input))

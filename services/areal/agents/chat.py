@@ -1,0 +1,207 @@
+"""A chat request and its answers, whichever API they came by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from areal.errors import InvalidInput
+from areal.tokenizer import Tokenizer
+from areal.types import LLMResponse, StopReason
+from areal.workflows.rendering import Message, Reply
+
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What an agent asks for. How to sample is the session's: training assumes it."""
+
+    messages: list[Message]
+    """As chat templates know them: roles, texts, tool calls with their arguments as objects."""
+    tools: list[Message] | None = None
+    """JSON schemas as OpenAI writes them; None: none are offered."""
+    max_new_tokens: int | None = None
+    """At most the session's own limit."""
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; they are not part of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that the model asks for, with an id of its own."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer as agents read it, and as it was sampled."""
+
+    number: int
+    """Of the session's calls, in the order of arrival."""
+    response: LLMResponse
+    content: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    stopped_by: str = ""
+    """The text of `ChatRequest.stop` that ended it; empty: none did."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit ended it."""
+        return self.response.stop_reason is StopReason.LENGTH
+
+    @property
+    def message(self) -> Message:
+        """As the next request will show it."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
+                for call in self.calls
+            ]
+        return message
+
+
+def read_answer(
+    number: int, response: LLMResponse, reply: Reply, offered: bool, stopped_by: str = ""
+) -> Answer:
+    """Splits an answer into thought, words and calls; `offered`: the agent takes calls."""
+    text = reply.text
+    if stopped_by:
+        text = text[: text.index(stopped_by)]
+    reasoning = ""
+    if thought := _THOUGHT.match(text):
+        reasoning, text = thought[1].strip(), text[thought.end() :]
+    calls: tuple[Call, ...] = ()
+    if offered and not stopped_by:
+        calls = tuple(
+            Call(f"call_{uuid.uuid4().hex[:24]}", c.name, json.dumps(c.arguments))
+            for c in reply.tool_calls
+        )
+    if calls:
+        # Llama writes a call as the whole answer, without marks.
+        text = _CALL.sub("", text) if "<tool_call>" in text else ""
+    return Answer(number, response, text.strip(), reasoning, calls, stopped_by)
+
+
+def cut_at_stop(
+    response: LLMResponse, stop: Sequence[str], tokenizer: Tokenizer
+) -> tuple[LLMResponse, str]:
+    """The response up to the token that completes a stop text, and which text that is.
+
+    A prefix of what was sampled, so still a sample: whether to stop depends on it alone.
+    """
+
+    def found(count: int) -> str:
+        text = tokenizer.decode(response.output_tokens[:count], skip_special_tokens=True)
+        hits = [(text.index(each), each) for each in stop if each in text]
+        return min(hits)[1] if hits else ""
+
+    size = len(response.output_tokens)
+    if not stop or not (hit := found(size)):
+        return response, ""
+    low, high = 1, size  # the fewest tokens whose text has one
+    while low < high:
+        middle = (low + high) // 2
+        if found(middle):
+            high = middle
+        else:
+            low = middle + 1
+    hit = found(low) or hit
+    shorter = replace(
+        response,
+        output_tokens=response.output_tokens[:low],
+        output_logprobs=response.output_logprobs[:low],
+        output_versions=response.output_versions[:low],
+        stop_reason=StopReason.STOP,
+    )
+    return shorter, hit
+
+
+@dataclass(frozen=True)
+class History:
+    """Digests of every beginning of a conversation: how a later request is known to extend it."""
+
+    start: str
+    """Of the tools that are offered."""
+    turns: list[str]
+    """`turns[i]` stands for the first i + 1 messages."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: list[Message] | None) -> History:
+        """That of a request."""
+        history = cls(_digest(tools), [])
+        for message in messages:
+            history.turns.append(history.after(message))
+        return history
+
+    def after(self, message: Message) -> str:
+        """The digest of all its messages and one more."""
+        return _digest([self.turns[-1] if self.turns else self.start, _gist(message)])
+
+
+def _digest(value: Any) -> str:
+    content = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _gist(message: Message) -> list[Any]:
+    """What clients send back of a message as they had it: no ids, no thought, no outer blanks."""
+    calls = [
+        [call["function"]["name"], call["function"]["arguments"]]
+        for call in message.get("tool_calls") or []
+    ]
+    return [message["role"], message["content"].strip(), calls]
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: a string, or parts that are texts.
+
+    Raises:
+        InvalidInput: It has a part of another kind.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidInput(f"{where}: expected a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in {"text", "input_text", "output_text"} or not isinstance(
+            part.get("text"), str
+        ):
+            raise InvalidInput(f"{where}[{index}]: a part of type {kind!r}: expected text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def arguments_of(value: Any, where: str) -> dict[str, Any]:
+    """A call's arguments as an object; raises InvalidInput."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except ValueError:
+            raise InvalidInput(f"{where}: not JSON: {value[:80]!r}") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{where}: expected a JSON object")
+    return value

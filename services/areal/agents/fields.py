@@ -1,0 +1,93 @@
+"""Reads the fields of a request's JSON; every error names the field and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+
+from areal.errors import InvalidInput
+from areal.workflows.rendering import Message
+
+T = TypeVar("T")
+_NAMES: dict[Any, str] = {
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+    list: "a list",
+}
+_NAMES |= {dict: "an object"}
+
+
+def body_of(content: bytes) -> dict[str, Any]:
+    """A request's body; raises InvalidInput."""
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"body: not JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise InvalidInput("body: expected a JSON object")
+    return body
+
+
+def get(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
+    """A field that may be absent or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got {str(value)[:80]!r}")
+    return value
+
+
+def need(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T:
+    """A field that must be there."""
+    value = get(body, name, kind, where)
+    if value is None:
+        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got none")
+    return value
+
+
+def count(body: Mapping[str, Any], name: str, most: int = 1 << 31) -> int | None:
+    """A number of 1 or more."""
+    value = get(body, name, int)
+    if value is not None and not 1 <= value <= most:
+        raise InvalidInput(f"{name} {value}: expected 1 to {most}")
+    return value
+
+
+def number(body: Mapping[str, Any], name: str) -> float | None:
+    """A finite number."""
+    value = body.get(name)
+    if value is None:
+        return None
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not -1e9 < value < 1e9:
+        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected a number")
+    return float(value)
+
+
+def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
+    """A list whose members are all objects."""
+    for index, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise InvalidInput(f"{where}[{index}]: expected an object")
+    return values
+
+
+def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A string or a list of them, none empty; absent: none."""
+    value = body.get(name)
+    values = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+        raise InvalidInput(f"{name}: expected a text, or a list of texts")
+    return tuple(values)
+
+
+def refuse(body: Mapping[str, Any], **harmless: tuple[Any, ...]) -> None:
+    """Refuses what would change the answer and cannot be done: all but the harmless values."""
+    for name, allowed in harmless.items():
+        if body.get(name) is not None and body[name] not in allowed:
+            shown = str(body[name])[:80]
+            raise InvalidInput(f"{name} {shown!r}: not supported; leave it out")

@@ -1,0 +1,224 @@
+"""OpenAI's chat completions: a request's JSON to a `ChatRequest`, answers to its JSON or events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import (
+    ChoiceDelta,
+    ChoiceDeltaToolCall,
+    ChoiceDeltaToolCallFunction,
+)
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import (
+    ChatCompletionMessageFunctionToolCall,
+    Function,
+)
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
+from openai.types.completion_usage import CompletionUsage
+
+from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.errors import InvalidInput
+from areal.tokenizer import Tokenizer
+from areal.workflows.rendering import Message
+
+MAX_N = 128
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+def read_request(body: Mapping[str, Any]) -> ChatRequest:
+    """A request as the session understands it.
+
+    Raises:
+        InvalidInput: A field is malformed, or asks for what cannot be done.
+    """
+    refuse(body, logit_bias=({},), modalities=(["text"],), function_call=("none", "auto"))
+    refuse(body, response_format=({"type": "text"},), top_logprobs=(0,))
+    messages = need(body, "messages", list)
+    if not messages:
+        raise InvalidInput("messages: expected at least one")
+    read = [
+        _message(message, f"messages[{i}]")
+        for i, message in enumerate(objects(messages, "messages"))
+    ]
+    return ChatRequest(
+        read,
+        offered_tools(body),
+        count(body, "max_completion_tokens") or count(body, "max_tokens"),
+        count(body, "n", MAX_N) or 1,
+        texts(body, "stop"),
+    )
+
+
+def offered_tools(body: Mapping[str, Any]) -> list[Message] | None:
+    """The functions that the model may call; raises InvalidInput."""
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        # Only a grammar in the engine could force a call.
+        raise InvalidInput(f"tool_choice {str(choice)[:80]!r}: expected 'auto' or 'none'")
+    tools = get(body, "tools", list)
+    if not tools or choice == "none":
+        return None
+    for index, tool in enumerate(objects(tools, "tools")):
+        where = f"tools[{index}]."
+        if tool.get("type") != "function":
+            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+        need(need(tool, "function", dict, where), "name", str, f"{where}function.")
+    return list(tools)
+
+
+def _message(message: Message, where: str) -> Message:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    read: Message = {
+        "role": "system" if role == "developer" else role,
+        "content": text_of(message.get("content"), f"{where}.content"),
+    }
+    for key in ("name", "tool_call_id"):
+        if (value := get(message, key, str, f"{where}.")) is not None:
+            read[key] = value
+    calls = get(message, "tool_calls", list, f"{where}.")
+    if calls and role == "assistant":
+        read["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}].")
+            for i, call in enumerate(objects(calls, f"{where}.tool_calls"))
+        ]
+    return read
+
+
+def _call(call: Message, where: str) -> Message:
+    function = need(call, "function", dict, where)
+    name = need(function, "name", str, f"{where}function.")
+    arguments = arguments_of(function.get("arguments"), f"{where}function.arguments")
+    return {
+        "id": get(call, "id", str, where) or "",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+# ---------------------------------------------------------------- answers
+
+
+def finish_reason(answer: Answer) -> Finish:
+    """Why it ended, in OpenAI's words."""
+    if answer.calls:
+        return "tool_calls"
+    return "length" if answer.truncated else "stop"
+
+
+def usage_of(answers: Sequence[Answer]) -> CompletionUsage:
+    """Tokens of a request with all its answers."""
+    prompt = len(answers[0].response.input_tokens)
+    sampled = sum(len(answer.response.output_tokens) for answer in answers)
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled
+    )
+
+
+def _logprobs(answer: Answer, tokenizer: Tokenizer) -> list[ChatCompletionTokenLogprob]:
+    response = answer.response
+    pairs = zip(response.output_tokens, response.output_logprobs, strict=True)
+    return [
+        ChatCompletionTokenLogprob(
+            token=text, bytes=list(text.encode()), logprob=p, top_logprobs=[]
+        )
+        for token, p in pairs
+        for text in [tokenizer.decode([token])]
+    ]
+
+
+def write_completion(
+    answer_id: str,
+    model: str,
+    answers: Sequence[Answer],
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """The answer to a request that does not stream.
+
+    With `return_token_ids` in the request, as vLLM has it, each choice has `token_ids`, and the
+    whole `prompt_token_ids`.
+    """
+    choices = []
+    for index, answer in enumerate(answers):
+        message = ChatCompletionMessage(role="assistant", content=answer.content or None)
+        if answer.calls:
+            message.tool_calls = [
+                ChatCompletionMessageFunctionToolCall(
+                    id=call.id,
+                    type="function",
+                    function=Function(name=call.name, arguments=call.arguments),
+                )
+                for call in answer.calls
+            ]
+        choice = Choice(index=index, message=message, finish_reason=finish_reason(answer))
+        if body.get("logprobs"):
+            choice.logprobs = ChoiceLogprobs(content=_logprobs(answer, tokenizer))
+        choices.append(choice)
+    whole = ChatCompletion(
+        id=answer_id,
+        object="chat.completion",
+        created=int(time.time()),
+        model=model,
+        choices=choices,
+        usage=usage_of(answers),
+    ).model_dump(mode="json", exclude_unset=True)
+    for choice, answer in zip(whole["choices"], answers, strict=True):
+        choice["message"].setdefault("content", None)
+        if answer.reasoning:
+            choice["message"]["reasoning_content"] = answer.reasoning
+        if body.get("return_token_ids"):
+            choice["token_ids"] = answer.response.output_tokens
+            whole["prompt_token_ids"] = answer.response.input_tokens
+    return whole
+
+
+def write_events(
+    answer_id: str,
+    model: str,
+    answers: Sequence[Answer],
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> Iterator[dict[str, Any]]:
+    """The same as a stream's chunks."""
+    created = int(time.time())
+
+    def chunk(choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> dict[str, Any]:
+        made = ChatCompletionChunk(
+            id=answer_id,
+            object="chat.completion.chunk",
+            created=created,
+            model=model,
+            choices=choices,
+        )
+        if usage is not None:
+            made.usage = usage
+        return made.model_dump(mode="json", exclude_unset=True)
+
+    for index, answer in enumerate(answers):
+        for delta in _deltas(answer):
+            choice = ChunkChoice(index=index, delta=delta, finish_reason=None)
+            if delta.content is not None and body.get("logprobs"):
+                choice.logprobs = ChunkLogprobs(content=_logprobs(answer, tokenizer))
+            yield chunk([choice])
+        last = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=finish_reason(answer))
+        yield chunk([last])
+    if (get(body, "stream_options", dict) or {}).get("include_usage"):
+        yield chunk([], usage_of(answers))
+
+
+def _deltas(answer: Answer) -> Iterator[ChoiceDelta]:
+    yield ChoiceDelta(role="assistant", content=answer.content)
+    for index, call in enumerate(answer.calls):
+        function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+        made = ChoiceDeltaToolCall(index=index, id=call.id, type="function", function=function)
+        yield ChoiceDelta(tool_calls=[made])

@@ -1,0 +1,118 @@
+"""OpenAI's completions and the route of tokens in, tokens out that vLLM and `renderers` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from openai.types.completion import Completion
+from openai.types.completion_choice import CompletionChoice, Logprobs
+
+from areal.agents.chat import Answer
+from areal.agents.fields import count, get, need, refuse, texts
+from areal.agents.openai_chat import MAX_N, usage_of
+from areal.errors import InvalidInput
+from areal.tokenizer import Tokenizer
+
+
+def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Arguments of `Session.complete`; raises InvalidInput."""
+    refuse(body, logit_bias=({},), echo=(False,), suffix=("",), best_of=(1,))
+    prompt = body.get("prompt")
+    return {
+        "prompt": tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(body, "prompt"),
+        "n": count(body, "n", MAX_N) or 1,
+        "max_new_tokens": count(body, "max_tokens"),
+        "stop": texts(body, "stop"),
+    }
+
+
+def read_token_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Session.complete`, of vLLM's body; raises InvalidInput."""
+    refuse(body, features=({},))
+    sampling = get(body, "sampling_params", dict) or {}
+    return {
+        "prompt": _ids(body, "token_ids"),
+        "n": count(sampling, "n", MAX_N) or 1,
+        "max_new_tokens": count(sampling, "max_tokens"),
+        "stop": texts(sampling, "stop"),
+    }
+
+
+def _ids(body: Mapping[str, Any], name: str) -> list[int]:
+    ids = need(body, name, list)
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise InvalidInput(f"{name}: expected token ids")
+    return ids
+
+
+def write_text(
+    answer_id: str,
+    model: str,
+    answers: Sequence[Answer],
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """The answer to a completion request."""
+    choices = []
+    for index, answer in enumerate(answers):
+        reason: Literal["length", "stop"] = "length" if answer.truncated else "stop"
+        choice = CompletionChoice(index=index, text=answer.content, finish_reason=reason)
+        if body.get("logprobs") is not None:
+            ids = answer.response.output_tokens
+            choice.logprobs = Logprobs(
+                tokens=[tokenizer.decode([i]) for i in ids],
+                token_logprobs=list(answer.response.output_logprobs),
+            )
+        choices.append(choice)
+    return Completion(
+        id=answer_id,
+        object="text_completion",
+        created=int(time.time()),
+        model=model,
+        choices=choices,
+        usage=usage_of(answers),
+    ).model_dump(mode="json", exclude_unset=True)
+
+
+def write_text_events(
+    answer_id: str,
+    model: str,
+    answers: Sequence[Answer],
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> Iterator[dict[str, Any]]:
+    """The same as a stream: a chunk for each answer, then the usage if it was asked for."""
+    whole = write_text(answer_id, model, answers, body, tokenizer)
+    usage = whole.pop("usage")
+    for choice in whole["choices"]:
+        yield {**whole, "choices": [choice]}
+    if (get(body, "stream_options", dict) or {}).get("include_usage"):
+        yield {**whole, "choices": [], "usage": usage}
+
+
+def write_tokens(answer_id: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Ids and logprobs of every answer."""
+    return {
+        "request_id": answer_id,
+        "choices": [
+            {
+                "index": index,
+                "token_ids": answer.response.output_tokens,
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+                        for token, logprob in zip(
+                            answer.response.output_tokens,
+                            answer.response.output_logprobs,
+                            strict=True,
+                        )
+                    ]
+                },
+                "finish_reason": "length" if answer.truncated else "stop",
+            }
+            for index, answer in enumerate(answers)
+        ],
+        "usage": usage_of(answers).model_dump(mode="json", exclude_unset=True),
+    }

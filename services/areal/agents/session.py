@@ -1,0 +1,121 @@
+"""One session: answers an agent's requests, and records each call as it was sampled.
+
+request ── messages ──> does it extend an earlier answer?
+                          yes: that answer's very ids, and what stands between (the bridge)
+                          no:  rendered from the start: a new root of the tree
+             ids ──> the model ──> ids, recorded ──> text, thought, calls ──> the agent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from areal.agents.calls import CallStore
+from areal.agents.chat import Answer, ChatRequest, History, cut_at_stop, read_answer
+from areal.errors import ArealError, CapacityExceeded, Unavailable, WaitTimeout
+from areal.tokenizer import Tokenizer
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.workflows.rendering import ChatRenderer
+
+Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
+"""Answers a prompt `gconfig.n_samples` times."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What sessions talk to."""
+
+    name: str
+    generate: Generate
+    tokenizer: Tokenizer
+    renderer: ChatRenderer
+    gconfig: GenerationHyperparameters
+    """How to sample, whatever agents ask for: training assumes it. `n_samples` is theirs."""
+
+
+class Session:
+    """An agent's calls; serves any number of them at once."""
+
+    def __init__(self, session_id: str, model: Model, calls: CallStore) -> None:
+        """Requests of one session prefer the same server."""
+        self.id = session_id
+        self.model = model
+        self.calls = calls
+        self.failure: ArealError | None = None
+        """Why the model did not answer the latest call, where that was no fault of the agent's."""
+        self.outcome: float | None = None
+        """The reward that the agent posted for all of it."""
+
+    async def chat(self, request: ChatRequest, *, retry: bool = False) -> list[Answer]:
+        """Answers a chat request `n` times.
+
+        Args:
+            request: What the agent asks.
+            retry: Its SDK says that it asked before.
+
+        Raises:
+            InvalidInput: The chat template refuses the messages, or they leave no room.
+            Unavailable: No server could answer; so do the other errors of `agenerate`.
+        """
+        history = History.of(request.messages, request.tools)
+        prompt = await self._prompt(request, history)
+        limit = request.max_new_tokens
+        first, responses = await self._sample(prompt, request.n, limit, retry)
+        answers = []
+        for number, whole in enumerate(responses, first):
+            response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
+            reply = self.model.renderer.parse(response.output_tokens)
+            answer = read_answer(number, response, reply, bool(request.tools), stopped_by)
+            turn = history.after(answer.message)
+            await self.calls.record(number, response, reply.text, turn)
+            answers.append(answer)
+        return answers
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        n: int = 1,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        *,
+        retry: bool = False,
+    ) -> list[Answer]:
+        """Answers token ids `n` times: tokens in, tokens out. Raises as `chat`."""
+        first, responses = await self._sample(list(prompt), n, max_new_tokens, retry)
+        answers = []
+        for number, whole in enumerate(responses, first):
+            response, stopped_by = cut_at_stop(whole, stop, self.model.tokenizer)
+            text = self.model.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+            await self.calls.record(number, response, text, "")
+            shown = text[: text.index(stopped_by)] if stopped_by else text
+            answers.append(Answer(number, response, shown, stopped_by=stopped_by))
+        return answers
+
+    async def _sample(
+        self, prompt: list[int], n: int, max_new_tokens: int | None, retry: bool
+    ) -> tuple[int, list[LLMResponse]]:
+        """The number of the first answer, and all answers."""
+        limit = self.model.gconfig.max_new_tokens
+        limit = min(limit, max_new_tokens or limit)
+        gconfig = replace(self.model.gconfig, n_samples=n, max_new_tokens=limit)
+        first = await self.calls.begin(prompt, n, retry=retry)
+        try:
+            responses = await self.model.generate(LLMRequest(prompt, gconfig, affinity_key=self.id))
+            if any(response.stop_reason is StopReason.ABORT for response in responses):
+                raise Unavailable("the model was interrupted; try again in 1 s")
+        except (Unavailable, WaitTimeout, CapacityExceeded) as error:
+            self.failure = error
+            raise
+        self.failure = None
+        return first, responses
+
+    async def _prompt(self, request: ChatRequest, history: History) -> list[int]:
+        messages, renderer = request.messages, self.model.renderer
+        # Only what an answer ended can be extended, and only by what the model has not said.
+        said = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
+        if said and messages[-1]["role"] != "assistant":
+            whole = await self.calls.find(history.turns[said[-1]])
+            if whole is not None:
+                return whole + renderer.bridge(whole, messages[said[-1] + 1 :], request.tools)
+        return renderer.render(messages, request.tools, add_generation_prompt=True)

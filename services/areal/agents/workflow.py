@@ -1,0 +1,90 @@
+"""An agent that exists, as a workflow: it needs a base URL and a key, and knows nothing of us."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+from areal.agents.calls import Calls
+from areal.agents.endpoint import Endpoint
+from areal.agents.session import Model, Session
+from areal.errors import InvalidInput
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
+from areal.workflows.base import InferenceEngine, RolloutWorkflow
+from areal.workflows.rendering import TemplateRenderer
+
+Run = Callable[[dict[str, Any], str, str], Awaitable[float | None]]
+"""`async def run(task, base_url, api_key)`: one attempt at a row; returns its reward."""
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs an agent `gconfig.n_samples` times on a row, and trains what it sampled.
+
+    The agent calls the model as it calls OpenAI or Anthropic. Every call is recorded with the ids
+    that were sampled: turns that extend each other become one trajectory; sub-agents, branches and
+    rewritten histories become further ones with the same reward.
+
+    Example:
+        >>> async def run(task, base_url, api_key):
+        ...     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        ...     answer = await my_agent(client, task["question"])
+        ...     return float(answer == task["answer"])
+        >>> AgentWorkflow(run, config.gconfig)
+    """
+
+    replayable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        run: Run,
+        gconfig: GenerationHyperparameters | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> None:
+        """Checks what can be checked without a row.
+
+        Args:
+            run: `async def run(task, base_url, api_key) -> float | None` of the recipe. `task` is
+                the row. None: it posts its rewards itself (`POST {base_url}/reward`).
+            gconfig: How to sample, whatever the agent asks for; `max_new_tokens` is for each call.
+            template: Variables of the chat template (`{"enable_thinking": False}`).
+
+        Raises:
+            InvalidInput: `run` is not an async function.
+        """
+        if not inspect.iscoroutinefunction(run):
+            raise InvalidInput(f"run {run!r}: expected an async function (task, base_url, api_key)")
+        self.run = run
+        self.gconfig = gconfig or GenerationHyperparameters()
+        self.template = template or {}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One group: n runs at once, each in a session of its own."""
+
+        async def generate(request: LLMRequest) -> list[LLMResponse]:
+            return await engine.agenerate_group(request)
+
+        renderer = TemplateRenderer(engine.tokenizer, **self.template)
+        model = Model("areal", generate, engine.tokenizer, renderer, self.gconfig)
+        async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
+            runs = [
+                group.create_task(self._attempt(model, endpoint, data, number))
+                for number in range(self.gconfig.n_samples)
+            ]
+        return [trajectory for one in runs for trajectory in one.result()]
+
+    async def _attempt(
+        self, model: Model, endpoint: Endpoint, data: dict[str, Any], number: int
+    ) -> list[Trajectory]:
+        """The trajectories of one run."""
+        calls = Calls()
+        key = endpoint.open(session := Session(f"s{number}", model, calls))
+        try:
+            reward = await self.run(dict(data), endpoint.base_url, key)
+        except Exception as error:
+            if session.failure is not None:
+                # The agent fell over a model that could not answer: that is not its fault.
+                raise session.failure from error
+            raise
+        return calls.merged(session.outcome if reward is None else float(reward)).trajectories

@@ -1,0 +1,106 @@
+"""An agent's runs become one group, and its failures are told apart from the model's."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from tests.unit.areal_rollout.fakes import Rig, lease
+
+from areal.agents.workflow import AgentWorkflow
+from areal.errors import InvalidInput, Unavailable
+from areal.protocol.leases import ReturnCause
+from areal.types import GenerationHyperparameters
+from areal.workflows.specs import build_workflow, describe_workflow
+
+ASK = {"role": "user", "content": "1+1="}
+
+
+async def two_turns(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as llm:
+        messages = [ASK]
+        for _ in range(2):
+            answer = await llm.chat.completions.create(model="any", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": task["reply"]}]
+    return len(messages) / 10
+
+
+async def posts_its_reward(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+        await llm.chat.completions.create(model="any", messages=[ASK])
+        await llm.post("/reward", body={"reward": 0.75}, cast_to=object)
+
+
+async def forgets_its_reward(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+        await llm.chat.completions.create(model="any", messages=[ASK])
+
+
+async def breaks(task, base_url, api_key):
+    return float(task["nothing"])
+
+
+def workflow(run, **gconfig):
+    return AgentWorkflow(run, GenerationHyperparameters(**{"max_new_tokens": 4, **gconfig}))
+
+
+async def ended(run, *, error=None, **gconfig):
+    """The ledger after one task."""
+    rig = Rig()
+    rig.generation.error = error
+    rig.workflows["rlvr"] = workflow(run, **gconfig)
+    async with rig:
+        rig.ledger.add(lease("t1", reply="no"))
+        await rig.ended(1)
+    return rig.ledger
+
+
+async def test_run_when_of_two_turns_then_a_trajectory_each_of_both_answers():
+    ledger = await ended(two_turns, n_samples=3)
+    [group] = ledger.completed.values()
+    assert len(group.trajectories) == 3
+    for trajectory in group.trajectories:
+        sampled = trajectory.input_ids[trajectory.loss_mask].tolist()
+        assert sampled == [48, 49, 50, 51] * 2
+        assert trajectory.reward == 0.5
+        assert (trajectory.token_versions[trajectory.loss_mask] == 3).all()
+
+
+async def test_run_when_it_posts_its_reward_then_that_counts():
+    ledger = await ended(posts_its_reward)
+    [group] = ledger.completed.values()
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (breaks, "KeyError: 'nothing' ("),
+        (forgets_its_reward, "InvalidInput: reward: the session has none"),
+    ],
+)
+async def test_run_when_it_fails_then_the_recipe_is_named(run, said):
+    ledger = await ended(run, n_samples=2)
+    [(cause, more)] = ledger.returned.values()
+    assert cause is ReturnCause.WORKFLOW_ERROR
+    assert more["detail"].startswith(said)
+
+
+async def test_model_when_away_then_the_task_is_tried_again_and_the_agent_is_not_blamed():
+    ledger = await ended(two_turns, error=Unavailable("no server"))
+    [(cause, more)] = ledger.returned.values()
+    assert (cause, more["detail"]) == (ReturnCause.INFRASTRUCTURE, "no server")
+
+
+def test_workflow_when_described_then_a_worker_rebuilds_it():
+    import sys
+
+    spec = describe_workflow(workflow(two_turns, n_samples=5))
+    assert spec.name == "AgentWorkflow"
+    rebuilt = build_workflow(spec, sys.modules[__name__])
+    assert rebuilt.run is two_turns
+    assert rebuilt.gconfig.n_samples == 5
+
+
+def test_workflow_when_run_is_not_async_then_refused():
+    with pytest.raises(InvalidInput, match="expected an async function"):
+        AgentWorkflow(len)
