@@ -1,0 +1,94 @@
+"""What is shown to learn: each row is an example, what it changes, and what must come of it.
+
+A new row is a new entry of ROWS. Its recipe records the measured result with `rollout.evaluate(...,
+name=NAME)` or `session.record(NAME, ...)`: both end in the run's trainer.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a run is judged by: results of its trainer.json, and bounds."""
+
+    after: str = "heldout_after"
+    before: str = "heldout_before"
+    """Subtracted; empty: `after` stands alone."""
+    least: float | None = 0.3
+    most: float | None = None
+    curve: str = "reward_mean"
+    """Column of metrics.jsonl that is drawn."""
+
+    def __str__(self) -> str:
+        """E.g. `heldout_after - heldout_before >= 0.3`."""
+        what = f"{self.after} - {self.before}" if self.before else self.after
+        bounds = [f">= {self.least}"] if self.least is not None else []
+        bounds += [f"<= {self.most}"] if self.most is not None else []
+        return f"{what} {' and '.join(bounds)}" if bounds else what
+
+    def holds(self, value: float) -> bool:
+        """Whether a run's result is what it must be."""
+        above = self.least is None or value >= self.least
+        return above and (self.most is None or value <= self.most)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    """Letters, digits, dashes: part of a run's name."""
+    title: str
+    section: str
+    overrides: tuple[str, ...] = ()
+    example: str = "arithmetic_grpo"
+    measure: Measure = Measure()
+
+    def revision(self) -> str:
+        """Changes with the recipe, its settings and the overrides: a run of another one is old."""
+        recipe = ROOT / "examples" / self.example
+        digest = hashlib.sha256()
+        for suffix in (".py", ".yaml"):
+            digest.update(recipe.with_suffix(suffix).read_bytes())
+        digest.update("\n".join(self.overrides).encode())
+        return digest.hexdigest()[:10]
+
+
+def _algorithm(name: str, title: str, *overrides: str) -> Row:
+    return Row(name.replace("_", "-"), title, FAMILY, (f"algorithm={name}", *overrides))
+
+
+def _staleness(eta: int, *overrides: str, title: str = "") -> Row:
+    name = f"eta-{eta}" + ("-plain" if title else "")
+    bound = f"rollout.max_head_offpolicyness={eta}"
+    return Row(name, title or f"η = {eta}, decoupled", ASYNCHRONY, (bound, *overrides))
+
+
+FAMILY = "Algorithms"
+ASYNCHRONY = "Asynchrony"
+
+ROWS = [
+    _algorithm("grpo", "GRPO"),
+    Row(
+        "control",
+        "GRPO, rewards dealt at random",
+        FAMILY,
+        ("control=true",),
+        measure=Measure(least=None, most=0.05),
+    ),
+    _algorithm("rloo", "RLOO"),
+    _algorithm("reinforce_pp", "REINFORCE++"),
+    _algorithm("dr_grpo", "Dr. GRPO"),
+    _algorithm("dapo", "DAPO"),
+    _algorithm("gspo", "GSPO"),
+    _algorithm("cispo", "CISPO"),
+    *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],
+    _staleness(8, "actor.prox_logp_method=behavior", title="η = 8, plain PPO"),
+]
