@@ -79,6 +79,11 @@ CHECKS = [
     ),
     ("GAE with values and tool tokens", "AReaL, verl, float64 loop", ""),
     (
+        "a critic's clipped loss",
+        "AReaL, verl, float64 loop",
+        "A mean over the loss tokens of all ranks; half the square, as in both. TRL 1.16 has none.",
+    ),
+    (
         "loglinear proximal logprobs",
         "AReaL",
         "The proximal policy is the weights at the start of the update (AReaL's trainer: "
@@ -117,6 +122,8 @@ def main() -> int:
             title = f"[{preset.name}](https://arxiv.org/abs/{preset.paper})"
         actor = {k: v for k, v in preset.actor.items() if k != "overlong_tokens"}
         keys = settings("actor", actor) + settings("rollout", preset.rollout)
+        if preset.critic is not None:
+            keys.append("`critic={}`")
         if share := preset.actor.get("overlong_tokens"):
             keys.append(f"`actor.overlong_tokens` = {share} of `gconfig.max_new_tokens`")
         formula = preset.formula.replace("|", "\\|")

@@ -209,7 +209,7 @@ def record_verl(wheel: Path) -> dict[str, np.ndarray]:
     names += ["compute_rloo_outcome_advantage", "compute_policy_loss", "kl_penalty_forward"]
     names += ["compute_policy_loss_cispo", "compute_policy_loss_gspo", "compute_policy_loss_sapo"]
     names += ["compute_policy_loss_vanilla", "kl_penalty"]
-    names += ["compute_reinforce_plus_plus_outcome_advantage"]
+    names += ["compute_reinforce_plus_plus_outcome_advantage", "compute_value_loss"]
     names += ["compute_reinforce_plus_plus_baseline_outcome_advantage"]
     definitions(wheel, "verl/trainer/ppo/core_algos.py", names, ns)
     ns["SAFETY_BOUND"] = 20.0
@@ -274,6 +274,11 @@ def verl_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.nd
     for name, loss_of in cases.items():
         loss, grad = with_gradient(loss_of, r["policy_logprobs"])
         out[f"{name}.loss"], out[f"{name}.grad"] = loss.numpy(), grad.numpy()
+    loss, grad = with_gradient(
+        lambda v: ns["compute_value_loss"](v, r["returns"], r["values"], mask, 0.2)[0],
+        r["new_values"],
+    )
+    out["critic.loss"], out["critic.grad"] = loss.numpy(), grad.numpy()
     discounted = SimpleNamespace(gamma=1.0)
     plus = ns["compute_reinforce_plus_plus_outcome_advantage"](place, mask, config=discounted)
     out["reinforce_pp"] = plus[0].numpy()

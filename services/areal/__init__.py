@@ -10,6 +10,7 @@ _EXPORTS = {
     "AgentWorkflow": "areal.agents.workflow",
     "Conversation": "areal.workflows.conversation",
     "FSDPPPOActor": "areal.engines.ppo_actor",
+    "FSDPPPOCritic": "areal.engines.ppo_critic",
     "GRPOConfig": "areal.config.experiment",
     "GenerationHyperparameters": "areal.types",
     "InferenceEngine": "areal.workflows.base",
@@ -31,6 +32,7 @@ __all__ = [
     "AgentWorkflow",
     "Conversation",
     "FSDPPPOActor",
+    "FSDPPPOCritic",
     "GRPOConfig",
     "GenerationHyperparameters",
     "InferenceEngine",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from areal.config.experiment import GRPOConfig, load_expr_config
     from areal.datasets.loader import StatefulLoader
     from areal.engines.ppo_actor import FSDPPPOActor
+    from areal.engines.ppo_critic import FSDPPPOCritic
     from areal.engines.rollout import RemoteSGLangEngine
     from areal.engines.train_api import TrainEngine
     from areal.types import (

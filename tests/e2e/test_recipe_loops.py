@@ -77,6 +77,49 @@ def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agr
     assert rows[0]["mismatch/max"] < 1e-2
 
 
+def test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_alone_and_is_saved(
+    tmp_path: Path,
+) -> None:
+    stack = RunningStack(tmp_path / "runs" / "ppo-critic" / "demo")
+    summary, rows = run(
+        stack,
+        tmp_path,
+        str(ROOT / "examples" / "ppo_critic.py"),
+        "warm_start_steps=1",
+        "total_train_steps=4",
+        "critic.warmup_steps=2",
+        "checkpoint.freq_steps=2",
+        "train_dataset.batch_size=8",
+        "heldout_problems=10",
+        "train_problems=400",
+    )
+    assert summary["status"] == "finished"
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert ["loss" in row for row in rows] == [False, False, True, True]
+    assert all(
+        {"critic/loss", "critic/explained_variance", "reward_mean"} <= {*row} for row in rows
+    )
+    assert all(row["critic/lr"] > 0 for row in rows)
+    # The same command again resumes, finds nothing to do, and finds the critic.
+    done = areal(
+        "run",
+        str(ROOT / "examples" / "ppo_critic.py"),
+        "total_train_steps=5",
+        "critic.warmup_steps=2",
+        "checkpoint.freq_steps=2",
+        "train_dataset.batch_size=8",
+        "heldout_problems=10",
+        "train_problems=400",
+        "warm_start_steps=1",
+        "--accept-changes",
+        cwd=tmp_path,
+        timeout=240.0,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + stack.log("trainer")
+    lines = (stack.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("eta", [0, 2])
 def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
     tmp_path: Path, eta: int, monkeypatch: pytest.MonkeyPatch

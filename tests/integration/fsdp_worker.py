@@ -1,9 +1,10 @@
 """What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
 
 Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?,
-background?, one_token?, hub?}, run one after the other by a fresh engine each. With `one_token` the
-batch begins with a sequence of one token, which is in no loss. With `hub` the trained weights are
-saved in that folder, and what is loaded from it again is what comes out.
+background?, one_token?, hub?, critic?}, run one after the other by a fresh engine each. With
+`critic`, its settings, there is one beside the actor, whose weights come out, too. With `one_token`
+the batch begins with a sequence of one token, which is in no loss. With `hub` the trained weights
+are saved in that folder, and what is loaded from it again is what comes out.
 """
 
 import json
@@ -17,10 +18,11 @@ from tests.unit.areal.engines.hub_families import scatter
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
-from areal.config.training import PPOActorConfig
+from areal.config.training import CriticConfig, PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.parallel.mesh import join_process_group, local_device
 from areal.engines.ppo import PPOActor
+from areal.engines.ppo_value import PPOCritic
 from areal.training.ranks import gather_json
 
 
@@ -46,16 +48,26 @@ def run(job):
     engine = FSDPEngine(config)
     engine.initialize(total_train_steps=len(job["seeds"]))
     actor = PPOActor(config, engine)
+    critic = None
+    if "critic" in job:
+        values = FSDPEngine(CriticConfig(**job["critic"]).engine(config))
+        values.initialize(total_train_steps=len(job["seeds"]))
+        engine.attach("critic", values)
+        critic = PPOCritic(values, config.ppo_n_minibatches)
     begin = 0
     torch.manual_seed(len(job["seeds"]))
     if "resume" in job:
         begin = engine.load_checkpoint(job["resume"])["step"]
         assert engine.get_version() == begin
+        if critic is not None:
+            engine.load_attached("critic", job["resume"])
     rows = []
     for step, seed in enumerate(job["seeds"]):
         if step < begin:
             continue
         batch = share_of(batch_of(job, seed), engine.rank, engine.world_size)
+        if critic is not None:
+            batch["values"] = critic.compute_values(batch)
         actor.compute_advantages(batch)
         if job.get("one_token"):
             batch["proximal_logprobs"] = actor.compute_logprobs(batch)
@@ -65,6 +77,9 @@ def run(job):
                 save_file({k: v.contiguous() for k, v in found.items()}, job["out"])
         else:
             stats = actor.ppo_update(batch)
+            if critic is not None:
+                told = critic.ppo_update(batch)
+                stats |= {f"critic/{name}": value for name, value in told.items()}
         rows.append(stats)
         engine.set_version(step + 1)
         if job.get("save_at") == step + 1:
@@ -85,11 +100,16 @@ def run(job):
         engine.load(job["hub"])
     if not job.get("gradients"):
         tensors = dict(engine.iter_full_tensors())
+        if critic is not None:
+            own = critic.engine.iter_full_tensors()
+            tensors |= {f"critic.{name}": tensor for name, tensor in own}
         assert bool(tensors) == (engine.rank == 0)
         if engine.rank == 0:
             save_file(tensors, job["out"])
     if engine.rank == 0:
         Path(job["out"] + ".json").write_text(json.dumps(rows))
+    if critic is not None:
+        critic.engine.destroy()
     engine.destroy()
 
 

@@ -83,6 +83,7 @@ ROWS = [
         ("control=true",),
         measure=Measure(least=None, most=0.05),
     ),
+    Row("ppo-critic", "PPO with a critic", FAMILY, example="ppo_critic"),
     _algorithm("rloo", "RLOO"),
     _algorithm("reinforce_pp", "REINFORCE++"),
     _algorithm("dr_grpo", "Dr. GRPO"),

@@ -262,3 +262,32 @@ def _ratios(
 def sft_loss(policy_logprobs: Tensor, loss_mask: Tensor) -> LossResult:
     """Negative log-likelihood of the tokens with `loss_mask`."""
     return -torch.where(loss_mask, policy_logprobs, 0.0).sum(), {}
+
+
+def value_loss(
+    values: Tensor,
+    center_values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    *,
+    eps_clip: float,
+) -> LossResult:
+    """A critic's clipped loss: max((v - R)^2, (clip(v, center - eps, center + eps) - R)^2) / 2.
+
+    Args:
+        values: float [T], of the state before each token, with gradient.
+        center_values: float [T], those at the start of the update.
+        returns: float [T].
+        loss_mask: bool [T].
+        eps_clip: beyond this distance from the center a value has no gradient towards the return.
+
+    Returns:
+        The sum over tokens with `loss_mask`; statistic `clip_ratio`.
+    """
+    zeros = values.new_zeros(())
+    change = torch.where(loss_mask, values - center_values, zeros).clamp(-eps_clip, eps_clip)
+    target = torch.where(loss_mask, returns, zeros).to(values.dtype)
+    plain = (torch.where(loss_mask, values, zeros) - target).square()
+    clipped = (torch.where(loss_mask, center_values, zeros) + change - target).square()
+    stats = {"clip_ratio": (clipped > plain).sum()}
+    return torch.maximum(plain, clipped).sum() / 2, stats

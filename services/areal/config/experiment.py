@@ -34,7 +34,7 @@ from areal.config.services import (
     WeightSyncConfig,
     in_object_store,
 )
-from areal.config.training import PPOActorConfig, RefConfig
+from areal.config.training import CriticConfig, PPOActorConfig, RefConfig
 from areal.errors import ConfigError, did_you_mean
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
@@ -96,6 +96,8 @@ class GRPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: RefConfig | None = None
     """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null turns it off."""
+    critic: CriticConfig | None = None
+    """A model of values (`FSDPPPOCritic(config.critic)`); `algorithm: ppo` has one. null: none."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
@@ -269,6 +271,14 @@ def _complete(config: GRPOConfig) -> None:
                 f"actor.behavior_weight_cap {'null' if cap is None else cap}: expected at most 1 "
                 "with actor.behavior_weight_mode second_moment, such as 0.04 (M2PO)"
             )
+    if config.critic is not None and config.actor.optimizer is None:
+        raise ConfigError("critic: expected an actor.optimizer, its own is made from, not null")
+    if config.critic is None and config.actor.gae_lambda != 1:
+        raise ConfigError(
+            f"actor.gae_lambda {config.actor.gae_lambda}: expected 1 without a critic "
+            "(algorithm=ppo or critic={} gives one)"
+        )
+    config.actor.critic = config.critic is not None
     config.actor.max_response_tokens = gconfig.max_new_tokens
     config.actor.largest_micro_batch = micro_batch_tokens(config)
     config.actor.reference = config.ref

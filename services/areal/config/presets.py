@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Algorithm = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo",
-    "gspo", "cispo", "sapo", "dapo", "m2po",
+    "grpo", "ppo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline",
+    "lite_ppo", "gspo", "cispo", "sapo", "dapo", "m2po",
 ]  # fmt: skip
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
@@ -28,6 +28,8 @@ class Preset:
     """R: a sequence's shaped reward; A: advantage; r: ratio; see docs/algorithms.md."""
     actor: dict[str, Any]
     rollout: dict[str, Any] = field(default_factory=dict)
+    critic: dict[str, Any] | None = None
+    """{}: it has a critic."""
     note: str = ""
     """What a reader of the paper should know."""
 
@@ -45,6 +47,16 @@ PRESETS: dict[str, Preset] = {
         note="The loss is a mean over tokens, as in current AReaL, verl and TRL. For the paper's "
         "mean over sequences set `actor.loss_aggregation=sequence_mean`; for its KL term set "
         "`actor.kl_loss_ctl`.",
+    ),
+    "ppo": Preset(
+        "PPO",
+        "1707.06347",
+        "A = normalized over the batch's tokens: Σ λ^k δ_k, δ = r + V_next - V",
+        _grpo(reward_norm=None, adv_norm="batch/batch", gae_lambda=0.95),
+        critic={},
+        note="With a critic: the recipe needs `FSDPPPOCritic`, as examples/ppo_critic.py. The "
+        "critic's loss is half the squared error, clipped 0.2 around its values at the start of "
+        "the update, a mean over tokens.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
@@ -139,4 +151,5 @@ def preset(algorithm: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
     actor = dict(chosen.actor)
     if "overlong_tokens" in actor:
         actor["overlong_tokens"] = max(1, round(actor["overlong_tokens"] * max_new_tokens))
-    return {"actor": actor, "rollout": dict(chosen.rollout)}
+    sections = {"actor": actor, "rollout": dict(chosen.rollout)}
+    return sections if chosen.critic is None else sections | {"critic": dict(chosen.critic)}

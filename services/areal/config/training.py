@@ -11,7 +11,7 @@ experiment file may not.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -269,9 +269,12 @@ class PPOActorConfig(TrainEngineConfig):
     entropy_ctl: float = 0.0
     """Weight, in the loss, of the policy's entropy, which is then kept high."""
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
-    """GAE's gamma. No recipe has a critic yet, and without one only 1 is in use."""
-    gae_lambda: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
-    """GAE's lambda."""
+    """GAE's gamma."""
+    gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
+    """GAE's lambda, with a critic: 1 trusts the rewards of the whole answer, 0 the value of the
+    next token."""
+    critic: bool = field(default=False, metadata=_NOT_A_KEY)
+    """Advantages are taken over a critic's values: the experiment has a `critic`."""
     adv_norm: AdvantageNorm | None = "batch/batch"
     """Like `reward_norm`, for token advantages over the batch: MEAN/STD, each `batch` or `none`."""
 
@@ -284,3 +287,24 @@ class PPOActorConfig(TrainEngineConfig):
     def selects_tokens(self) -> bool:
         """Whether the tokens to train on are chosen before a step."""
         return self.behavior_weight_mode == "second_moment" and self.decoupled
+
+
+@dataclass
+class CriticConfig:
+    """A model of values for PPO: the actor's layers, with a head of one number, trained beside it.
+
+    It computes, shares ranks and splits batches as the actor does. It begins as the actor does,
+    with a head of 0.
+    """
+
+    lr: Annotated[float, Gt(0)] = 1e-5
+    """Peak learning rate; the rest of its optimizer is as the actor's."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Train steps at the start of a run in which the critic alone is trained."""
+
+    def engine(self, actor: PPOActorConfig) -> TrainEngineConfig:
+        """What its engine is configured with."""
+        shared = {item.name: getattr(actor, item.name) for item in fields(TrainEngineConfig)}
+        assert actor.optimizer is not None  # an experiment with a critic and without one is refused
+        own = {"optimizer": replace(actor.optimizer, lr=self.lr), "scalar": True, "reference": None}
+        return TrainEngineConfig(**shared | own)

@@ -77,6 +77,7 @@ class FSDPEngine(TrainEngine):
         self._sharded = False
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
+        self._attached: dict[str, FSDPEngine] = {}
 
     # -- life cycle ----------------------------------------------------------------------------
 
@@ -272,9 +273,10 @@ class FSDPEngine(TrainEngine):
             "version": self._version,
             "optimizer_steps": self.step.steps_taken,
             "world_size": self.world_size,
+            "attached": {name: each.step.steps_taken for name, each in self._attached.items()},
             "extra": dict(extra or {}),
         }
-        tensors = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
+        tensors = self._checkpoint_tensors()
         self._pending_save = checkpoint.save(
             Path(directory), tensors, state, self._checkpoint_group, background=background
         )
@@ -282,8 +284,34 @@ class FSDPEngine(TrainEngine):
 
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint's tensors, summed over all ranks."""
+        return sum(tensor.nbytes for tensor in self._checkpoint_tensors().values())
+
+    def _checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
-        return sum(tensor.nbytes for tensor in tensors.values())
+        for name, each in self._attached.items():
+            tensors |= each._attached_tensors(name)
+        return tensors
+
+    def _attached_tensors(self, name: str) -> dict[str, Tensor]:
+        """What another engine's checkpoint holds of this one: all but the random state."""
+        self._reshard()
+        own = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
+        return {f"{name}.{key}": t for key, t in own.items() if not key.startswith("random.")}
+
+    def attach(self, name: str, engine: FSDPEngine) -> None:
+        """Save another engine's weights and optimizer in this one's checkpoints, under `name`."""
+        self._attached[name] = engine
+
+    def load_attached(self, name: str, directory: str | Path) -> None:
+        """Resume an attached engine from a checkpoint of this one; collective.
+
+        Raises:
+            InvalidInput: the checkpoint has no such engine.
+        """
+        engine = self._attached[name]
+        tensors = engine._attached_tensors(name)
+        state = checkpoint.load(Path(directory), tensors, self._checkpoint_group, self.rank)
+        engine.step.steps_taken = int(state["attached"][name])
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         self._wait_for_save()

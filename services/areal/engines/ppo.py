@@ -83,6 +83,11 @@ class PPOActor:
         """
         config, mask, cu_seqlens = self.config, batch["loss_mask"], batch["cu_seqlens"]
         packing.check_batch(batch)
+        if config.critic and "values" not in batch:
+            raise InvalidInput(
+                "batch has no 'values': expected batch['values'] = critic.compute_values(batch), "
+                "since the experiment has a critic"
+            )
         group = self.engine.process_group
         scores, slopes = adv.shape_scores(batch, config, group)
         rewards = adv.place_scores(batch["rewards"], mask, cu_seqlens, scores, slopes)
@@ -148,7 +153,7 @@ class PPOActor:
             split = packing.split_minibatches(batch, config.ppo_n_minibatches)
             parts = [packing.select(batch, indices) for indices in split]
         results = [self.take_step(part) for part in parts]
-        stats |= _combine(results)
+        stats |= combine(results)
         if "behavior_weight" in stats:
             dropped = stats["behavior_weight_capped_ratio"]
             if config.behavior_weight_mode.endswith("truncate"):
@@ -328,7 +333,7 @@ def _need_reference(batch: Batch, wanted_by: str) -> None:
         )
 
 
-def _combine(results: list[dict[str, float]]) -> dict[str, float]:
+def combine(results: list[dict[str, float]]) -> dict[str, float]:
     """Join the statistics of an update's minibatches."""
     weights = [result["n_loss_tokens"] for result in results]
     total = max(sum(weights), 1.0)

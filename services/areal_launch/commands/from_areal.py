@@ -311,7 +311,7 @@ RULES: dict[str, str | Rule] = {
     "actor.target_modules": Rule("`actor.lora.targets`; empty: all linear layers except the head"),
     "actor": Rule("no counterpart"),
     "ref": Rule("`ref.path` and `ref.offload`; the rest follows the actor", _reference),
-    "critic": Rule("no counterpart yet"),
+    "critic": Rule("`algorithm: ppo` and `critic.lr`; the rest follows the actor"),
     "teacher": Rule("no counterpart yet"),
     "sglang.context_length": "model.context_length",
     "sglang.max_running_requests": "stack.inference_max_running",

@@ -137,3 +137,16 @@ def test_second_moment_mask_when_compared_then_keeps_what_areal_keeps(seed, thre
     )
     assert torch.equal(ours, case[f"m2po.{threshold}"])
     assert 0 < int(ours.sum()) < int(case.mask.sum())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("package", ["areal", "verl"])
+def test_value_loss_when_values_moved_then_equals_areal_and_verl(seed, package):
+    case = Case(package, seed)
+    tensors = (case["values"], case["returns"], case.mask)
+    assert_loss(
+        case,
+        "critic",
+        lambda values: losses.value_loss(values, *tensors, eps_clip=0.2),
+        argument="new_values",
+    )

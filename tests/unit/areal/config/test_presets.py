@@ -16,7 +16,7 @@ from areal.config.experiment import GRPOConfig, as_yaml, build_config, load_serv
 from areal.config.presets import ALGORITHMS, preset
 from areal.config.training import PPOActorConfig
 from areal.engines.ppo import PPOActor
-from areal.errors import ConfigError
+from areal.errors import ConfigError, InvalidInput
 
 # Two groups of sequences: (generated tokens, reward), groups contiguous.
 GROUPS = [[(2, 1.0), (3, 0.0), (1, 0.5)], [(2, 0.0), (1, 3.0)]]
@@ -34,6 +34,9 @@ class OneEngine:
 
 
 def actor_of(algorithm: str, *overrides: str) -> PPOActor:
+    """PPO without its critic: with values of 0 and lambda 1 its advantages are REINFORCE++'s."""
+    if algorithm == "ppo":
+        overrides = ("critic=null", "actor.gae_lambda=1", *overrides)
     config = build_config(GRPOConfig, None, [f"algorithm={algorithm}", *overrides])
     config.actor.dtype = "float64"
     return PPOActor(config.actor, OneEngine())
@@ -85,6 +88,7 @@ DEFINITIONS = {
     "rloo": by_group(lambda r, g: r - (sum(g) - r) / (len(g) - 1)),
     "reinforce": REWARDS,
     "reinforce_pp": token_normalized(REWARDS),
+    "ppo": token_normalized(REWARDS),
     "lite_ppo": by_group(
         lambda r, g: (r - statistics.mean(g)) / (statistics.stdev(REWARDS) + 1e-5)
     ),
@@ -123,7 +127,9 @@ def loss_of(algorithm: str, log_ratios: list[list[float]], gains: list[float], *
     return float(loss.detach()), policy.grad[mask].tolist()
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "lite_ppo"])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "ppo", "dr_grpo", "rloo", "reinforce_pp", "lite_ppo"]
+)
 def test_loss_when_a_token_moved_then_clips_its_ratio_and_sums_over_tokens(algorithm: str) -> None:
     up = math.log(1.5)
     loss, slope = loss_of(algorithm, [[up, 0.1], [0.1]], [2.0, 1.0])
@@ -199,3 +205,32 @@ def test_algorithm_when_mistyped_then_the_nearest_name_is_offered() -> None:
         build_config(GRPOConfig, None, ["algorithm=gspoo"])
     with pytest.raises(ConfigError, match=r"did you mean 'actor\.loss_aggregation'"):
         build_config(GRPOConfig, None, ["actor.loss_agregation=constant"])
+
+
+def test_ppo_when_named_then_it_has_a_critic_whose_values_its_batch_needs() -> None:
+    config = build_config(GRPOConfig, None, ["algorithm=ppo", "critic.lr=0.5"])
+    assert config.critic is not None
+    assert (config.critic.lr, config.actor.gae_lambda) == (0.5, 0.95)
+    own = config.critic.engine(config.actor)
+    assert own.scalar
+    assert own.optimizer is not None
+    assert config.actor.optimizer is not None
+    assert (own.optimizer.lr, own.optimizer.beta2) == (0.5, config.actor.optimizer.beta2)
+    with pytest.raises(InvalidInput, match=r"^batch has no 'values': .*compute_values"):
+        PPOActor(config.actor, OneEngine()).compute_advantages(batch_of(FLAT))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["actor.gae_lambda=0.9"], r"^actor.gae_lambda 0.9: expected 1 without a critic"),
+        (["critic={}", "actor.optimizer=null"], r"^critic: expected an actor.optimizer"),
+        (["algorithm=pppo"], r"did you mean 'ppo'"),
+        (["critic.warmup_step=3"], r"did you mean 'critic.warmup_steps'"),
+    ],
+)
+def test_critic_when_its_settings_do_not_fit_then_refused_in_one_line(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_config(GRPOConfig, None, overrides)

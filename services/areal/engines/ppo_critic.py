@@ -1,0 +1,91 @@
+"""The model of values beside the policy, as a recipe sees it.
+
+Importing this module loads no torch: recipes name the class, and workers load recipes too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from areal.config.training import CriticConfig, PPOActorConfig
+from areal.engines.ppo_actor import FSDPPPOActor
+from areal.errors import InvalidInput
+from areal.training.session import current_session
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areal.algorithms.packing import Batch
+
+# Statistics that the metrics row has, under critic/.
+_IN_ROW = ("loss", "grad_norm", "lr", "value", "return", "explained_variance", "clip_ratio")
+
+
+class FSDPPPOCritic:
+    """A critic on all ranks of the trainer, saved and resumed in the actor's checkpoints.
+
+    Example:
+        >>> actor, critic = FSDPPPOActor(config.actor), FSDPPPOCritic(config.critic)
+        >>> batch["values"] = critic.compute_values(batch)
+        >>> actor.compute_advantages(batch)
+        >>> critic.ppo_update(batch)
+        >>> if not critic.warming_up():
+        ...     actor.ppo_update(batch)
+    """
+
+    def __init__(self, config: CriticConfig | None) -> None:
+        """Loads the actor's model with a head of one number, or the checkpoint to resume from.
+
+        Args:
+            config: The experiment's `critic` section.
+
+        Raises:
+            InvalidInput: The experiment has no critic, or there is no actor yet.
+        """
+        from areal.engines.fsdp import FSDPEngine
+        from areal.engines.ppo_value import PPOCritic
+
+        session = current_session()
+        if config is None:
+            raise InvalidInput("critic=null: expected algorithm=ppo, or critic={}")
+        actor = session.actor
+        if not isinstance(actor, FSDPPPOActor):
+            raise InvalidInput(
+                "FSDPPPOCritic(config.critic): expected FSDPPPOActor(config.actor) before it, "
+                "whose checkpoints hold it"
+            )
+        ppo = actor.engine.config
+        assert isinstance(ppo, PPOActorConfig)
+        self.session, self.config = session, config
+        self.engine = FSDPEngine(config.engine(ppo))
+        self._critic = PPOCritic(self.engine, ppo.ppo_n_minibatches)
+        steps = session.config.total_train_steps * ppo.ppo_n_minibatches
+        self.engine.initialize(total_train_steps=steps)
+        actor.engine.attach("critic", self.engine)
+        if session.resumed is not None:
+            actor.engine.load_attached("critic", session.resumed.path)
+
+    def warming_up(self) -> bool:
+        """Whether this train step trains the critic alone (`critic.warmup_steps`)."""
+        return self.session.step < self.config.warmup_steps
+
+    def compute_values(self, batch: Batch) -> Tensor:
+        """Values of the states before the loss tokens, float32 [T]; 0 elsewhere."""
+        return self._critic.compute_values(batch)
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """One train step on a batch with advantages; fills `critic/...` of the step's metrics row.
+
+        Returns:
+            Statistics, equal on all ranks: those of `TrainEngine.train_batch`, `value`, `return`,
+            `explained_variance` (of the returns by the values, before the update), `clip_ratio`.
+
+        Raises:
+            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite.
+        """
+        stats = self._critic.ppo_update(batch)
+        row = self.session.row
+        row["reward_mean"] = stats["reward"]  # a step of the warm-up has no other
+        row.update({f"critic/{name}": stats[name] for name in _IN_ROW})
+        row["critic/seconds"] = stats["update_seconds"]
+        return stats
