@@ -77,47 +77,23 @@ def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agr
     assert rows[0]["mismatch/max"] < 1e-2
 
 
-def test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_alone_and_is_saved(
+@pytest.mark.timeout(600)
+def test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_alone_and_resumes(
     tmp_path: Path,
 ) -> None:
     stack = RunningStack(tmp_path / "runs" / "ppo-critic" / "demo")
-    summary, rows = run(
-        stack,
-        tmp_path,
-        str(ROOT / "examples" / "ppo_critic.py"),
-        "warm_start_steps=1",
-        "total_train_steps=4",
-        "critic.warmup_steps=2",
-        "checkpoint.freq_steps=2",
-        "train_dataset.batch_size=8",
-        "heldout_problems=10",
-        "train_problems=400",
-    )
+    small = ["critic.warmup_steps=1", "train_dataset.batch_size=8", "heldout_problems=10"]
+    small += ["warm_start_steps=1", "train_problems=400", "--accept-changes"]
+    recipe = str(ROOT / "examples" / "ppo_critic.py")
+    summary, rows = run(stack, tmp_path, recipe, "total_train_steps=2", *small)
     assert summary["status"] == "finished"
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert ["loss" in row for row in rows] == [False, False, True, True]
-    assert all(
-        {"critic/loss", "critic/explained_variance", "reward_mean"} <= {*row} for row in rows
-    )
-    assert all(row["critic/lr"] > 0 for row in rows)
-    # The same command again resumes, finds nothing to do, and finds the critic.
-    done = areal(
-        "run",
-        str(ROOT / "examples" / "ppo_critic.py"),
-        "total_train_steps=5",
-        "critic.warmup_steps=2",
-        "checkpoint.freq_steps=2",
-        "train_dataset.batch_size=8",
-        "heldout_problems=10",
-        "train_problems=400",
-        "warm_start_steps=1",
-        "--accept-changes",
-        cwd=tmp_path,
-        timeout=240.0,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr + stack.log("trainer")
-    lines = (stack.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert ["loss" in row for row in rows] == [False, True]
+    # What it saved has a critic, which the next step continues with.
+    summary, rows = run(stack, tmp_path, recipe, "total_train_steps=3", *small)
+    assert summary["status"] == "finished"
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    told = {"critic/loss", "critic/lr", "critic/explained_variance", "reward_mean"}
+    assert all(told <= row.keys() for row in rows)
 
 
 @pytest.mark.parametrize("eta", [0, 2])

@@ -27,6 +27,8 @@ from typing import Any
 from tools.learn import page
 from tools.learn.table import ROOT, ROWS, SEEDS, Row
 
+from areal.errors import did_you_mean
+
 RESULTS = ROOT / "docs" / "learning.jsonl"
 LIMIT_S = 3600.0
 POINTS = 50
@@ -130,8 +132,10 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="only write the page")
     arguments = parser.parse_args()
     known = {row.name: row for row in ROWS}
-    if unknown := [name for name in arguments.rows if name not in known]:
-        parser.error(f"rows {', '.join(unknown)}: expected some of {', '.join(known)}")
+    for name in arguments.rows:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            parser.error(f"row {name!r}: expected one of {', '.join(known)}{hint}")
     chosen = [known[name] for name in arguments.rows] or ROWS
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     done = finished()
