@@ -14,7 +14,7 @@ LOSSES = {
         "prox_logp_method": "behavior",
     },
     "sequence-weights": {"behavior_weight_mode": "sequence_truncate", "behavior_weight_cap": 2.0},
-    "m2po": {"behavior_weight_mode": "second_moment", "behavior_weight_cap": 0.3},
+    "m2po": {"behavior_weight_mode": "second_moment", "behavior_weight_cap": 0.04},
     "constant": {"loss_aggregation": "constant", "max_response_tokens": 16},
 }
 
