@@ -1,9 +1,9 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?, export?, kernel?, tested?}. All ranks of a share get the same groups.
-They are forks of a process that has imported everything: imports take most of the time of models
-this small.
+gradients?, save_to?, resume?, export?, kernel?, tested?, images?}. All ranks of a share get the
+same groups. They are forks of a process that has imported everything: imports take most of the time
+of models this small.
 """
 
 import json
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from tests.integration.fsdp_worker import share_of
+from tests.unit.areal.engines.image_batches import image_batch
 from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
@@ -51,7 +52,8 @@ def train(job):
     begin = engine.load_checkpoint(job["resume"])["step"] if "resume" in job else 0
     rows = []
     for seed in job["seeds"][begin:]:
-        whole = make_batch(seed, groups=5, vocabulary=96)
+        made = {"groups": 5, "vocabulary": 96}
+        whole = image_batch(seed) if job.get("images") else make_batch(seed, **made)
         batch = share_of(whole, engine.mesh.share, engine.mesh.layout.data)
         actor.compute_advantages(batch)
         if job.get("gradients"):

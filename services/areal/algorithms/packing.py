@@ -13,6 +13,7 @@ A batch is a plain `dict[str, torch.Tensor]`:
     rewards            f32   [T]     a single outcome sits on the last generated token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
     teacher_ids, teacher_logprobs   int64, f32   [T, k]   optional: a teacher's likeliest
+    pixel_values, image_grid_thw, image_group    optional: see `images`
 
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
 0 at a sequence's first token. Nothing is shifted; the one place that shifts is the model wrapper,
@@ -38,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal.algorithms import images
 from areal.errors import InvalidInput
 from areal.types import StopReason, TrajectoryGroup
 
@@ -119,9 +121,10 @@ def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | No
 
 
 def unpack(batch: Batch) -> list[dict[str, Tensor]]:
-    """Split a batch into its sequences: the inverse of `pack` (views, group_index left out)."""
+    """Split a batch into its sequences: the inverse of `pack` (views; only keys of tokens)."""
     sizes = sequence_lengths(batch).tolist()
-    keys = [k for k in batch if k != "cu_seqlens" and k not in SEQUENCE_KEYS]
+    other = SEQUENCE_KEYS | images.IMAGE_KEYS | {"cu_seqlens"}
+    keys = [key for key in batch if key not in other]
     columns = [torch.split(batch[key], sizes) for key in keys]
     return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -184,7 +187,10 @@ def check_batch(batch: Batch) -> None:
     if len(cu_seqlens) > 1 and int(cu_seqlens.diff().min()) <= 0:
         raise InvalidInput("batch['cu_seqlens'] is not increasing: expected no empty sequence")
     sizes = {True: len(cu_seqlens) - 1, False: int(cu_seqlens[-1])}
+    images.check_images(batch)
     for key, value in batch.items():
+        if key in images.IMAGE_KEYS:
+            continue
         expected = sizes[key in SEQUENCE_KEYS]
         shape = value.shape[:1] if key in COLUMN_KEYS else value.shape
         if key != "cu_seqlens" and tuple(shape) != (expected,):
@@ -217,8 +223,9 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     result = {
         key: value[chosen] if key in SEQUENCE_KEYS else value[tokens]
         for key, value in batch.items()
-        if key != "cu_seqlens"
+        if key != "cu_seqlens" and key not in images.IMAGE_KEYS
     }
+    result |= images.of_groups(batch, result["group_index"])
     ends = sequence_lengths(batch)[chosen].cumsum(0)
     result["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
     return result
@@ -233,7 +240,7 @@ def dummy_like(batch: Batch) -> Batch:
     result = {
         key: value.new_zeros(1 if key in SEQUENCE_KEYS else 2, *value.shape[1:])
         for key, value in batch.items()
-        if key != "cu_seqlens"
+        if key != "cu_seqlens" and key not in images.IMAGE_KEYS
     }
     result["cu_seqlens"] = batch["cu_seqlens"].new_tensor([0, 2])
     result["loss_mask"][1] = True

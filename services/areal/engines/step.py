@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.algorithms import packing
+from areal.algorithms import images, packing
 from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
 from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines import finite
+from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.heads import Head
@@ -108,6 +109,7 @@ class TrainStep:
         self._total_train_steps = total_train_steps
         self._skipped_in_a_row = 0
         self._gathered: _Gathered | None = None
+        self._somewhere_images = False  # in the last batch, of any rank
         self._phases = Phases(device)
         self.work = Work.of(model.hf)
         self._peak_flops = peak_flops(device, resolve_precision(config, device)[0])
@@ -137,7 +139,7 @@ class TrainStep:
         if self.optimizer is None:
             raise InvalidInput("optimizer=None: expected an optimizer to train a model")
         packing.check_batch(batch)
-        self.model.check_text(batch)
+        self.model.check_images(batch, self._mesh.layout.per_share)
         self._gathered = so_far = self._gathered or _Gathered()
         so_far.batch = batch
         so_far.tokens += len(batch["input_ids"])
@@ -289,7 +291,7 @@ class TrainStep:
 
     def read(self, batch: Batch, head: Head) -> tuple[Tensor, Tensor]:
         packing.check_batch(batch)
-        self.model.check_text(batch)
+        self.model.check_images(batch, self._mesh.layout.per_share)
         found: tuple[Tensor, ...] = ()
         with torch.no_grad():
             for index, mb in self._micro_batches(batch):
@@ -317,8 +319,12 @@ class TrainStep:
             split = packing.split_micro_batches(
                 batch, spec.max_tokens_per_mb, count, self.work.pair_cost
             )
-            needed = {"n_max": float(max(len(split), 1))}
-            largest = int(reduce_scalars(needed, self._mesh.data_group)["n_max"])
+            needed = {
+                "n_max": float(max(len(split), 1)),
+                "images_max": float(images.has_images(batch)),
+            }
+            needed = reduce_scalars(needed, self._mesh.data_group)
+            largest, self._somewhere_images = int(needed["n_max"]), needed["images_max"] > 0
             if largest <= count or self._mesh.data_group is None:
                 break
             count = largest
@@ -349,13 +355,19 @@ class TrainStep:
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         packed, shares = self.model.kernel == PACKED, self._config.share_prefixes
         shares = packed if shares is None else shares
-        layout = build_layout(mb, share_prefixes=shares, buckets=packed).map(self._to_device)
+        layout = build_layout(mb, share_prefixes=shares, buckets=packed)
+        seen = None
+        if images.has_images(mb):
+            seen = vision.plan(self.model.hf, mb, layout).map(self._to_device)
+        elif self._somewhere_images:
+            seen = vision.blank(self.model.hf, layout).map(self._to_device)
+        layout = layout.map(self._to_device)
         empty = not len(targets)
         # A micro-batch without loss tokens still takes part in the collectives of forward and
         # backward; it may be a single token, so it asks for its first.
         wanted = self._to_device(targets.new_zeros(1) if empty else targets)
         mb = {key: self._to_device(value) for key, value in mb.items()}
-        read, beside = self.model(mb, layout, wanted, head)
+        read, beside = self.model(mb, layout, wanted, head, seen)
         if empty:
             read, beside = read * 0.0, beside * 0
         count = len(mb["input_ids"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import registered_name
 from areal.errors import InvalidInput
 
@@ -72,7 +73,9 @@ def set_attention(hf: Any, kernel: str) -> None:
     if not hf._can_set_attn_implementation():
         raise refusal(hf, "custom attention, which lets packed sequences see one another")
     hf.set_attn_implementation(name)
-    for module in hf.modules():
+    if vision.sees(hf):  # patches of an image see all others
+        hf.set_attn_implementation({"vision_config": "sdpa"})
+    for module in decoder_of(hf).modules():
         kind = type(module).__name__
         stays = getattr(getattr(module, "config", None), "_attn_implementation", name)
         if stays != name and "Attention" in kind:
@@ -90,8 +93,8 @@ def decoder_of(hf: Any) -> nn.Module:
 
 
 def freeze_towers(hf: Any) -> None:
-    """Keep what only images and sounds reach as it is: no batch has any."""
-    if hf.config.get_text_config() is hf.config:
+    """Keep what only images and sounds reach as it is, where no batch can have any."""
+    if hf.config.get_text_config() is hf.config or vision.sees(hf):
         return
     parts = filter(None, (decoder_of(hf), hf.get_output_embeddings()))
     used = {id(parameter) for part in parts for parameter in part.parameters()}

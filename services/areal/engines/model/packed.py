@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from areal.algorithms.packing import Batch
-from areal.engines.model import guards
+from areal.engines.model import guards, vision
 from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.model.attention.ulysses import Context
 from areal.engines.model.heads import Head
@@ -45,27 +45,17 @@ class PackedCausalLM(nn.Module):
         guards.freeze_towers(hf)
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
 
-    def check_text(self, batch: Batch) -> None:
-        """Refuse prompts with images, which would be computed as if there were none.
-
-        Args:
-            batch: packed batch, in host memory.
-
-        Raises:
-            InvalidInput: a prompt has a token in whose place the server saw an image, or the like.
-        """
-        if not len(self._placeholders):
-            return
-        given = batch["input_ids"][~batch["loss_mask"]]
-        found = given[torch.isin(given, self._placeholders)]
-        if len(found):
-            raise InvalidInput(
-                f"a prompt has token {int(found[0])}, which stands for an image, video or sound in "
-                f"{type(self.hf).__name__}: only text trains; expected prompts without it"
-            )
+    def check_images(self, batch: Batch, ranks_per_share: int) -> None:
+        """Refuse images that this model or layout would compute wrong; see `vision.check`."""
+        vision.check(self.hf, batch, ranks_per_share, self._placeholders)
 
     def forward(
-        self, batch: Batch, layout: PackedLayout, targets: Tensor, head: Head
+        self,
+        batch: Batch,
+        layout: PackedLayout,
+        targets: Tensor,
+        head: Head,
+        seen: vision.Seen | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute what a head reads.
 
@@ -75,6 +65,7 @@ class PackedCausalLM(nn.Module):
             targets: int64 [N], batch positions to read at; with a shift none is a sequence's first.
                 Position 0 stands for "none": what is returned for it means nothing.
             head: with a shift it reads off the token before the target.
+            seen: its images; None: it is text.
 
         Returns:
             What `head.read` does, with N the targets.
@@ -85,16 +76,18 @@ class PackedCausalLM(nn.Module):
         if self.context is not None:
             attention |= {"context": self.context, "tokens": len(input_ids)}
             input_ids, positions = self.context.cut(input_ids), self.context.cut(positions)
+        inputs: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
+        if seen is not None:
+            inputs, nothing = vision.embed(self.hf, input_ids, seen)
+            inputs["position_ids"] = seen.position_ids[:, None]
         output = guards.decoder_of(self.hf)(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            **attention,
+            **inputs, attention_mask=None, use_cache=False, **attention
         )
         # The distribution of token t is read off token t - 1: the only shift in the code base.
         rows = layout.locate[(targets - head.shift).clamp(min=0)]
         hidden = output.last_hidden_state[0]
+        if seen is not None:
+            hidden = hidden + nothing
         if self.context is None:
             return self._read_off(hidden, rows, batch, targets, head)
         first, count = self.context.own(len(layout.computed))

@@ -25,7 +25,7 @@ from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import build_layout
-from areal.engines.model.guards import decoder_of, is_scalar, refusal
+from areal.engines.model.guards import decoder_of, is_scalar, refusal, set_attention
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.packed import PackedCausalLM
 from areal.errors import InvalidInput
@@ -134,7 +134,6 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
     hf = model.hf
     if isinstance(model, FSDPModule):
         model.unshard()  # what the root gathers: embedding and head
-    attention = hf.config._attn_implementation
     hf.set_attn_implementation("eager")
     parts = []
     try:
@@ -147,7 +146,7 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
             logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
             parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
     finally:
-        hf.set_attn_implementation(attention)
+        set_attention(hf, model.kernel)
         if isinstance(model, FSDPModule):
             model.reshard()
     return torch.cat(parts)

@@ -47,7 +47,13 @@ _VISION = {
     "patch_size": 4,
     "out_hidden_size": 32,
 }
-_SEEING = {"image_token_id": IMAGE, "video_token_id": 91, "tie_word_embeddings": False}
+VISION_START = 92
+_SEEING = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": VISION_START,
+    "video_token_id": 91,
+    "tie_word_embeddings": False,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 
@@ -59,6 +65,15 @@ SEEING: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         **(_text() | _SEEING),
         "vision_config": {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen2_vl": {
+        **(_text() | _SEEING),
+        "vision_config": {
+            **{name: _VISION[name] for name in ("depth", "num_heads", "patch_size")},
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "mlp_ratio": 2,
+        },
     },
     "qwen3_vl": {
         **(_text() | _SEEING),

@@ -49,7 +49,9 @@ def test_train_batch_when_a_batch_is_text_then_the_language_tower_alone_changes(
 def test_forward_when_a_prompt_has_an_image_then_refuses(seeing):
     engine, _ = seeing
     batch = packing.pack([{"input_ids": [5, IMAGE, 7], "loss_mask": [False, False, True]}])
-    with pytest.raises(InvalidInput, match=rf"token {IMAGE}, which stands for an image.*only text"):
+    with pytest.raises(
+        InvalidInput, match=rf"token {IMAGE}, which stands for an image.*the batch has none"
+    ):
         engine.forward(batch)
     sampled = packing.pack([{"input_ids": [5, 6, IMAGE], "loss_mask": [False, False, True]}])
     assert engine.forward(sampled)[2] < 0  # text to the server, too
