@@ -16,11 +16,13 @@ _EXPORTS = {
     "InferenceEngine": "areal.workflows.base",
     "LLMRequest": "areal.types",
     "LLMResponse": "areal.types",
+    "MultiTurnWorkflow": "areal.workflows.multi_turn",
     "RLVRWorkflow": "areal.workflows.rlvr",
     "RemoteSGLangEngine": "areal.engines.rollout",
     "RolloutWorkflow": "areal.workflows.base",
     "make_trajectory": "areal.workflows.base",
     "StatefulLoader": "areal.datasets.loader",
+    "ToolWorkflow": "areal.workflows.tool",
     "TrainEngine": "areal.engines.train_api",
     "Trajectory": "areal.types",
     "WeightUpdateMeta": "areal.types",
@@ -38,10 +40,12 @@ __all__ = [
     "InferenceEngine",
     "LLMRequest",
     "LLMResponse",
+    "MultiTurnWorkflow",
     "RLVRWorkflow",
     "RemoteSGLangEngine",
     "RolloutWorkflow",
     "StatefulLoader",
+    "ToolWorkflow",
     "TrainEngine",
     "Trajectory",
     "WeightUpdateMeta",
@@ -68,7 +72,9 @@ if TYPE_CHECKING:
     )
     from areal.workflows.base import InferenceEngine, RolloutWorkflow, make_trajectory
     from areal.workflows.conversation import Conversation
+    from areal.workflows.multi_turn import MultiTurnWorkflow
     from areal.workflows.rlvr import RLVRWorkflow
+    from areal.workflows.tool import ToolWorkflow
 
 
 def __getattr__(name: str) -> Any:

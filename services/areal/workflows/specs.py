@@ -32,9 +32,10 @@ _DATACLASS = "$dataclass"
 
 def builtin_workflows() -> dict[str, type[RolloutWorkflow]]:
     """Workflows that need no recipe, by the name that clients use."""
+    from areal.workflows.multi_turn import MultiTurnWorkflow
     from areal.workflows.rlvr import RLVRWorkflow
 
-    return {"rlvr": RLVRWorkflow}
+    return {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
 
 # ---------------------------------------------------------------- describing

@@ -1,0 +1,125 @@
+"""Several tries at one problem: an answer that scores nothing is told so, and tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from areal.errors import InvalidInput
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
+from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow
+from areal.workflows.conversation import Conversation
+from areal.workflows.rendering import Message, TemplateRenderer
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` conversations on a row, of at most `max_turns` answers each.
+
+    A conversation ends with its first answer whose reward is above 0. Its reward is that of its
+    last answer, times `turn_discount` for each answer before it.
+
+    Example:
+        >>> MultiTurnWorkflow("math", config.gconfig, max_turns=3, turn_discount=0.9)
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn = "math",
+        gconfig: GenerationHyperparameters | None = None,
+        max_turns: int = 2,
+        feedback: str | Callable[..., str] = "That is not correct. Try again.",
+        turn_discount: float = 1.0,
+        system_prompt: str | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> None:
+        """Checks what can be checked without a row.
+
+        Args:
+            reward_fn: A built-in reward's name, or a function of the recipe.
+            gconfig: How to sample; `max_new_tokens` is for each answer.
+            max_turns: Answers of a conversation.
+            feedback: What the user says to a wrong answer; or a function of the recipe,
+                `feedback(completion, reward, **data) -> str`.
+            turn_discount: From 0 to 1.
+            system_prompt: Put before the row's messages.
+            template: Variables of the chat template (`{"enable_thinking": False}`).
+
+        Raises:
+            InvalidInput: A number is out of range.
+        """
+        if max_turns < 1:
+            raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
+        if not 0.0 <= turn_discount <= 1.0:
+            raise InvalidInput(f"turn_discount {turn_discount:g}: expected 0 to 1")
+        self.reward_fn = reward_fn
+        self.gconfig = gconfig or GenerationHyperparameters()
+        self.max_turns = max_turns
+        self.feedback = feedback
+        self.turn_discount = turn_discount
+        self.system_prompt = system_prompt
+        self.template = template or {}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One group: n conversations about one row."""
+        messages = row_messages(data, self.system_prompt)
+        renderer = TemplateRenderer(engine.tokenizer, **self.template)
+        chats = [Conversation(renderer, messages) for _ in range(self.gconfig.n_samples)]
+        request = LLMRequest(chats[0].input_ids, self.gconfig)
+        firsts = await engine.agenerate_group(request)  # one request for all first answers
+        return await asyncio.gather(
+            *(self._converse(engine, data, *pair) for pair in zip(chats, firsts, strict=True))
+        )
+
+    async def _converse(
+        self,
+        engine: InferenceEngine,
+        data: dict[str, Any],
+        chat: Conversation,
+        response: LLMResponse,
+    ) -> Trajectory:
+        prompt = engine.tokenizer.decode(chat.input_ids)
+        turns = 0
+        while True:
+            prompt_ids = response.input_tokens
+            reply = chat.add_response(response)
+            turns += 1
+            [reward] = await engine.score(
+                self.reward_fn,
+                completions=[reply.text],
+                data=data,
+                prompt=prompt,
+                prompt_ids=prompt_ids,
+                completion_ids=[response.output_tokens],
+            )
+            if reward > 0 or turns == self.max_turns:
+                break
+            said = self.feedback
+            if not isinstance(said, str):
+                said = said(reply.text, reward, **data)
+            chat.add_messages({"role": "user", "content": said})
+            try:
+                response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
+            except InvalidInput:  # the context is full: the answers that there are count
+                break
+        return chat.trajectory(reward * self.turn_discount ** (turns - 1))
+
+
+def row_messages(data: dict[str, Any], system_prompt: str | None) -> list[Message]:
+    """A row's opening messages: its `messages`, or its `prompt` as a user's.
+
+    Raises:
+        InvalidInput: It has neither.
+    """
+    messages, prompt = data.get("messages"), data.get("prompt")
+    if messages is None and isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    if not isinstance(messages, list) or not messages:
+        raise InvalidInput(
+            f"data: expected 'messages' (a list) or 'prompt' (a string), "
+            f"got the fields {sorted(data)}"
+        )
+    system: list[Message] = []
+    if system_prompt is not None:
+        system = [{"role": "system", "content": system_prompt}]
+    return [*system, *messages]

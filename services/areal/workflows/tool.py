@@ -1,0 +1,123 @@
+"""A model that calls Python functions of the recipe, until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from areal.errors import InvalidInput
+from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
+from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow
+from areal.workflows.conversation import Conversation
+from areal.workflows.multi_turn import row_messages
+from areal.workflows.rendering import Message, Reply, TemplateRenderer, ToolCall
+from areal.workflows.tool_schema import arguments_of, schema_of
+
+
+class ToolWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` conversations with tools on a row; scores the last answer.
+
+    The calls of one answer run at once. What tools return is context: the loss covers exactly what
+    the model sampled. A call with wrong arguments, or that raises, tells the model so.
+
+    Example:
+        >>> def multiply(a: int, b: int) -> int:
+        ...     "Multiplies two numbers."
+        ...     return a * b
+        >>> ToolWorkflow([multiply], "math", config.gconfig)
+    """
+
+    replayable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        reward_fn: RewardFn = "math",
+        gconfig: GenerationHyperparameters | None = None,
+        max_turns: int = 8,
+        tool_timeout_s: float = 30.0,
+        system_prompt: str | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> None:
+        """Checks what can be checked without a row.
+
+        Args:
+            tools: Functions of the recipe, async or not (those run in threads). Annotations and
+                defaults of their parameters are the schema, docstrings their descriptions.
+            reward_fn: A built-in reward's name, or a function of the recipe.
+            gconfig: How to sample; `max_new_tokens` is for each answer.
+            max_turns: Answers of a conversation, the last one included.
+            tool_timeout_s: Of one call.
+            system_prompt: Put before the row's messages.
+            template: Variables of the chat template.
+
+        Raises:
+            InvalidInput: A tool has a parameter without a type, or a number is out of range.
+        """
+        if max_turns < 1:
+            raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
+        self.tools = {tool.__name__: tool for tool in tools}
+        self.arguments = {name: arguments_of(tool) for name, tool in self.tools.items()}
+        self.reward_fn = reward_fn
+        self.gconfig = gconfig or GenerationHyperparameters()
+        self.max_turns = max_turns
+        self.tool_timeout_s = tool_timeout_s
+        self.system_prompt = system_prompt
+        self.template = template or {}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One group: n conversations about one row."""
+        return await asyncio.gather(
+            *(self._converse(engine, data) for _ in range(self.gconfig.n_samples))
+        )
+
+    async def _converse(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
+        renderer = TemplateRenderer(engine.tokenizer, **self.template)
+        schemas = [schema_of(tool, self.arguments[name]) for name, tool in self.tools.items()]
+        opening = row_messages(data, self.system_prompt)
+        chat = Conversation(renderer, opening, tools=schemas)
+        prompt, reply = engine.tokenizer.decode(chat.input_ids), Reply("")
+        for turn in range(self.max_turns):
+            try:
+                response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
+            except InvalidInput:
+                if turn == 0:
+                    raise
+                break  # the context is full: the answers that there are count
+            reply = chat.add_response(response)
+            if not reply.tool_calls or turn + 1 == self.max_turns:
+                break
+            results = await asyncio.gather(*(self._call(call) for call in reply.tool_calls))
+            chat.add_messages(*results)
+        [reward] = await engine.score(
+            self.reward_fn, completions=[reply.text], data=data, prompt=prompt
+        )
+        return chat.trajectory(reward)
+
+    async def _call(self, call: ToolCall) -> Message:
+        """Runs one call; whatever happens is told to the model."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            result: Any = f"error: no tool {call.name!r}; there is {', '.join(self.tools)}"
+        else:
+            try:
+                checked = self.arguments[call.name].model_validate(call.arguments)
+                arguments = {name: getattr(checked, name) for name in checked.model_fields_set}
+                async with asyncio.timeout(self.tool_timeout_s):
+                    if inspect.iscoroutinefunction(tool):
+                        result = await tool(**arguments)
+                    else:
+                        result = await asyncio.to_thread(tool, **arguments)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = ".".join(str(part) for part in first["loc"])
+                result = f"error: {where}: {first['msg']}"
+            except TimeoutError:
+                result = f"error: no result within {self.tool_timeout_s:g} s"
+            except Exception as error:
+                result = f"error: {type(error).__name__}: {error}"
+        return {"role": "tool", "name": call.name, "content": str(result)}
