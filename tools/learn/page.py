@@ -20,11 +20,10 @@ example, with all its services on this machine's CPU: two inference servers, one
 learn` runs what is missing, two runs at a time, and resumes what was interrupted; a row is an entry
 of [tools/learn/table.py](../tools/learn/table.py). docs/learning.jsonl has each run's commit.
 
-A run must meet its criterion within 10 minutes, its services' start and the making of its model
-included. Load is the machine's load average when it began and when it ended. Where it is above 4 or
-so the machine did other work, too: seconds are then an upper bound, and comparing them says
-nothing. Seeds with * ran an earlier revision of the recipe or of its settings; `make learn` runs
-them again.
+A run is to meet its criterion within 600 s, its services' start and the making of its model
+included. Load is the machine's load average when it began and when it ended. Above 4 or so the
+machine did other work, too: seconds are then an upper bound, and comparing them says nothing. Seeds
+with * ran an earlier revision of the recipe or of its settings; `make learn` runs them again.
 """
 
 
@@ -39,12 +38,13 @@ def write(table: list[tuple[Row, Runs]]) -> None:
             _draw(rows, image)
             parts.append(f"![{section}: curves](images/{image.name})\n")
         parts.append(
-            "| run | criterion | seeds | before | after | difference | met | seconds | load |\n"
-            "|---|---|---|---|---|---|---|---|---|\n"
+            "| run | criterion | seeds | before | after | value | met | seconds | in time "
+            "| load |\n|---|---|---|---|---|---|---|---|---|---|\n"
             + "".join(_line(row, runs) for row, runs in rows)
         )
         for row, runs in rows:
-            missing += [f"{row.title}: seed {seed}" for seed in SEEDS if seed not in runs]
+            if lacking := [str(seed) for seed in SEEDS if seed not in runs]:
+                missing.append(f"{row.title}: seeds {', '.join(lacking)}")
         parts.append(_settings(rows))
     listed = "".join(f"- {each}\n" for each in missing) or "Nothing.\n"
     parts.append(f"## Not run\n\n{listed}")
@@ -53,26 +53,27 @@ def write(table: list[tuple[Row, Runs]]) -> None:
 
 def _line(row: Row, runs: Runs) -> str:
     if not runs:
-        return f"| {row.title} | {row.measure} | none | | | | not run | | |\n"
+        return f"| {row.title} | {row.measure} | none | | | | not run | | | |\n"
     ordered = [runs[seed] for seed in sorted(runs)]
 
     def each(name: str, form: str = "{:.2f}") -> str:
         return ", ".join("" if r[name] is None else form.format(r[name]) for r in ordered)
 
-    met = sum(row.measure.holds(r["value"]) and r["seconds"] <= LIMIT_S for r in ordered)
+    met = sum(row.measure.holds(r["value"]) for r in ordered)
+    in_time = sum(r["seconds"] <= LIMIT_S for r in ordered)
     loads = ", ".join(f"{r['load'][0]:.0f} to {r['load'][1]:.0f}" for r in ordered)
     revision = row.revision()
     seeds = ", ".join(f"{r['seed']}{'' if r['revision'] == revision else '*'}" for r in ordered)
     return (
         f"| {row.title} | {row.measure} | {seeds} | {each('before')} | {each('after')} "
         f"| {each('value', '{:+.2f}')} | {met} of {len(ordered)} | {each('seconds', '{:.0f}')} "
-        f"| {loads} |\n"
+        f"| {in_time} of {len(ordered)} | {loads} |\n"
     )
 
 
 def _settings(rows: list[tuple[Row, Runs]]) -> str:
     lines = [
-        f"- {row.title}: `areal run examples/{row.example}.py {' '.join(row.overrides)}`"
+        f"- {row.title}: `{' '.join((f'areal run examples/{row.example}.py', *row.overrides))}`"
         for row, _ in rows
     ]
     return "\n".join(lines) + "\n"
