@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     add(
         "--steps",
         type=int,
-        default=400,
+        default=900,
         help="must outlive the stages; below 200 no look at the reward",
     )
     add("--keep", action="store_true", help="leave the release when a stage fails")

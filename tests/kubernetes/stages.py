@@ -210,6 +210,8 @@ class Run:
         cluster = self.cluster
         victim = self.victim(component)
         step, uid = self.step(), victim["metadata"]["uid"]
+        if step >= self.settings.steps:
+            raise Failed(f"training was over at step {step}, before this stage; give more --steps")
         number = len([pod for pod in cluster.pods(component) if not is_leaving(pod)])
         cluster.kubectl("delete", "pod", victim["metadata"]["name"], "--wait=false")
 

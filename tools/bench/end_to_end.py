@@ -2,16 +2,20 @@
 
     python tools/bench/end_to_end.py --trl VENV/bin/python [--rounds 3] [--steps 12]
 
-Both train a 0.6 M parameter Qwen2 with random weights on two-digit addition: the same rows, 64
-problems x 8 answers a step, learning rate and loss. Ours is `areal run` with two servers, TRL one
-process with `--threads` threads (1.16; its environment is that of tools/bench/trainer.py). They
-alternate. `uniform`: exactly 16 tokens; `tailed`: 4 of 261 tokens end an answer, so its length is
-geometric with a mean of 65, 512 at most. With `--model` both begin with that model (the demo's)
-and the task's own lengths (`learning`): the last line but one then has reward over time.
+Both train a 0.6 M parameter Qwen2 on two-digit addition: the same rows, 64 problems x 8 answers a
+step, learning rate, clip range, and GRPO as each library does it. Ours is `areal run` with two
+servers, TRL one process with `--threads` threads (1.16; its environment is that of
+tools/bench/trainer.py). They alternate.
+
+`uniform`: random weights, exactly 16 tokens. `tailed`: 4 of 261 tokens end an answer, so its length
+is geometric with a mean of 65, 512 at most. `learning`: the demo's warm-started model in `--model`
+and the task's own lengths; every SAVE_EVERY-th step is saved, and each of these models then
+answers each of the held-out problems four times at temperature 1.
 
 Steps are timed from the WARM_UP-th on. A JSON line for each run has wall and CPU milliseconds a
-sample, tokens a sample, and (seconds, reward) of each step; the last line has the ratios of the
-medians, TRL's over ours.
+sample, tokens a sample, (seconds, reward) of each step and (seconds, accuracy) of each saved one;
+the last line has the ratios of the medians, TRL's over ours. `learning_time` is the time that TRL
+takes to its final accuracy (mean of its last three) over the time that ours takes to reach it.
 """
 
 from __future__ import annotations
@@ -32,9 +36,10 @@ GROUPS, SAMPLES, WARM_UP = 64, 8, 3
 CASES = {"uniform": 16, "tailed": 512, "learning": 8}
 STOPS = [260, 0, 1, 2]
 LEARNING_RATE = 3e-4
+SAVE_EVERY = 10
 
 
-def run_trl(case: str, model: Path, steps: int, threads: int) -> None:
+def run_trl(case: str, model: Path, steps: int, threads: int, saved: Path | None) -> None:
     """TRL's GRPOTrainer on the rows; a line of JSON after each step."""
     import torch
     from datasets import Dataset
@@ -57,7 +62,9 @@ def run_trl(case: str, model: Path, steps: int, threads: int) -> None:
         return rewards
 
     class Report(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, _: Any, state: Any, __: Any, *, model: Any, **___: Any) -> None:
+            if saved and state.global_step % SAVE_EVERY == 0:
+                model.save_pretrained(saved / str(state.global_step))
             times = os.times()
             line = {"time": time.time(), "cpu": times.user + times.system, **step}
             print("STEP " + json.dumps(line), flush=True)
@@ -67,7 +74,7 @@ def run_trl(case: str, model: Path, steps: int, threads: int) -> None:
         model=str(model),
         reward_funcs=reward,
         args=GRPOConfig(
-            output_dir=str(model / "trl"),
+            output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=GROUPS * SAMPLES,
             num_generations=SAMPLES,
             max_completion_length=length,
@@ -93,17 +100,22 @@ def run_trl(case: str, model: Path, steps: int, threads: int) -> None:
     ).train()
 
 
-def theirs(python: str, case: str, model: Path, steps: int, threads: int) -> list[dict[str, float]]:
+def theirs(
+    python: str, case: str, model: Path, steps: int, threads: int, folder: Path
+) -> list[dict[str, float]]:
     """The steps of a run of TRL."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = str(REPOSITORY / "services")
     command = [python, __file__, "--contender", case, "--model", str(model)]
     command += ["--steps", str(steps), "--threads", str(threads)]
+    command += ["--saved", str(folder)] if case == "learning" else []
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return [json.loads(line[5:]) for line in ran.stdout.splitlines() if line.startswith("STEP ")]
 
 
-def ours(case: str, model: Path, steps: int, folder: Path, trial: str) -> list[dict[str, float]]:
+def ours(
+    case: str, model: Path, steps: int, folder: Path, trial: str, saved: Path
+) -> list[dict[str, float]]:
     """The steps of an `areal run`; CPU is that of all its processes."""
     from sample_path import cpu_seconds
 
@@ -113,7 +125,8 @@ def ours(case: str, model: Path, steps: int, folder: Path, trial: str) -> list[d
     command += [f"trial_name={trial}", f"total_train_steps={steps}", f"model.path={model}"]
     command += [f"gconfig.max_new_tokens={length}", f"model.context_length={length + 32}"]
     command += [f"whole_length={str(case == 'uniform').lower()}"]
-    command += [f"actor.optimizer.lr={LEARNING_RATE}"]
+    command += [f"actor.optimizer.lr={LEARNING_RATE}", "actor.optimizer.min_lr_ratio=0"]
+    command += [f"save_every={SAVE_EVERY}", f"saved={saved}"] if case == "learning" else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY / "services")
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
@@ -159,6 +172,53 @@ def summary(case: str, name: str, steps: list[dict[str, float]]) -> dict[str, An
     }
 
 
+def accuracy(folder: Path, tokenizer: Path) -> float:
+    """The share of right answers of a saved model: four to each held-out problem, sampled."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from areal.datasets.arithmetic import addition
+    from areal.tokenizer import Tokenizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _, heldout = addition(2, train=6000, heldout=500, seed=0)
+    codec, right = Tokenizer.load(tokenizer), 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = [codec.apply_chat_template(row["messages"]) for row in heldout]
+    for length in set(map(len, prompts)):
+        rows = [
+            (p, row["answer"]) for p, row in zip(prompts, heldout, strict=True) if len(p) == length
+        ]
+        ids = torch.tensor([prompt for prompt, _ in rows])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=CASES["learning"],
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            num_return_sequences=4,
+            eos_token_id=codec.eos_token_id,
+            pad_token_id=codec.eos_token_id,
+        )
+        texts = codec.decode_batch(out[:, length:].tolist(), skip_special_tokens=True)
+        right += sum(
+            text.strip().lstrip("0") == rows[index // 4][1] for index, text in enumerate(texts)
+        )
+    return right / (4 * len(heldout))
+
+
+def lead(our: dict[str, Any], their: dict[str, Any]) -> float:
+    """TRL's time to its final held-out accuracy over ours to the same; 0 if ours never has it."""
+    goal = statistics.mean(accuracy for _, accuracy in their["heldout"][-3:])
+    times = [
+        next((seconds for seconds, accuracy in run["heldout"] if accuracy >= goal), None)
+        for run in (our, their)
+    ]
+    return times[1] / times[0] if times[0] and times[1] else 0.0
+
+
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -169,10 +229,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["uniform", "tailed"])
     parser.add_argument("--model", type=Path, help="a trained model's folder, for `learning`")
     parser.add_argument("--contender", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--saved", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     steps, threads = arguments.steps, arguments.threads
     if arguments.contender:
-        run_trl(arguments.contender, arguments.model, steps, threads)
+        run_trl(arguments.contender, arguments.model, steps, threads, arguments.saved)
         return
     from areal.models.tiny import make_tiny_model
 
@@ -191,15 +252,28 @@ def main() -> None:
                 parser.error("--cases learning needs --model FOLDER")
             found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
             for number in range(arguments.rounds):
-                runs = {"ours": ours(case, model, steps, folder, f"{case}{number}")}
-                if arguments.trl:
-                    runs["trl"] = theirs(arguments.trl, case, model, steps, threads)
-                for name, rows in runs.items():
-                    found[name].append(summary(case, name, rows))
-                    print(json.dumps(found[name][-1]), flush=True)
+                for name in ("ours", "trl") if arguments.trl else ("ours",):
+                    trial = f"{case}{number}"
+                    saved = folder / name / trial
+                    if name == "ours":
+                        rows = ours(case, model, steps, folder, trial, saved)
+                    else:
+                        rows = theirs(arguments.trl, case, model, steps, threads, saved)
+                    line = summary(case, name, rows)
+                    if case == "learning":
+                        line["heldout"] = [
+                            (line["curve"][step - 1][0], accuracy(saved / str(step), model))
+                            for step in range(SAVE_EVERY, steps + 1, SAVE_EVERY)
+                        ]
+                    found[name].append(line)
+                    print(json.dumps(line), flush=True)
             for key in ("wall", "cpu") if arguments.trl else ():
                 their, our = (statistics.median(r[key] for r in found[n]) for n in ("trl", "ours"))
                 ratios[f"{case}_{key}"] = round(their / our, 2)
+            if case == "learning" and arguments.trl:
+                ratios["learning_time"] = round(
+                    statistics.median(map(lead, found["ours"], found["trl"])), 2
+                )
     print(json.dumps(ratios))
 
 

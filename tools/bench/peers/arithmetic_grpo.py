@@ -22,6 +22,10 @@ class Config(GRPOConfig):
 
     whole_length: bool = False
     """Every sample has gconfig.max_new_tokens tokens."""
+    save_every: int = 0
+    """Every so many steps the model is saved for the bench; 0: never."""
+    saved: str = ""
+    """The folder that these models lie in."""
 
 
 def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:
@@ -56,8 +60,10 @@ def main(argv):
     actor = FSDPPPOActor(config.actor)
     workflow = AdditionWorkflow(config.gconfig, config.whole_length)
     dataloader = StatefulLoader(train, seed=config.seed)
-    for _ in range(actor.get_version(), config.total_train_steps):
+    for step in range(actor.get_version(), config.total_train_steps):
         batch = rollout.prepare_batch(dataloader, workflow=workflow)
         actor.compute_advantages(batch)
         actor.ppo_update(batch)
         actor.upload_weights(WeightUpdateMeta.from_disk())
+        if config.save_every and (step + 1) % config.save_every == 0:
+            actor.engine.save(f"{config.saved}/{step + 1}")
