@@ -98,11 +98,11 @@ class Exporter:
             else:
                 done.set_result(None)
             finally:
-                try:
-                    if again is not None and dist.get_rank() == 0:
-                        again.skip()
-                finally:
+                # A second gathering may outlive `deliver`: it says itself when it is over.
+                if again is None or dist.get_rank() != 0:
                     self._gathered.set()
+                else:
+                    again.skip()
 
         # Not one that the interpreter waits for at its end: a dead volume would hold it.
         threading.Thread(target=run, name="export", daemon=True).start()
@@ -167,24 +167,28 @@ class _Repeat:
         """See `Again`: closed early, it still gathers the rest, which the others send."""
         if not self._open.acquire(blocking=False):
             return
-        self._exporter.tell(True)
-        with self._exporter.stream(self._ready):
-            buckets = self._work.buckets()
-            try:
-                for bucket in buckets:  # noqa: UP028 - closing this one must not close the other
-                    yield bucket
-            finally:
-                for _ in buckets:
-                    pass
-                if self._ready is not None:
-                    torch.cuda.current_stream().synchronize()
-                self._exporter.gathered()
+        try:
+            self._exporter.tell(True)
+            with self._exporter.stream(self._ready):
+                buckets = self._work.buckets()
+                try:
+                    for bucket in buckets:  # noqa: UP028 - closing this one must not close the other
+                        yield bucket
+                finally:
+                    for _ in buckets:
+                        pass
+                    if self._ready is not None:
+                        torch.cuda.current_stream().synchronize()
+        finally:
+            self._exporter.gathered()
 
     def skip(self) -> None:
         """See `Again`."""
         if self._open.acquire(blocking=False):
-            self._exporter.tell(False)
-            self._exporter.gathered()
+            try:
+                self._exporter.tell(False)
+            finally:
+                self._exporter.gathered()
 
     def follow(self) -> None:
         """As another rank: sends its pieces again, if rank 0 wants them."""
