@@ -6,8 +6,8 @@ and clusters):
     pip download --no-deps --dest /tmp/wheels areal==1.0.4 verl==0.9.1 trl==1.16.0
     python tools/reference_goldens.py /tmp/wheels/{areal-1.0.4,verl-0.9.1,trl-1.16.0}-*.whl
 
-writes tests/unit/areal/algorithms/golden/{areal,verl,trl}.npz. Inputs and outputs are padded [rows,
-columns] arrays in the packages' own alignment; the tests translate.
+writes tests/unit/areal/algorithms/golden/{areal,verl,trl,trl_preference}.npz. Inputs and outputs
+are padded [rows, columns] arrays in the packages' own alignment; the tests translate.
 """
 
 from __future__ import annotations
@@ -368,15 +368,68 @@ def trl_loss(
     return loss
 
 
+def record_preference(wheel: Path) -> dict[str, np.ndarray]:
+    """Run the losses of TRL's DPOTrainer and CPOTrainer: rows of the first half are the chosen."""
+    ns: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    definitions(wheel, "trl/experimental/cpo/cpo_trainer.py", ["cpo_loss"], ns)
+    dpo = dpo_statements(wheel)
+    out: dict[str, np.ndarray] = {}
+    for seed in SEEDS:
+        r = rows(300 + seed)
+        mask = r["loss_mask"].float()
+        arrays = {name: value.numpy() for name, value in r.items()}
+
+        def trl_dpo(policy: torch.Tensor, kind: str, r: Any = r, mask: Any = mask) -> Any:
+            scores = ((policy - r["reference_logprobs"]) * mask).sum(1)
+            names = {"chosen_scores": scores[:4], "rejected_scores": scores[4:], "F": ns["F"]}
+            names |= {"completion_mask": mask, "zip": zip}
+            settings = {"beta": 0.3, "loss_types": [kind], "loss_weights": [1.0]}
+            names["self"] = SimpleNamespace(**settings, use_weighting=False)
+            exec(dpo, names)
+            return names["loss"]
+
+        def trl_simpo(policy: torch.Tensor, mask: Any = mask) -> torch.Tensor:
+            means = (policy * mask).sum(1) / mask.sum(1)
+            trainer = MagicMock(beta=2.0, simpo_gamma=0.7, loss_type="simpo", alpha=0.0)
+            trainer.label_smoothing, trainer.accelerator.device = 0.0, "cpu"
+            losses: torch.Tensor = ns["cpo_loss"](trainer, means[:4], means[4:])[0]
+            return losses.mean()
+
+        cases = {"dpo": partial(trl_dpo, kind="sigmoid"), "ipo": partial(trl_dpo, kind="ipo")}
+        for name, loss_of in {**cases, "simpo": trl_simpo}.items():
+            loss, grad = with_gradient(loss_of, r["policy_logprobs"])
+            arrays[f"{name}.loss"], arrays[f"{name}.grad"] = loss.numpy(), grad.numpy()
+        out |= {f"{seed}.{name}": array for name, array in arrays.items()}
+    return out
+
+
+def dpo_statements(wheel: Path) -> Any:
+    """The statements of DPOTrainer from the difference of the scores to the loss."""
+    with zipfile.ZipFile(wheel) as archive:
+        tree = ast.parse(archive.read("trl/trainer/dpo_trainer.py"))
+    for node in ast.walk(tree):
+        body = [
+            ast.unparse(each) for each in getattr(node, "body", []) if isinstance(each, ast.stmt)
+        ]
+        found = [n for n, text in enumerate(body) if text.startswith("delta_score =")]
+        if found and isinstance(node, ast.FunctionDef):
+            chosen = node.body[found[0] : found[0] + 3]
+            assert isinstance(chosen[-1], ast.For)
+            return compile(ast.Module(body=chosen, type_ignores=[]), "dpo_trainer.py", "exec")
+    raise AssertionError("trl/trainer/dpo_trainer.py has no delta_score")
+
+
 def main() -> None:
     """Write the files; the package versions are recorded in them."""
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    records = (record_areal, record_verl, record_trl)
-    for wheel, record in zip(map(Path, sys.argv[1:]), records, strict=True):
+    wheels = [Path(each) for each in sys.argv[1:]]
+    records = {"areal": record_areal, "verl": record_verl, "trl": record_trl}
+    records["trl_preference"] = record_preference
+    for (name, record), wheel in zip(records.items(), [*wheels, wheels[-1]], strict=True):
         package, version = wheel.name.split("-")[:2]
         arrays = record(wheel)
         arrays["version"] = np.array(f"{package} {version}")
-        np.savez_compressed(GOLDEN / f"{package}.npz", **arrays)
+        np.savez_compressed(GOLDEN / f"{name}.npz", **arrays)
         print(f"{package} {version}: {len(arrays)} arrays")
 
 

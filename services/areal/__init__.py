@@ -17,6 +17,7 @@ _EXPORTS = {
     "LLMRequest": "areal.types",
     "LLMResponse": "areal.types",
     "MultiTurnWorkflow": "areal.workflows.multi_turn",
+    "OfflineTrainer": "areal.engines.offline",
     "RLVRWorkflow": "areal.workflows.rlvr",
     "RemoteSGLangEngine": "areal.engines.rollout",
     "RolloutWorkflow": "areal.workflows.base",
@@ -41,6 +42,7 @@ __all__ = [
     "LLMRequest",
     "LLMResponse",
     "MultiTurnWorkflow",
+    "OfflineTrainer",
     "RLVRWorkflow",
     "RemoteSGLangEngine",
     "RolloutWorkflow",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from areal.algorithms.controls import shuffle_rewards
     from areal.config.experiment import GRPOConfig, load_expr_config
     from areal.datasets.loader import StatefulLoader
+    from areal.engines.offline import OfflineTrainer
     from areal.engines.ppo_actor import FSDPPPOActor
     from areal.engines.ppo_critic import FSDPPPOCritic
     from areal.engines.rollout import RemoteSGLangEngine

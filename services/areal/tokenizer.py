@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+# Unicode's noncharacter: no text has it.
+_MARK = "\ufdd0"
+
+
 class Tokenizer:
     """Text to ids and back; safe to share between coroutines.
 
@@ -55,6 +59,11 @@ class Tokenizer:
         self.eos_token_ids = list(eos_token_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
         self._template = _compile(chat_template) if chat_template else None
+        self._marking = (
+            _compile(chat_template, mark=_MARK)
+            if chat_template and "generation %}" in chat_template.replace("-%}", " %}")
+            else None
+        )
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
 
@@ -157,9 +166,26 @@ class Tokenizer:
             InvalidInput: There is no template, messages are malformed, or the template refuses
                 them.
         """
+        return self._render(
+            self._template,
+            messages,
+            tools=list(tools) if tools is not None else None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+
+    def _render(
+        self,
+        template: jinja2.Template | None,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
         import jinja2
 
-        if self._template is None:
+        if template is None:
             raise InvalidInput("messages: this tokenizer has no chat template; use a 'prompt'")
         if isinstance(messages, (str, dict)) or not messages:
             raise InvalidInput("messages: expected a list of {'role', 'content'} objects")
@@ -170,9 +196,9 @@ class Tokenizer:
                 )
         plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
-            return self._template.render(
+            return template.render(
                 messages=plain,
-                tools=list(tools) if tools is not None else None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
@@ -181,6 +207,23 @@ class Tokenizer:
             raise InvalidInput(f"messages: the chat template refuses them: {error}") from None
         except TypeError as error:
             raise InvalidInput(f"messages: do not fit the chat template: {error}") from None
+
+    def render_marked(self, messages: Sequence[dict[str, Any]]) -> list[str]:
+        """The chat template's text of a whole conversation, cut at its `{% generation %}` marks.
+
+        Returns:
+            Parts that join to what `render_chat` renders; those with an odd index are marked. One
+            part: the template has no marks.
+
+        Raises:
+            InvalidInput: As `render_chat`, or a message contains the mark.
+        """
+        if self._marking is None:
+            return [self.render_chat(messages, add_generation_prompt=False)]
+        parts = self._render(self._marking, messages).split(_MARK)
+        if "".join(parts) != self._render(self._template, messages):
+            raise InvalidInput("messages: contain a character that marks the assistant's text")
+        return parts
 
     def apply_chat_template(
         self,
@@ -224,20 +267,26 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _compile(source: str) -> jinja2.Template:
-    """Templates come from strangers: sandboxed, and with the names that transformers gives them."""
+def _compile(source: str, mark: str = "") -> jinja2.Template:
+    """Templates come from strangers: sandboxed, and with the names that transformers gives them.
+
+    `mark`: is written before and after assistant text.
+    """
     import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks assistant text for training masks; here it is only its body."""
+        """`{% generation %}` marks assistant text for training masks."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            edge = nodes.Output([nodes.TemplateData(mark)], lineno=line)
+            return [edge, *body, edge] if mark else body
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -26,6 +26,7 @@ from areal.chassis.service import Listeners
 from areal.config.experiment import cautions
 from areal.errors import InvalidInput, TrainingDiverged, WorkflowError
 from areal.recipe import Recipe, load_recipe
+from areal.training.offline_session import OfflineSession
 from areal.training.rank_watch import RankWatch
 from areal.training.session import TrainerSession, TrainerStopped
 from areal_trainer.config import TrainerConfig
@@ -77,7 +78,8 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
     module = _load(Path(config.experiment.recipe))
     _init_process_group(config)
     watch = RankWatch(config.rank, config.world_size) if config.world_size > 1 else None
-    session = TrainerSession(
+    kind = OfflineSession if config.experiment.offline else TrainerSession
+    session = kind(
         config.experiment,
         rank=config.rank,
         world_size=config.world_size,

@@ -14,6 +14,8 @@ A batch is a plain `dict[str, torch.Tensor]`:
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
     teacher_ids, teacher_logprobs   int64, f32   [T, k]   optional: a teacher's likeliest
     pixel_values, image_grid_thw, image_group    optional: see `images`
+    chosen             bool  [S]     optional: the better one of the two sequences of a group,
+                                     which then share a micro-batch
 
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
 0 at a sequence's first token. Nothing is shifted; the one place that shifts is the model wrapper,
@@ -45,7 +47,7 @@ from areal.types import StopReason, TrajectoryGroup
 
 Batch = dict[str, Tensor]
 
-SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values"})
+SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values", "chosen"})
 """Keys with one entry per sequence; all others except `cu_seqlens` have one entry per token."""
 COLUMN_KEYS = frozenset({"teacher_ids", "teacher_logprobs"})
 """Keys with several values per token, [T, k]."""
@@ -56,6 +58,7 @@ _DTYPES = {
     "token_versions": torch.int64,
     "group_index": torch.int64,
     "truncated": torch.bool,
+    "teacher_ids": torch.int64,
 }
 _TRAJECTORY_KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
 
@@ -312,8 +315,9 @@ def split_micro_batches(
 
     Args:
         batch: the batch.
-        max_tokens: token budget; a longer sequence forms a micro-batch of its own.
-        min_count: smallest number of micro-batches (fewer only if there are fewer sequences).
+        max_tokens: token budget; a longer sequence, or pair, forms a micro-batch of its own.
+        min_count: smallest number of micro-batches (fewer only if there are fewer sequences, or
+            with pairs, which are not split further).
         pair_cost: see `cost`.
 
     Returns:
@@ -322,15 +326,17 @@ def split_micro_batches(
     """
     lengths = sequence_lengths(batch).tolist()
     units = []
+    paired = "chosen" in batch  # a loss of both: they are never parted
     for unit in group_units(batch):
-        fits = sum(lengths[i] for i in unit) <= max_tokens
+        fits = paired or sum(lengths[i] for i in unit) <= max_tokens
         units.extend([unit] if fits else [[i] for i in unit])
     sizes = [sum(lengths[i] for i in unit) for unit in units]
     costs = [cost([lengths[i] for i in unit], pair_cost) for unit in units]
     dealt = _best_fit_decreasing(sizes, max_tokens)
     dealt = _balance(sizes, costs, len(dealt), max_tokens) or dealt
     bins = [[units[n] for n in chosen] for chosen in dealt]
-    bins = _split_largest(bins, lengths, min(min_count, len(lengths)))
+    if not paired:
+        bins = _split_largest(bins, lengths, min(min_count, len(lengths)))
     result = [sorted(i for unit in chosen for i in unit) for chosen in bins]
     return sorted(result, key=lambda chosen: -cost([lengths[i] for i in chosen], pair_cost))
 

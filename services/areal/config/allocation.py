@@ -163,6 +163,7 @@ class Allocation:
     """A parsed allocation string."""
 
     inference_replicas: int
+    """0: the trainer learns from rows alone, and no service is started."""
     layout: Layout
     """Of the trainer."""
     inference_gpus: int = 1
@@ -175,23 +176,24 @@ class Allocation:
 
 _TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)\+fsdp:(?P<train>[a-z\d]+)")
 _SEED = re.compile(r"sglang\.(?P<gen>[dpt\d]+)\+(?P<train>[a-z\d]+)")
+_TRAINER_ALONE = re.compile(r"(?P<gen>)fsdp:(?P<train>[a-z\d]+)")
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Read `sglang:d12t2+fsdp:d8t2` or `sglang.d12p1t1+d4p1t1`.
+    """Read `sglang:d12t2+fsdp:d8t2`, `sglang.d12p1t1+d4p1t1`, or `fsdp:d8`: a trainer alone.
 
     Raises:
         ConfigError: the string has another form, asks for pipeline parallelism, or its numbers do
             not divide each other.
     """
-    match = _TODAY.fullmatch(text) or _SEED.fullmatch(text)
+    match = _TODAY.fullmatch(text) or _SEED.fullmatch(text) or _TRAINER_ALONE.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"allocation_mode {text!r}: expected e.g. 'sglang:d2+fsdp:d1', "
-            "'sglang:d4t2+fsdp:d8t2c2e4' or 'sglang.d12p1t1+d4p1t1'"
+            "'sglang:d4t2+fsdp:d8t2c2e4', 'sglang.d12p1t1+d4p1t1', or 'fsdp:d1' without servers"
         )
-    servers = dict(re.findall(r"([dpt])(\d+)", match["gen"]))
-    if int(servers.get("d", 0)) < 1:
+    servers = dict(re.findall(r"([dpt])(\d+)", match["gen"])) or {"d": "0"}
+    if match["gen"] and int(servers.get("d", 0)) < 1:
         raise ConfigError(f"allocation_mode {text!r}: {match['gen']!r} needs d1 or more")
     if int(servers.get("p", 1)) != 1:
         raise ConfigError(

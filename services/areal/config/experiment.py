@@ -54,7 +54,8 @@ class BaseExperimentConfig:
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
     """Inference servers, and the trainer's ranks: `d8` shares of a batch, `s4` of which shard the
-    weights, `t2` tensor, `c2` context, `e4` expert parallel; `sglang.d2p1t1+d1p1t1` is read too."""
+    weights, `t2` tensor, `c2` context, `e4` expert parallel; `sglang.d2p1t1+d1p1t1` is read too.
+    `fsdp:d1` without servers: the recipe trains on rows alone, and no service is started."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -71,6 +72,11 @@ class BaseExperimentConfig:
     def run_dir(self) -> Path:
         """The run's folder."""
         return Path(self.run_root) / self.experiment_name / self.trial_name
+
+    @property
+    def offline(self) -> bool:
+        """Whether the trainer learns from rows alone, without servers and services."""
+        return not parse_allocation(self.allocation_mode).inference_replicas
 
     @property
     def namespace(self) -> str:

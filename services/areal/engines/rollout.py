@@ -39,6 +39,11 @@ class RemoteSGLangEngine:
         """
         self.config = config
         self.session: TrainerSession = current_session()
+        if self.session.config.offline:
+            raise errors.InvalidInput(
+                f"allocation_mode {self.session.config.allocation_mode!r} has no servers: expected "
+                "e.g. 'sglang:d1+fsdp:d1' with RemoteSGLangEngine"
+            )
         self._feeder: TaskFeeder | None = None
         self._specs: dict[int, WorkflowSpec] = {}
 

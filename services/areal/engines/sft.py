@@ -31,6 +31,13 @@ def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
     return engine.train_batch(batch, _loss)
 
 
+def evaluate_lm(engine: TrainEngine, batch: Batch) -> float:
+    """Return the mean negative log-likelihood of the loss tokens of all ranks; collective."""
+    loss, _ = sft_loss(engine.forward(batch), batch["loss_mask"])
+    sums = engine.reduce_stats({"loss": loss, "tokens": batch["loss_mask"].sum()})
+    return sums["loss"] / max(sums["tokens"], 1.0)
+
+
 def pack_examples(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     """Pack (prompt tokens, answer tokens) pairs; the loss is on the answers.
 

@@ -206,11 +206,15 @@ class TrainerSession(Ranks):
                 raise
             self.save_checkpoint()
             self.publishing.settle()
-            cancelled = self.ledger.cancel_train_tasks("run finished")
-            if self.rank == 0:
-                self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
+            self._finish()
         finally:
             _CURRENT.reset(token)
+
+    def _finish(self) -> None:
+        """The recipe has returned, and its last step is saved."""
+        cancelled = self.ledger.cancel_train_tasks("run finished")
+        if self.rank == 0:
+            self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
 
     def close(self) -> None:
         self.trace.end()

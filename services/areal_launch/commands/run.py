@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from areal.errors import InvalidInput
 from areal_launch.clusters.base import Cluster
 from areal_launch.commands.stack import read_experiment, resolve_run, run_foreground
 from areal_launch.stack.recipe_check import refuse_failing
@@ -29,6 +30,11 @@ def run_on(
         experiment, _ = read_experiment(recipe, config, overrides)
         return run_on_kubernetes(experiment, as_json=as_json, keep=keep)
     resolved = resolve_run(recipe, config, overrides)
+    if resolved.config.offline and on != "local":
+        raise InvalidInput(
+            f"--on {on} with allocation_mode {resolved.config.allocation_mode!r}, a trainer "
+            "without servers: expected --on local"
+        )
     cluster: Cluster | None = None
     if on == "slurm":
         from areal_launch.clusters.slurm import SlurmCluster, in_allocation

@@ -15,6 +15,7 @@ from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal.models.directory import serving_dtype
+from areal.security import Security
 from areal_launch.clusters.base import LOCAL, Placement
 from areal_launch.processes.free_ports import PortPicker
 from areal_launch.processes.probes import http_probe
@@ -103,7 +104,24 @@ def plan_stack(
     planner = _Planner(config, folder, picker, placement)
     plan = StackPlan(config, ports=picker)
     security = place_secrets(config, folder)
-    endpoints = config.endpoints
+    if not config.offline:
+        _plan_services(plan, planner, security)
+    elif not with_trainer:
+        raise ConfigError(
+            f"allocation_mode {config.allocation_mode!r}: has no servers: expected e.g. "
+            "'sglang:d1+fsdp:d1' for a stack without a trainer"
+        )
+    if not config.endpoints.trainer:
+        config.endpoints.trainer = f"{placement.trainer[0].address}:{picker.pick('trainer')}"
+    if with_trainer:
+        plan.trainer = planner.trainer()
+    return plan
+
+
+def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> None:
+    """Everything but the trainer."""
+    config, endpoints = plan.config, plan.config.endpoints
+    folder, picker, placement = planner.folder, planner.picker, planner.placement
     if not endpoints.redis:
         password = security.redis_password
         plan.stores.append(redis_spec(folder, picker.pick("redis"), password, placement))
@@ -126,15 +144,10 @@ def plan_stack(
         for index in range(config.stack.rollout_workers):
             plan.services.append(planner.service(f"rollout-{index}", "areal_rollout"))
             endpoints.rollout = endpoints.rollout or plan.services[-1].address
-    if not endpoints.trainer:
-        endpoints.trainer = f"{placement.trainer[0].address}:{picker.pick('trainer')}"
     if not endpoints.gateway:
         port = config.stack.gateway_port
         plan.services.append(planner.service("gateway", "areal_gateway", port))
         endpoints.gateway = f"http://{plan.services[-1].address}"
-    if with_trainer:
-        plan.trainer = planner.trainer()
-    return plan
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,10 @@ class StackPoller:
         interval_s: float = 1.0,
     ) -> None:
         self.snapshot = Snapshot(has_trainer=with_trainer)
-        self._buffer = BufferConnection(endpoints.buffer, security)
-        self._weights = WeightSyncClient(endpoints.weight_sync, security)
+        self._buffer = BufferConnection(endpoints.buffer, security) if endpoints.buffer else None
+        self._weights = (
+            WeightSyncClient(endpoints.weight_sync, security) if endpoints.weight_sync else None
+        )
         self._trainer = TrainerClient(endpoints.trainer, security) if with_trainer else None
         self._interval_s = interval_s
         self._rates: deque[tuple[float, int, int]] = deque()
@@ -120,10 +122,11 @@ class StackPoller:
         ]
 
     def _polls(self, max_wait_s: float = 5.0) -> dict[str, Callable[[], Awaitable[None]]]:
-        polls: dict[str, Callable[[], Awaitable[None]]] = {
-            "buffer": self._poll_ledger,
-            "weight-sync": self._poll_weights,
-        }
+        polls: dict[str, Callable[[], Awaitable[None]]] = {}
+        if self._buffer is not None:
+            polls["buffer"] = partial(self._poll_ledger, self._buffer)
+        if self._weights is not None:
+            polls["weight-sync"] = partial(self._poll_weights, self._weights)
         if self._trainer is not None:
             polls["trainer"] = partial(self._poll_trainer, self._trainer, max_wait_s)
         return polls
@@ -165,8 +168,8 @@ class StackPoller:
         else:
             self.snapshot.problems.pop(name, None)
 
-    async def _poll_ledger(self) -> None:
-        ledger = await BufferTasks(self._buffer).get_stats()
+    async def _poll_ledger(self, buffer: BufferConnection) -> None:
+        ledger = await BufferTasks(buffer).get_stats()
         self.snapshot.ledger = ledger
         self._notice()
         now = time.monotonic()
@@ -192,9 +195,9 @@ class StackPoller:
                 for listener in self._notice_listeners:
                     listener(text)
 
-    async def _poll_weights(self) -> None:
-        self.snapshot.servers = (await self._weights.list_servers())[0]
-        self.snapshot.sync = await self._weights.status()
+    async def _poll_weights(self, weights: WeightSyncClient) -> None:
+        self.snapshot.servers = (await weights.list_servers())[0]
+        self.snapshot.sync = await weights.status()
 
     async def _poll_trainer(self, trainer: TrainerClient, max_wait_s: float) -> None:
         snapshot = self.snapshot

@@ -82,3 +82,12 @@ def test_config_when_built_then_engines_have_a_layout_that_is_not_plain(train, l
     overrides = [f"allocation_mode=sglang:d1+fsdp:{train}", "ref.path=models/base"]
     config = build_config(GRPOConfig, None, overrides)
     assert config.actor.layout == config.ref.layout == layout
+
+
+def test_allocation_when_of_a_trainer_alone_then_there_are_no_servers():
+    parsed = parse_allocation("fsdp:d4t2")
+    assert (parsed.inference_replicas, parsed.trainer_ranks) == (0, 8)
+    assert build_config(GRPOConfig, None, ["allocation_mode=fsdp:d1"]).offline
+    assert not GRPOConfig().offline
+    with pytest.raises(ConfigError, match="needs d1 or more"):
+        parse_allocation("sglang:d0+fsdp:d1")

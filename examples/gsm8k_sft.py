@@ -1,0 +1,94 @@
+r"""Fine-tuning on worked answers to grade-school mathematics: no server, no rollout.
+
+    areal run examples/gsm8k_sft.py                        # a tiny model, generated problems, a CPU
+    areal run examples/gsm8k_sft.py model.path=Qwen/Qwen2.5-0.5B \
+        train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder of it
+    areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
+
+Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The loss
+is on the assistant's turns. The model is in runs/…/model, as transformers and servers read it.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal import GRPOConfig, OfflineTrainer, load_expr_config
+from areal.datasets.chats import chat_unit
+from areal.datasets.rows import load_rows
+from areal.tokenizer import Tokenizer
+
+GENERATED = "generated"
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    heldout_rows: int = 200
+    """Of the test split."""
+    evaluate_steps: int = 50
+    """Steps between two evaluations."""
+
+
+def messages_of(row: dict) -> list[dict]:
+    """The chat of a row of GSM8K, or the row's own."""
+    if "messages" in row:
+        return row["messages"]
+    question = {"role": "user", "content": row["question"]}
+    return [question, {"role": "assistant", "content": row["answer"]}]
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    from areal.engines.sft import evaluate_lm, train_lm
+
+    model = OfflineTrainer(config.actor)
+    tokenizer = Tokenizer.load(Path(config.model.path))
+
+    def units(split: str, count: int | None = None) -> list:
+        rows = rows_of(config.train_dataset.path, split, config.seed)
+        return [chat_unit(tokenizer, messages_of(row)) for row in rows[:count]]
+
+    train, heldout = units("train"), units("test", config.heldout_rows)
+
+    def evaluate(name: str) -> None:
+        losses = [evaluate_lm(model.engine, batch) for batch in model.chunks(heldout)]
+        model.record(name, losses)
+
+    if model.step == 0:
+        evaluate("heldout_loss_before")
+    for batch in model.batches(train):
+        model.finish_step(train_lm(model.engine, batch))
+        if model.step % config.evaluate_steps == 0:
+            evaluate("heldout_loss")
+    evaluate("heldout_loss_after")
+    model.save()
+
+
+# -- data and model that take no download ------------------------------------------------------
+
+
+def rows_of(path: str, split: str, seed: int) -> list[dict]:
+    """Rows of a file, a folder, the Hub, or generated ones in the form of GSM8K."""
+    if path != GENERATED:
+        return load_rows(path, split)
+    generator = random.Random(f"{seed} {split}")
+    rows = []
+    for _ in range(4000 if split == "train" else 400):
+        a, b = generator.randint(2, 9), generator.randint(2, 9)
+        name, what = generator.choice(["Tom", "Ada"]), generator.choice(["pens", "figs"])
+        rows.append(
+            {
+                "question": f"{name} has {a} {what} and buys {b}. How many?",
+                "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b} {what}.\n#### {a + b}",
+            }
+        )
+    return rows
+
+
+def prepare_model(config: Config) -> None:
+    """Makes a Qwen2 model of 0.6 M parameters."""
+    from areal.models.tiny import make_tiny_model
+
+    make_tiny_model(Path(config.model.path), seed=config.seed)

@@ -1,0 +1,158 @@
+"""A model that learns from rows alone, as a recipe sees it; no service is called.
+
+    row --> unit (one sequence, or the two of a pair) --> this rank's share, packed --> a step
+
+Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal.config.training import TrainEngineConfig
+from areal.datasets.chats import Unit
+from areal.datasets.loader import StatefulLoader
+from areal.errors import InvalidInput
+from areal.training.session import current_session
+
+if TYPE_CHECKING:
+    from areal.algorithms.packing import Batch
+
+_EVALUATED_AT_ONCE = 64
+
+
+class OfflineTrainer:
+    """A model on all ranks of the trainer; resumes from the run's newest checkpoint.
+
+    Example:
+        >>> model = OfflineTrainer(config.actor)
+        >>> for batch in model.batches(units):
+        ...     model.finish_step(train_lm(model.engine, batch))
+        >>> model.save()
+    """
+
+    def __init__(self, config: TrainEngineConfig, *, scalar: bool = False) -> None:
+        """Loads the model, or the checkpoint to resume from.
+
+        Args:
+            config: The experiment's `actor` section; an empty `path` means `model.path`.
+            scalar: One number of a token instead of a distribution: a reward model.
+
+        Raises:
+            InvalidInput: There is a model under training already.
+        """
+        from areal.engines.fsdp import FSDPEngine
+
+        session = current_session()
+        self.session = session
+        session.attach(self)
+        config.path = config.path or session.config.model.path
+        config.scalar = scalar
+        self.engine = FSDPEngine(config)
+        self.engine.initialize(total_train_steps=session.config.total_train_steps)
+        if session.resumed is not None:
+            self.engine.load_checkpoint(session.resumed.path)
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.session.step
+
+    def batches(self, units: Sequence[Unit]) -> Iterator[Batch]:
+        """This rank's share of each step's `train_dataset.batch_size` units, until the last step.
+
+        Every epoch has an order of its own; a resumed run continues with the unit it would have
+        come to.
+
+        Raises:
+            InvalidInput: There are no units.
+        """
+        config = self.session.config
+        loader = StatefulLoader([{"unit": unit} for unit in units], seed=config.seed)
+        count = config.train_dataset.batch_size
+        loader.seek(*divmod(self.step * count, len(units)))
+        while self.step < config.total_train_steps:
+            self.session.begin_step()
+            self.session.status.training()
+            before = self.step
+            yield self.share([next(loader)[2]["unit"] for _ in range(count)])
+            if self.step == before:
+                raise InvalidInput("batches(): expected finish_step() after each batch")
+
+    def chunks(self, units: Sequence[Unit]) -> Iterator[Batch]:
+        """This rank's share of all units, in order, some at a time: to evaluate on."""
+        for begin in range(0, len(units), _EVALUATED_AT_ONCE):
+            yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
+
+    def share(self, units: Sequence[Unit]) -> Batch:
+        """This rank's part of some units, packed; `chosen` too if they are pairs."""
+        import torch
+
+        from areal.algorithms import packing
+
+        lengths = [sum(len(each["input_ids"]) for each in unit) for unit in units]
+        layout = self.engine.mesh.layout
+        mine = packing.assign_groups(lengths, layout.data)[self.engine.rank // layout.per_share]
+        sequences = [each for index in mine for each in units[index]]
+        groups = [index for index in mine for _ in units[index]]
+        if not sequences:  # a share of nothing has the keys and types of one with something
+            whole = packing.pack(units[0])
+            batch = packing.select(whole, [])
+        else:
+            batch = packing.pack(sequences, groups)
+        if len(units[0]) == 2:
+            batch["chosen"] = torch.arange(len(sequences)) % 2 == 0
+        return batch
+
+    def finish_step(self, stats: dict[str, float]) -> None:
+        """Ends the step: its row of metrics, and the checkpoint policy."""
+        self.session.row.update(stats)
+        self.session.finish_step()
+        self.engine.set_version(self.session.step)
+
+    def record(self, name: str, values: Iterable[float]) -> float:
+        """Writes the mean of some figures into trainer.json and the log; returns it."""
+        figures = list(values)
+        mean = sum(figures) / max(len(figures), 1)
+        self.session.record(name, round(mean, 4))
+        return mean
+
+    def save(self, name: str = "model") -> Path:
+        """Writes a Hugging Face folder into the run folder; collective."""
+        folder = self.session.config.run_dir / name
+        self.engine.save(folder)
+        return folder
+
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint's tensors, summed over all ranks."""
+        return self.engine.checkpoint_bytes()
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Copies model, optimizer and random states now; writes them in the background."""
+        return self.engine.save_checkpoint(directory, background=True)
+
+
+def frozen(config: Any, path: str = "") -> Any:
+    """An engine of a frozen model, which computes as the model under training does.
+
+    Args:
+        config: The experiment's `actor` section.
+        path: A Hugging Face folder; "": `model.path`.
+    """
+    from areal.config.training import RefConfig
+    from areal.engines.fsdp import FSDPEngine
+
+    reference = RefConfig(
+        path=path or current_session().config.model.path,
+        dtype=config.dtype,
+        mb_spec=config.mb_spec,
+        kernels=config.kernels,
+        layout=config.layout,
+        distributed_timeout_seconds=config.distributed_timeout_seconds,
+    )
+    engine = FSDPEngine(reference)
+    engine.initialize()
+    return engine

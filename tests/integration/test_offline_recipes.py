@@ -1,0 +1,105 @@
+"""Recipes that train on rows alone: they run, resume, and do the same on two ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.offline_rig import EXAMPLES, Example
+
+from areal.config.experiment import GRPOConfig, save_config
+from areal.engines.rollout import RemoteSGLangEngine
+from areal.errors import InvalidInput
+from areal.training.offline_session import OfflineSession
+
+LIMIT_S = 600
+SERVICES = EXAMPLES.parent / "services"
+FEW = ("train_dataset.batch_size=6", "heldout_rows=8")
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+def test_sft_when_run_then_the_loss_falls_and_transformers_reads_the_model(tmp_path: Path) -> None:
+    example = Example("gsm8k_sft", tmp_path, *FEW, "total_train_steps=6", "evaluate_steps=3").run()
+    results, rows = example.results, example.rows
+    assert results["heldout_loss_after"] < results["heldout_loss_before"] - 0.5
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(example.config.run_dir / "model")
+
+
+def test_sft_when_resumed_then_it_takes_the_rows_it_would_have_taken(tmp_path: Path) -> None:
+    keys = (*FEW, "checkpoint.freq_steps=2", "actor.optimizer.lr_scheduler_type=constant")
+    whole = Example("gsm8k_sft", tmp_path, *keys, "total_train_steps=4", "trial_name=whole").run()
+    Example("gsm8k_sft", tmp_path, *keys, "total_train_steps=2", "trial_name=twice").run()
+    again = Example("gsm8k_sft", tmp_path, *keys, "total_train_steps=4", "trial_name=twice").run()
+    assert [row["step"] for row in again.rows] == [1, 2, 3, 4]
+    assert [row["incarnation"] for row in again.rows] == [1, 1, 2, 2]
+    # The warm-up's length is of the planned steps: 0 in both.
+    assert [r["loss"] for r in again.rows] == pytest.approx([r["loss"] for r in whole.rows])
+
+
+def test_sft_when_on_two_ranks_then_it_is_what_one_computes(tmp_path: Path) -> None:
+    keys = (*FEW, "total_train_steps=3", "actor.dtype=float64")
+    one = Example("gsm8k_sft", tmp_path, *keys, "trial_name=one").run()
+    two = Example(
+        "gsm8k_sft", tmp_path, *keys, "trial_name=two", "allocation_mode=fsdp:d2"
+    ).prepare()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", "-m", "areal_trainer", "--config", str(two.file)),
+        ],
+        env={**os.environ, "PYTHONPATH": str(SERVICES), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for a, b in zip(one.rows, two.rows, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-8)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
+    assert one.results["heldout_loss_after"] == two.results["heldout_loss_after"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("dpo", ()),
+        ("dpo", ("loss=ipo",)),
+        ("dpo", ("loss=simpo", "beta=2")),
+        ("dpo", ("actor.lora={}",)),
+        ("reward_model", ()),
+        ("reward_model", ("actor.lora={}",)),
+    ],
+)
+def test_pairs_when_learned_for_some_steps_then_heldout_loss_is_recorded_and_the_model_saved(
+    tmp_path: Path, name: str, keys: tuple[str, ...]
+) -> None:
+    example = Example(name, tmp_path, *FEW, "total_train_steps=4", *keys).run()
+    assert len(example.rows) == 4
+    assert example.rows[-1]["n_loss_tokens"] == 6, "what is counted are pairs"
+    assert 0 <= example.results["heldout_accuracy"] <= 1
+    assert (example.config.run_dir / "model" / "model.safetensors").is_file()
+
+
+def test_rollouts_when_there_are_no_servers_then_refused(tmp_path: Path) -> None:
+    config = GRPOConfig(allocation_mode="fsdp:d1", run_root=str(tmp_path))
+    save_config(config, tmp_path / "config.yaml")
+    session = OfflineSession(config)
+    try:
+        session.open()
+        with (
+            pytest.raises(InvalidInput, match="'fsdp:d1' has no servers"),
+            session.active(),
+        ):
+            RemoteSGLangEngine(config.rollout)
+    finally:
+        session.close()
