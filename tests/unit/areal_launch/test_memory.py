@@ -231,3 +231,12 @@ def test_trainer_when_null_chooses_then_it_is_what_doctor_says(
     chosen = engine.budget(config.actor, mesh, torch.device("cuda")).mode
     shape = ModelShape.read(folder)
     assert chosen == memory.trainer_rank(config, shape, gpu=True, there=there).mode == mode
+
+
+def test_trainer_rank_when_a_critic_trains_beside_it_then_its_states_are_counted(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(Path(config.model.path))
+    alone = memory.trainer_rank(config, shape, gpu=True).need.parts
+    config.actor.critic = True
+    both = memory.trainer_rank(config, shape, gpu=True).need.parts
+    assert both == alone | {"critic": alone["states"]}

@@ -13,6 +13,7 @@ What is counted, for P parameters in c bytes of compute precision, on W trainer 
 | activations | of the tokens of a micro-batch: what layers keep, and one layer in full            |
 | logits      | 20 per element of a chunk: logits, log_softmax, entropy, their gradient            |
 | reference   | c P / W and a gathered layer; 0 P where it is offloaded                            |
+| critic      | as the states: a model of the same sizes, trained after the actor or before it     |
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config.allocation import Layout
-from areal.config.training import Checkpointing, RefConfig, TrainEngineConfig
+from areal.config.training import Checkpointing, PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.errors import InvalidInput
 from areal.models.directory import read_model_config
 from areal.weights.safetensors import SUFFIX, read_layout
@@ -236,6 +237,8 @@ def trainer_rank(
     if reference is not None:
         stays = 0 if reference.offload and gpu else shape.parameters
         parts["reference"] = element * (stays // ranks + shape.layer_parameters * (ranks > 1))
+    if isinstance(engine, PPOActorConfig) and engine.critic:
+        parts["critic"] = parts["states"]
     parts["process"] = CUDA if gpu else PROCESS
     return Need(parts)
 
