@@ -102,6 +102,8 @@ class LLMRequest:
     """Unique id; the engine makes one when empty."""
     affinity_key: str = ""
     """Requests with the same key go to the same server when possible (prefix cache)."""
+    images: tuple[bytes, ...] = ()
+    """Files of the prompt's images (PNG, JPEG, WebP), in order; each is one token of the prompt."""
 
 
 @dataclass
@@ -126,6 +128,8 @@ class LLMResponse:
     """Seconds from the call to the answer, interruptions included."""
     interruptions: int = 0
     """Times the request was continued after an abort, drain or dead server."""
+    images: tuple[bytes, ...] = ()
+    """Of the request."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,9 @@ class Trajectory:
     """Token-aligned; a single outcome sits on the last generated token."""
     finish_reason: StopReason = StopReason.STOP
     completion_text: str = ""
+    images: tuple[bytes, ...] = ()
+    """Files of the images of its prompt, in order; each is one token of `input_ids`. All
+    trajectories of a group have the same."""
 
     @property
     def reward(self) -> float:
@@ -197,6 +204,11 @@ class TrajectoryGroup:
     task_id: str
     trajectories: list[Trajectory]
     traceparent: str = ""
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Those of its trajectories' prompts, which are the same."""
+        return self.trajectories[0].images
 
     @property
     def head_version(self) -> int:

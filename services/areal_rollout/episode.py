@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from areal.chassis import tracing
@@ -88,7 +89,7 @@ class EpisodeEngine:
         if all(response.stop_reason is not StopReason.ABORT for response in responses):
             return responses
         if not request.affinity_key:
-            request = LLMRequest(request.input_ids, request.gconfig, request.rid, self._group)
+            request = replace(request, affinity_key=self._group)
         task = asyncio.current_task()
         assert task is not None  # a coroutine runs in a task
         self._running.add(task)
@@ -167,6 +168,8 @@ class EpisodeEngine:
             self._seen[digest] += 1
             kept = self._replay.pop(key, None)
             if kept is not None:
-                kept.input_tokens = list(request.input_ids)
+                kept.input_tokens, kept.images = list(request.input_ids), request.images
                 return kept
-        return LLMResponse(list(request.input_ids), [], [], [], StopReason.ABORT)
+        response = LLMResponse(list(request.input_ids), [], [], [], StopReason.ABORT)
+        response.images = request.images
+        return response

@@ -24,9 +24,12 @@ CallKey = tuple[str, int]
 
 
 def request_digest(request: LLMRequest) -> str:
-    """Of what determines a generation: the prompt and the sampling parameters."""
-    content = orjson.dumps([request.input_ids, asdict(request.gconfig)])
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    """Of what determines a generation: the prompt with its images, and the sampling parameters."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(orjson.dumps([request.input_ids, asdict(request.gconfig)]))
+    for image in request.images:
+        digest.update(hashlib.blake2b(image, digest_size=16).digest())
+    return digest.hexdigest()
 
 
 def encode(

@@ -142,7 +142,7 @@ class RemoteSGLangEngine:
         self, spec: WorkflowSpec, feeder: TaskFeeder | None, task_ids: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Waits for the batch of the next step; returns this rank's share of it, packed."""
-        from areal.algorithms.packing import pack_groups
+        from areal.engines.images import pack_groups_with_images
 
         session = self.session
         since = time.monotonic()
@@ -163,7 +163,7 @@ class RemoteSGLangEngine:
                 )
             if taken.state is TakeState.CHECKPOINT_FIRST:
                 session.save_checkpoint()
-        batch = pack_groups(session.fetch(taken))
+        batch = pack_groups_with_images(session.fetch(taken), session.config.model.path)
         session.row["wait_seconds"] = time.monotonic() - since
         session.status.training()
         return batch

@@ -10,7 +10,14 @@ from areal.errors import InvalidInput
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """config.json; of a model with several parts (text and vision), the text's.
+    """`read_config`; of a model with several parts (text and vision), the text's."""
+    config = read_config(directory)
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json, as it is.
 
     Raises:
         InvalidInput: There is none, or it is no JSON object.
@@ -24,8 +31,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise InvalidInput(f"{str(file)!r}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidInput(f"{str(file)!r}: expected a JSON object")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    return config
 
 
 def serving_dtype(requested: str, directory: Path, *, gpu: bool) -> str:

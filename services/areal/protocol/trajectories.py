@@ -16,6 +16,7 @@ import numpy.typing as npt
 import orjson
 import zstandard
 
+from areal import images
 from areal.errors import InvalidInput
 from areal.types import (
     Purpose,
@@ -118,6 +119,12 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     trajectories = group.trajectories
     if not trajectories:
         return message
+    if any(each.images != group.images for each in trajectories):
+        raise InvalidInput(
+            f"group {group.task_id!r}: trajectories have different images: expected those of the "
+            "row in each"
+        )
+    message.images.extend(group.images)
     lengths = [len(trajectory.input_ids) for trajectory in trajectories]
     shapes, total = [(length,) for length in lengths], sum(lengths)
     for trajectory, length in zip(trajectories, lengths, strict=True):
@@ -163,7 +170,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
             not finite, or a sampled token has no version.
     """
     arrays = _arrays_from_pb(message)
-    trajectories, start = [], 0
+    trajectories, start, images = [], 0, tuple(message.images)
     for each in message.trajectories:
         here = slice(start, start := start + each.length)
         trajectories.append(
@@ -176,6 +183,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
                 arrays["rewards"][here],
                 _finish_reason(each),
                 each.completion_text,
+                images,
             )
         )
     return TrajectoryGroup(message.task_id, trajectories, message.traceparent)
@@ -278,8 +286,18 @@ def workflow_from_pb(message: pb.WorkflowSpec) -> WorkflowSpec:
     return WorkflowSpec(message.name, message.recipe_digest, message.kwargs_json or "{}")
 
 
+def _row_json(row: dict[str, Any]) -> str:
+    """Encodes a row; its images as data URLs."""
+    try:
+        return orjson.dumps(row, images.portable, orjson.OPT_SERIALIZE_NUMPY).decode()
+    except orjson.JSONEncodeError as error:
+        if isinstance(error.__cause__, InvalidInput):
+            raise error.__cause__ from None
+        raise
+
+
 def task_to_pb(task: Task) -> pb.Task:
-    """Encodes a task; its data must be JSON types."""
+    """Encodes a task; its data must be JSON types, or images (see `areal.images`)."""
     message = pb.Task(
         task_id=task.task_id,
         purpose=PURPOSE_TO_PB[task.purpose],
@@ -288,7 +306,7 @@ def task_to_pb(task: Task) -> pb.Task:
             name=task.workflow.name,
             kwargs_json=task.workflow.kwargs_json,
         ),
-        data_json=orjson.dumps(task.data, option=orjson.OPT_SERIALIZE_NUMPY).decode(),
+        data_json=_row_json(task.data),
         traceparent=task.traceparent,
     )
     if task.position is not None:

@@ -294,6 +294,7 @@ class TrajectoryGroup(_message.Message):
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     traceparent: _builtins.str
     @_builtins.property
@@ -304,6 +305,13 @@ class TrajectoryGroup(_message.Message):
         behavior_logprobs float32 (0 on prompt), token_versions int32 (-1 on prompt), rewards float32.
         """
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Files (PNG, JPEG, WebP) of the images that the prompts of all its trajectories have, in order;
+        in `input_ids` each is one token.
+        (No field is 5: its first byte is that of zstd's magic.)
+        """
+
     def __init__(
         self,
         *,
@@ -311,10 +319,11 @@ class TrajectoryGroup(_message.Message):
         trajectories: _abc.Iterable[Global___Trajectory] | None = ...,
         traceparent: _builtins.str = ...,
         tensors: _abc.Iterable[Global___NamedTensor] | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["task_id", b"task_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "task_id", b"task_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -225,4 +225,5 @@ def assemble_trajectory(
         rewards=rewards,
         finish_reason=turns[-1][1].stop_reason,
         completion_text=completion_text,
+        images=turns[-1][1].images,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal.errors import InvalidInput
+from areal.images import image_files
 from areal.rewards import BUILTIN, builtin_reward
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
@@ -14,7 +15,8 @@ class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` answers to a row and scores them in one call.
 
     A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message); all its
-    fields reach the reward function as keywords.
+    fields reach the reward function as keywords, but for `images`: those stand before a `prompt`,
+    or where its messages have {"type": "image"}.
 
     Example:
         >>> RLVRWorkflow("math", GenerationHyperparameters(n_samples=8, max_new_tokens=256))
@@ -68,7 +70,9 @@ class RLVRWorkflow(RolloutWorkflow):
                 )
             if not engine.tokenizer.chat_template:
                 return engine.tokenizer.encode((self.system_prompt or "") + prompt)
-            messages = [{"role": "user", "content": prompt}]
+            seen = [{"type": "image"} for _ in data.get("images") or ()]
+            content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
+            messages = [{"role": "user", "content": content}]
         if self.system_prompt is not None:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return engine.tokenizer.apply_chat_template(messages)
@@ -76,14 +80,15 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """One group: n samples of one prompt."""
         input_ids = self.prompt_ids(engine, data)
-        responses = await engine.agenerate_group(LLMRequest(input_ids, self.gconfig))
+        request = LLMRequest(input_ids, self.gconfig, images=image_files(data))
+        responses = await engine.agenerate_group(request)
         texts = engine.tokenizer.decode_batch(
             [r.output_tokens for r in responses], skip_special_tokens=True
         )
         rewards = await engine.score(
             self.reward_fn,
             completions=texts,
-            data=data,
+            data={name: value for name, value in data.items() if name != "images"},
             prompt=engine.tokenizer.decode(input_ids),
             prompt_ids=input_ids,
             completion_ids=[r.output_tokens for r in responses],

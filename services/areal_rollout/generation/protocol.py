@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from areal import images
 from areal.errors import InvalidInput
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 
@@ -125,8 +126,12 @@ def request_body(
         for count in (sampled if any(sampled) else sampled[:1])
     ]
     single = len(responses) == 1
+    # Each image is one token of the prompt, and the server fills in as many as it takes.
+    urls = [images.data_url(each) for each in request.images]
+    seen = {"image_data": urls if single else [urls] * len(responses)} if urls else {}
     return orjson.dumps(
         {
+            **seen,
             "rid": rids[0] if single else rids,
             "input_ids": prompts[0] if single else prompts,
             "extra_key": extra_key,

@@ -1,0 +1,89 @@
+"""Images of a row: as people give them, as JSON carries them, as a server takes them.
+
+    {"prompt": "How many?", "images": [PIL image | Path | bytes | data URL]}
+        | submitted: a data URL, in the row's JSON
+        v
+    bytes of the file (PNG, JPEG)  -- data URL --> a server's `image_data`
+                                   -- once per group, as they are --> the trainer
+
+The file and not its patches, which take 24 bytes a pixel where a file rarely takes more than 2: the
+trainer's processor makes the same patches of it each time. No torch here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal.errors import InvalidInput
+
+_KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"RIFF", "webp"))
+
+
+def data_url(file: bytes) -> str:
+    """Return the bytes of an image's file as a data URL.
+
+    Raises:
+        InvalidInput: it is no PNG, JPEG or WebP.
+    """
+    kind = next((kind for magic, kind in _KINDS if file.startswith(magic)), None)
+    if kind is None:
+        raise InvalidInput(
+            f"image of {len(file)} bytes begins with {file[:8]!r}: expected a PNG, JPEG or WebP"
+        )
+    return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
+
+
+def image_files(row: dict[str, Any]) -> tuple[bytes, ...]:
+    """Return the files of a row's `images`, as a workflow finds them.
+
+    Raises:
+        InvalidInput: `images` is no list, or one of them is no data URL of an image.
+    """
+    images = row.get("images") or ()
+    if isinstance(images, str) or not isinstance(images, Sequence):
+        raise InvalidInput(f"images: expected a list, got {type(images).__name__}")
+    return tuple(_file(each, number) for number, each in enumerate(images))
+
+
+def _file(image: Any, number: int) -> bytes:
+    if isinstance(image, dict) and image.get("bytes"):  # as Parquet files of the Hub hold them
+        image = image["bytes"]
+    head, _, body = image.partition(",") if isinstance(image, str) else ("", "", "")
+    if not (head.startswith("data:image/") and head.endswith(";base64")):
+        raise InvalidInput(
+            f"images[{number}]: expected data:image/…;base64,… (a row may give a PIL image, bytes "
+            f"or a pathlib.Path, which become that), got {str(image)[:40]!r}"
+        )
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise InvalidInput(f"images[{number}]: not base64 ({error})") from None
+
+
+def portable(value: Any) -> str:
+    """Return as JSON what JSON cannot hold: an image of a row.
+
+    Args:
+        value: a PIL image, the bytes of an image's file, or its pathlib.Path.
+
+    Raises:
+        TypeError: It is none of these, as a JSON encoder expects.
+        InvalidInput: The file is not there, or no image.
+    """
+    if isinstance(value, Path):
+        try:
+            value = value.read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"image {str(value)!r}: {error.strerror}") from None
+    elif callable(getattr(value, "save", None)) and hasattr(value, "getpixel"):  # PIL's
+        file = io.BytesIO()
+        value.save(file, format="PNG")
+        value = file.getvalue()
+    if not isinstance(value, bytes):
+        raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+    return data_url(value)
