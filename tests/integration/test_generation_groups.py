@@ -1,6 +1,7 @@
 """The generation client asks for a group: one request, and what continues after interruptions."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -8,6 +9,7 @@ from tests.fake_sglang import FakeSGLang, answer, token_at
 from tests.integration.generation_rig import PROMPT, check, empty, request, serving
 from tests.waiting import until
 
+from areal.images import data_url
 from areal.types import StopReason
 from areal.weights.servers import ServerState
 from areal_rollout.generation.client import Interrupted
@@ -146,5 +148,25 @@ async def test_group_when_its_server_leaves_then_it_continues_on_another():
         client.table.update([first.listed(ServerState.QUARANTINED, "no answer"), second.listed()])
         await task
         await until(lambda: len(first.aborted) == 2)
+    for response in responses:
+        check(response, 6)
+
+
+async def test_group_when_it_has_images_then_what_continues_has_them_too():
+    def behave(body):
+        if len(server.requests) > 1:
+            return None
+        stops = ("length", "abort", "abort")
+        return [answer(len(PROMPT), 6 - 4 * (n > 0), "1", stop) for n, stop in enumerate(stops)]
+
+    server = FakeSGLang(version="1", behave=behave)
+    file = b"\x89PNG\r\n\x1a\n of a picture"
+    async with serving(server) as client:
+        responses = [empty() for _ in range(3)]
+        await client.generate(replace(request(6), images=(file,)), responses)
+    first, again = server.requests
+    assert first["image_data"] == [[data_url(file)]] * 3
+    assert again["image_data"] == [[data_url(file)]] * 2
+    assert again["input_ids"] == [[*PROMPT, token_at(3), token_at(4)]] * 2
     for response in responses:
         check(response, 6)
