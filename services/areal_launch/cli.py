@@ -102,12 +102,14 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
+    In place of a recipe, trainer.type=grpo, ppo, sft, rw or dpo takes one of the repository.
     Services that the experiment file names under `endpoints` are used; everything else is started.
     Running a trial again resumes it.
     """
+    from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
 
-    chosen = overrides or []
+    recipe, chosen = find_recipe(recipe, overrides or [])
     return run_on(
         on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
     )

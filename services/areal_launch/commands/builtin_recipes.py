@@ -1,0 +1,50 @@
+"""`areal run trainer.type=sft …`: a recipe of the repository instead of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal.errors import InvalidInput, nearest
+
+_KEY = "trainer.type="
+RECIPES = {
+    "dpo": "dpo.py",
+    "grpo": "arithmetic_grpo.py",
+    "ppo": "ppo_critic.py",
+    "rw": "reward_model.py",
+    "sft": "gsm8k_sft.py",
+}
+"""By `trainer.type`."""
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def find_recipe(recipe: Path, overrides: list[str]) -> tuple[Path, list[str]]:
+    """The recipe's file and the overrides without `trainer.type`.
+
+    Args:
+        recipe: The first argument: a file, or an override if `trainer.type` is among them.
+        overrides: The other arguments.
+
+    Raises:
+        InvalidInput: There is no such type, or this installation has no examples.
+    """
+    values = [str(recipe), *overrides]
+    chosen = [value.removeprefix(_KEY) for value in values if value.startswith(_KEY)]
+    if not chosen:
+        return recipe, overrides
+    rest = [value for value in values if not value.startswith(_KEY)]
+    if len(chosen) > 1 or (not str(recipe).startswith(_KEY) and "=" not in str(recipe)):
+        raise InvalidInput(f"{_KEY}{chosen[-1]}: expected it once, and instead of a recipe")
+    if chosen[0] == "null":
+        raise InvalidInput(
+            "trainer.type=null trains nothing: expected `areal up`, which serves the model"
+        )
+    if chosen[0] not in RECIPES:
+        raise InvalidInput(f"{_KEY}{chosen[0]}: no such recipe{nearest(chosen[0], RECIPES)}")
+    file = EXAMPLES / RECIPES[chosen[0]]
+    if not file.is_file():
+        raise InvalidInput(
+            f"{_KEY}{chosen[0]}: {str(file)!r} does not exist: expected a checkout of the "
+            "repository, whose examples these recipes are"
+        )
+    return file, rest
