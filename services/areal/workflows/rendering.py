@@ -28,6 +28,8 @@ Message = dict[str, Any]
 """{"role": "user", "content": "…"}, with what the chat template knows besides ("tool_call_id")."""
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_GLM_CALL = re.compile(r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?)?)</tool_call>", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class TemplateRenderer:
         return ids[1:] if ids[0] == last or ended_otherwise else ids
 
     def parse(self, ids: Sequence[int]) -> Reply:
-        """See `ChatRenderer`; knows the JSON tool calls of Qwen, Hermes and Llama 3."""
+        """See `ChatRenderer`; knows the tool calls of Qwen, Hermes, Llama 3 and GLM."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return Reply(text, tuple(_tool_calls(text)))
 
@@ -235,7 +237,13 @@ def _call_of(message: Message) -> Message:
 
 
 def _tool_calls(text: str) -> Iterator[ToolCall]:
-    """`<tool_call>{"name", "arguments"}</tool_call>`, or a whole text of {"name", "parameters"}."""
+    """`<tool_call>{"name", "arguments"}</tool_call>`, or a whole text of {"name", "parameters"}.
+
+    GLM's: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` of each.
+    """
+    for name, arguments in _GLM_CALL.findall(text):
+        if not _GLM_ARGUMENT.sub("", arguments).strip():
+            yield ToolCall(name, {k: _value(v) for k, v in _GLM_ARGUMENT.findall(arguments)})
     for source in _TOOL_CALL.findall(text) or [text.strip()]:
         try:
             call = json.loads(source)
@@ -246,3 +254,11 @@ def _tool_calls(text: str) -> Iterator[ToolCall]:
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(call.get("name"), str) and isinstance(arguments, dict):
             yield ToolCall(call["name"], arguments)
+
+
+def _value(text: str) -> Any:
+    """GLM writes strings as they are, and all else as JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

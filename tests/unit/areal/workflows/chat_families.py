@@ -24,7 +24,8 @@ FAMILIES = {
     ),
     "qwen3": (
         ["<|im_end|>", "<|endoftext|>", "<|im_start|>"],
-        ["<tool_call>", "</tool_call>", "<tool_response>", "<think>", "</think>"],
+        ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
+         "</think>"],
         ["<|im_end|>", "<|endoftext|>"],
     ),
     "llama-3.1": (
@@ -36,7 +37,8 @@ FAMILIES = {
     "glm-4.6": (
         ["<|user|>", "<|observation|>", "<|endoftext|>", "<|assistant|>", "<|system|>", "[gMASK]",
          "<sop>"],
-        ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+        ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>",
+         "<arg_value>", "</arg_value>"],
         ["<|endoftext|>", "<|user|>", "<|observation|>"],
     ),
     "minimax-m2": (
