@@ -1,0 +1,102 @@
+"""Top-k KL against whole distributions, and a student that comes near its teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal.algorithms import packing
+from areal.config.training import OptimizerConfig, TrainEngineConfig
+from areal.engines.distill import Distillation, top_k_kl, with_rest
+from areal.engines.fsdp import FSDPEngine
+from areal.engines.model.heads import TopLogprobHead
+from areal.engines.sft import evaluate_lm, pack_examples, train_lm
+from areal.errors import InvalidInput
+
+VOCABULARY = 261
+EXAMPLES = [([258, 48 + i, 259], [57 - i, 260]) for i in range(10)]
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_when_k_grows_then_it_rises_to_that_of_whole_distributions(seed, direction) -> None:
+    g = torch.Generator().manual_seed(seed)
+    teacher, student = torch.randn(2, 5, 12, generator=g, dtype=torch.float64).log_softmax(-1)
+    whole = kl(teacher, student) if direction == "forward" else kl(student, teacher)
+    before = torch.zeros(5, dtype=torch.float64)
+    for k in (2, 6, 11):
+        best, ids = teacher.topk(k, -1)
+        found = top_k_kl(student.gather(-1, ids), best, direction)
+        p, q = (
+            torch.cat([x.gather(-1, ids).exp(), x.exp().sum(-1, keepdim=True)], -1)
+            for x in (teacher, student)
+        )
+        p[:, -1], q[:, -1] = 1 - p[:, :-1].sum(-1), 1 - q[:, :-1].sum(-1)
+        expected = kl(p.log(), q.log()) if direction == "forward" else kl(q.log(), p.log())
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert bool((found >= before - 1e-12).all())
+        before = found
+    torch.testing.assert_close(before, whole)  # the last id alone is the rest
+
+
+def test_rest_when_the_ids_are_nearly_certain_then_finite() -> None:
+    sure = torch.tensor([[-1e-9, -30.0]], requires_grad=True)
+    top_k_kl(sure, sure.detach(), "reverse").sum().backward()
+    assert bool(torch.isfinite(with_rest(sure)).all())
+    assert sure.grad is not None
+    assert bool(torch.isfinite(sure.grad).all())
+
+
+def engine_of(path: Path, lr: float) -> FSDPEngine:
+    optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
+    engine = FSDPEngine(TrainEngineConfig(path=str(path), optimizer=optimizer))
+    engine.initialize()
+    return engine
+
+
+def sample(student: FSDPEngine, generator: torch.Generator) -> packing.Batch:
+    """Two tokens after each prompt, drawn from the student."""
+    sequences = [prompt for prompt, _ in EXAMPLES]
+    for _ in range(2):
+        batch = pack_examples([(ids, [0]) for ids in sequences])
+        logprobs, ids = student.read(batch, TopLogprobHead(VOCABULARY))
+        mask = batch["loss_mask"]
+        drawn = torch.multinomial(logprobs[mask].exp(), 1, generator=generator)
+        chosen = ids[mask].gather(1, drawn)[:, 0].tolist()
+        sequences = [[*ids, token] for ids, token in zip(sequences, chosen, strict=True)]
+    return pack_examples([(ids[:-2], ids[-2:]) for ids in sequences])
+
+
+def test_student_when_it_learns_from_its_own_samples_then_closes_the_gap_to_its_teacher(
+    taught_dir: Path,
+) -> None:
+    right = pack_examples(EXAMPLES)
+    teacher = engine_of(taught_dir, 1e-2)
+    student = engine_of(taught_dir, 1e-2)
+    for _ in range(60):
+        train_lm(teacher, right)
+    best, first = evaluate_lm(teacher, right), evaluate_lm(student, right)
+    assert best < 0.5 < first
+    generator = torch.Generator().manual_seed(0)
+    distillation = Distillation(k=16)
+    for _ in range(120):
+        batch = sample(student, generator)
+        distillation.ask(teacher, batch)
+        stats = distillation.train(student, batch)
+    last = evaluate_lm(student, right)
+    teacher.destroy()
+    student.destroy()
+    assert stats["loss"] < 0.5
+    assert (first - last) / (first - best) >= 0.8, (first, last, best)
+
+
+def test_train_when_the_teacher_was_not_asked_then_refused() -> None:
+    engine = FSDPEngine(TrainEngineConfig(path="nowhere"))
+    with pytest.raises(InvalidInput, match="no 'teacher_ids'"):
+        Distillation().train(engine, pack_examples(EXAMPLES))
