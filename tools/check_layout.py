@@ -211,6 +211,18 @@ def stray_tests(root: Path) -> list[str]:
     ]
 
 
+def same_names(root: Path) -> list[str]:
+    """Files of tests that pytest would take for one module: tests are no packages."""
+    files: dict[str, list[str]] = {}
+    for file in sorted((root / "tests").rglob("test_*.py")):
+        files.setdefault(file.name, []).append(str(file.relative_to(root)))
+    return [
+        f"{' and '.join(same)}: pytest expects different names"
+        for same in files.values()
+        if len(same) > 1
+    ]
+
+
 def check(root: Path) -> list[str]:
     """Everything that is wrong below a root, a line each."""
     return [
@@ -218,6 +230,7 @@ def check(root: Path) -> list[str]:
         *stale_exceptions(root),
         *long_files(root),
         *stray_tests(root),
+        *same_names(root),
     ]
 
 

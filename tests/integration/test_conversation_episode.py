@@ -27,9 +27,9 @@ def documented_workflow(where):
         text = inspect.getdoc(base).split("as a recipe writes it:\n")[1].split("\nAn instance")[0]
         source = textwrap.dedent(text)
     else:
-        source = (
-            (ROOT / "docs" / "workflows.md").read_text().split("```python\n")[1].split("```")[0]
-        )
+        page = (ROOT / "docs" / "workflows.md").read_text()
+        blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+        [source] = [block for block in blocks if "class TwoTries" in block]
     names = {name: getattr(areal, name) for name in areal.__all__ if name in source}
     exec(source, names)
     return names["TwoTries"]

@@ -109,6 +109,7 @@ def remove(name: str) -> Callable[[Path], None]:
         (write(f"{FOLDER}/long.py", "\n" * 601), "long.py: 601 lines, at most 600"),
         (write("tests/unit/areal_gone/test_it.py", ""), "areal_gone: no such package"),
         (remove("tests/unit/areal_two_words/test_core.py"), "no unit tests in"),
+        (write("tests/deploy/test_core.py", ""), "test_core.py: pytest expects different names"),
     ],
 )
 def test_layout_when_a_rule_is_broken_then_it_is_said(
