@@ -89,12 +89,6 @@ ROWS = [
     _algorithm("dr_grpo", "Dr. GRPO"),
     _algorithm("dapo", "DAPO"),
     _algorithm("gspo", "GSPO"),
-    Row(
-        "gspo-sequence",
-        "GSPO, stale sequences weighted whole",
-        FAMILY,
-        ("algorithm=gspo", "actor.behavior_weight_mode=sequence_truncate"),
-    ),
     _algorithm("cispo", "CISPO"),
     *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],
     _staleness(8, "actor.prox_logp_method=behavior", title="η = 8, plain PPO"),

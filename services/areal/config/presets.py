@@ -103,6 +103,9 @@ PRESETS: dict[str, Preset] = {
             eps_clip=3e-4,
             eps_clip_higher=4e-4,
             loss_aggregation="sequence_mean",
+            # A stale sequence is weighted whole, as it is clipped whole: with a weight for each
+            # token, averaged over the sequence, arithmetic unlearns what it knows in 13 steps.
+            behavior_weight_mode="sequence_truncate",
         ),
     ),
     # Not bounded from below; above at 5, as ScaleRL (arXiv 2510.13786) found it to make little
