@@ -1,0 +1,107 @@
+r"""Distillation: a student learns what its teacher would say; no server, no rollout.
+
+    areal run examples/distill.py                          # two tiny models, generated rows, a CPU
+    areal run examples/distill.py model.path=Qwen/Qwen2.5-0.5B teacher=/models/Qwen2.5-7B-Instruct \
+        train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
+    areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
+
+Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. On the
+assistant's turns the student learns the teacher's `k` likeliest tokens, not the row's one. Both
+models have one vocabulary; the teacher is frozen, in the trainer.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from areal import GRPOConfig, OfflineTrainer, load_expr_config
+from areal.datasets.chats import chat_unit
+from areal.datasets.preferences import GENERATED, sorted_digits
+from areal.datasets.rows import load_rows
+from areal.tokenizer import Tokenizer
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    teacher: str = "runs/models/distill-teacher"
+    """A Hugging Face folder."""
+    teacher_steps: int = 300
+    """Supervised steps of a teacher that is made here."""
+    k: int = 16
+    """Ids of each token that the student learns."""
+    direction: Literal["forward", "reverse"] = "forward"
+    heldout_rows: int = 200
+
+
+def units_of(config: Config, model: str) -> tuple[list, list]:
+    """Train and held-out rows in the ids of a model."""
+    tokenizer = Tokenizer.load(Path(model))
+    path = config.train_dataset.path
+    rows = generated(config.seed) if path == GENERATED else load_rows(path)
+    units = [chat_unit(tokenizer, row["messages"]) for row in rows]
+    return units[: -config.heldout_rows], units[-config.heldout_rows :]
+
+
+def generated(seed: int) -> list[dict]:
+    """Four digits, and the same in order."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["chosen"]},
+            ]
+        }
+        for row in sorted_digits(3000, seed)
+    ]
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    from areal.engines.distill import Distillation
+    from areal.engines.offline import frozen
+    from areal.engines.sft import evaluate_lm
+
+    model = OfflineTrainer(config.actor)
+    teacher = frozen(config.actor, config.teacher)
+    distillation = Distillation(config.k, config.direction)
+    train, heldout = units_of(config, config.model.path)
+
+    def evaluate(name: str, engine) -> None:
+        model.record(name, [evaluate_lm(engine, batch) for batch in model.chunks(heldout)])
+
+    if model.step == 0:
+        evaluate("heldout_loss_teacher", teacher)
+        evaluate("heldout_loss_before", model.engine)
+    for batch in model.batches(train):
+        distillation.ask(teacher, batch)
+        model.finish_step(distillation.train(model.engine, batch))
+    evaluate("heldout_loss_after", model.engine)
+    model.save()
+
+
+# -- models that take no download --------------------------------------------------------------
+
+
+def prepare_model(config: Config) -> None:
+    """Makes a Qwen2 model of 0.6 M parameters, and a teacher that has learned from the rows."""
+    import random
+
+    from areal.algorithms.packing import pack
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.engines.sft import FSDPLMEngine
+    from areal.models.tiny import make_tiny_model
+
+    if not (Path(config.teacher) / "model.safetensors").exists():
+        fresh = Path(f"{config.teacher}-fresh")
+        make_tiny_model(fresh, seed=config.seed + 1)
+        optimizer = OptimizerConfig(lr=3e-3, beta2=0.95, weight_decay=0)
+        engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+        engine.initialize(total_train_steps=config.teacher_steps)
+        train, rng = units_of(config, str(fresh))[0], random.Random(config.seed)
+        for _ in range(config.teacher_steps):
+            engine.train_lm(pack([each for unit in rng.sample(train, 32) for each in unit]))
+        engine.save(config.teacher)
+        engine.destroy()
+    make_tiny_model(Path(config.model.path), seed=config.seed)
