@@ -148,7 +148,7 @@ class Coordinator:
             await self._store.publish(version)
             if now is None or version.version > now.version:
                 self._advance(version)
-            elif not now.stored and version.version == now.version:
+            elif version.version == now.version:
                 self._stored(now, version)
             return self.status().current_version
 
@@ -196,7 +196,7 @@ class Coordinator:
         self._wake()
 
     def _stored(self, before: PolicyVersion, version: PolicyVersion) -> None:
-        """It has files now, for those whom no broadcast reached."""
+        """It has files now, for those whom no broadcast reached; or those of a newer trainer."""
         self._current = version
         self._log.info("stored", version=version.version, path=version.path)
         if before.digest != version.digest:  # its trainer died before, this is the next one's

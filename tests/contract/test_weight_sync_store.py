@@ -13,7 +13,8 @@ from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 
 from areal.chassis.waits import Waits
 from areal.clients.connections import connect_redis
-from areal.errors import Unavailable
+from areal.errors import StaleIncarnation, Unavailable, WrongStep
+from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.interfaces import Totals
 from areal_weight_sync.server_state import ServerRecord
 from areal_weight_sync.store.redis import LeaseTaken, RedisStore
@@ -80,3 +81,22 @@ async def test_lease_when_another_coordinator_has_it_then_nothing_is_written_and
     assert await names(store) == []
     with pytest.raises(LeaseTaken, match=other.owner):
         await asyncio.wait_for(store.keep_lease(), 20)
+
+
+async def test_publish_when_the_answer_was_lost_then_the_next_trainer_publishes_the_same_version(
+    redis: Redis, namespace: str
+) -> None:
+    store = RedisStore(redis, namespace, 60.0, Waits())
+    await store.acquire()
+    await store.publish(PolicyVersion(0, 0, "/model"))
+    await store.publish(PolicyVersion(1, 1, "/weights/v1-inc1"))  # and its trainer dies unanswered
+    await store.publish(PolicyVersion(1, 2, "/weights/v1-inc2"))
+    current = (await store.load()).current
+    assert current is not None
+    assert (current.incarnation, current.path) == (2, "/weights/v1-inc2")
+    with pytest.raises(StaleIncarnation):
+        await store.publish(PolicyVersion(1, 1, "/weights/v1-inc1"))
+    with pytest.raises(WrongStep, match="current version is 1"):
+        await store.publish(PolicyVersion(1, 2, "/weights/elsewhere"))
+    with pytest.raises(WrongStep, match="current version is 1"):
+        await store.publish(PolicyVersion(0, 3, "/model"))

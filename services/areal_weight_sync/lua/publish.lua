@@ -16,11 +16,13 @@ if incarnation < newest and not (version == 0 and current < 0) then
   return {'stale', tostring(newest)}
 end
 -- A version that was broadcast is published again once it is stored; when its trainer died before
--- that, the next one makes it again.
+-- that, the next one makes it again. The next one also publishes again what arrived here while the
+-- answer to its predecessor, or to the coordinator, was lost.
 local unstored = redis.call('HGET', KEYS[1], 'stored') == '0'
-if version == current and unstored and ARGV[6] == '1' then
+local publisher = tonumber(redis.call('HGET', KEYS[1], 'incarnation') or '0')
+if version == current and ((unstored and ARGV[6] == '1') or incarnation > publisher) then
   redis.call('HSET', KEYS[1], 'incarnation', ARGV[3], 'path', ARGV[4], 'manifest', ARGV[5],
-    'stored', '1', 'highest_incarnation', tostring(math.max(highest, incarnation)))
+    'stored', ARGV[6], 'highest_incarnation', tostring(math.max(highest, incarnation)))
   return {'ok', ARGV[2]}
 end
 if version == current and redis.call('HGET', KEYS[1], 'incarnation') == ARGV[3]

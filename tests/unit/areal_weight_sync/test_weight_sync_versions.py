@@ -10,7 +10,7 @@ import structlog
 from tests.unit.areal_weight_sync.coordinator_rig import JOINING, SERVING, rig_of
 from tests.unit.areal_weight_sync.weight_sync_fakes import publish_folder
 
-from areal.errors import InvalidInput, StaleIncarnation, WrongStep
+from areal.errors import InvalidInput, StaleIncarnation, Unavailable, WrongStep
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.interfaces import Snapshot
 from areal_weight_sync.server_state import ServerRecord
@@ -128,3 +128,23 @@ async def test_takeover_when_servers_are_at_the_version_then_confirmed_without_r
         await rig.at("a", SERVING, 0)
         assert "load 0" not in engine.calls
         assert not engine.paused
+
+
+async def test_publish_when_only_the_store_knows_of_it_then_the_next_trainer_brings_servers_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig_of(tmp_path) as rig:
+        await rig.serving("a")
+        stored = rig.store.publish
+
+        async def answer_lost(version: PolicyVersion) -> None:
+            await stored(version)
+            raise Unavailable("redis: Connection reset")
+
+        monkeypatch.setattr(rig.store, "publish", answer_lost)
+        with pytest.raises(Unavailable):
+            await rig.publish(1, incarnation=1)
+        monkeypatch.setattr(rig.store, "publish", stored)
+        assert await rig.publish(1, incarnation=2) == 1
+        await rig.at("a", SERVING, 1)
+        assert rig.store.current == rig.coordinator._current
