@@ -190,8 +190,10 @@ class FakeStore:
         if version.incarnation < self.incarnation:
             raise StaleIncarnation("stale")
         now = self.current
-        if now is not None and now.version == version.version and (
-            version.stored > now.stored or version.incarnation > now.incarnation
+        if (
+            now is not None
+            and now.version == version.version
+            and (version.stored > now.stored or version.incarnation > now.incarnation)
         ):
             self.current, self.incarnation = version, version.incarnation
             return
