@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang images e2e-compose clean
 
 ##@ Start
 
@@ -102,6 +102,9 @@ scale: $(STAMP) ## What the control plane costs with 10, 100, 1000 simulated ser
 
 learn: $(STAMP) ## What learns: runs what docs/learning.md lacks, two at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
 	PYTHONPATH=services:. $(BIN)/python -m tools.learn $(ARGS)
+
+examples: $(STAMP) ## Each example in miniature, one after the other (ARGS='dpo distill')
+	PYTHONPATH=services:. $(BIN)/python -m tools.examples $(ARGS)
 
 ##@ Check
 

@@ -1,0 +1,111 @@
+"""Runs every example in miniature, one after the other: `make examples ARGS='dpo distill'`.
+
+A miniature is the example's own test: tiny models, few steps, the same files and commands as in a
+user's hands. The end of its test's name says what it checks. A run that was stopped continues with
+the names that are left: `make examples ARGS=dpo`.
+
+| consumes | waits for | unblocked by |
+|---|---|---|
+| two cores, 3 GiB | one pytest process for each example | its end, or `LIMIT_S` |
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from areal.errors import did_you_mean
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 1200.0
+
+_INTEGRATION = "tests/integration"
+_OFFLINE = f"{_INTEGRATION}/test_offline_recipes.py"
+_PAIRS = (
+    f"{_OFFLINE}::test_pairs_when_learned_for_some_steps_then_heldout_loss_is_recorded_and_"
+    "the_model_saved"
+)
+_LOOPS = "tests/e2e/test_recipe_loops.py"
+
+# Name of a file in examples/ -> its test.
+MINIATURES = {
+    "arithmetic_grpo": f"{_LOOPS}::test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_"
+    "and_no_more[2]",
+    "distill": f"{_INTEGRATION}/test_distill_recipe.py::test_distill_when_run_and_resumed_then_the_"
+    "student_nears_its_teacher[keys0]",
+    "dpo": f"{_PAIRS}[dpo-keys0]",
+    "gsm8k_grpo": f"{_LOOPS}::test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_"
+    "trainer_agree",
+    "gsm8k_sft": f"{_OFFLINE}::test_sft_when_run_then_the_loss_falls_and_transformers_reads_"
+    "the_model",
+    "lora_grpo": f"{_INTEGRATION}/test_lora_recipe.py::test_lora_grpo_when_run_then_servers_have_"
+    "what_peft_merges",
+    "openai_agent": f"{_INTEGRATION}/test_openai_agent.py::test_openai_agent_when_run_then_it_"
+    "trains",
+    "ppo_critic": f"{_LOOPS}::test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_"
+    "alone_and_resumes",
+    "reward_model": f"{_PAIRS}[reward_model-keys4]",
+}
+
+
+def checked(test: str) -> str:
+    """What a test's name says it checks: the words after `_then_`."""
+    return test.rsplit("_then_", maxsplit=1)[-1].split("[", maxsplit=1)[0].replace("_", " ")
+
+
+def run(test: str) -> tuple[bool, float, str]:
+    """Run one test: whether it passed, seconds, what it printed."""
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, time.monotonic() - began, f"{test}: no end after {LIMIT_S:g} s"
+    return done.returncode == 0, time.monotonic() - began, done.stdout
+
+
+def main() -> int:
+    """Run those named, or all; 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        prog="make examples", description="Runs examples in miniature."
+    )
+    parser.add_argument("names", nargs="*", help="of examples; none: all")
+    names = parser.parse_args().names
+    for name in names:
+        if name not in MINIATURES:
+            hint = did_you_mean(name, MINIATURES)
+            parser.error(f"example {name!r}: expected one of {', '.join(MINIATURES)}{hint}")
+    console = Console()
+    table = Table("example", "checked", "result", "seconds")
+    table.columns[-1].justify = "right"
+    failed = []
+    for name in names or MINIATURES:
+        console.print(f"{name} …", highlight=False)
+        passed, seconds, output = run(MINIATURES[name])
+        if not passed:
+            failed.append(name)
+            print("\n".join(output.splitlines()[-40:]), flush=True)
+        said = "[green]passed[/]" if passed else "[red]failed[/]"
+        table.add_row(name, checked(MINIATURES[name]), said, f"{seconds:.0f}")
+    console.print(table)
+    if failed:
+        console.print(f"Once more, those that failed: make examples ARGS='{' '.join(failed)}'")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
