@@ -85,19 +85,18 @@ def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
     results = json.loads((run_dir / "trainer.json").read_text())
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     measure = row.measure
-    before = results[measure.before] if measure.before else None
     return {
         "row": row.name,
         "seed": seed,
         "revision": row.revision(),
         "commit": _commit(),
-        "before": before,
+        "before": results[measure.before] if measure.before else None,
         "after": results[measure.after],
-        "value": round(results[measure.after] - (before or 0.0), 4),
+        "value": round(measure.value(results), 4),
         "steps": len(rows),
         "seconds": round(seconds),
         "step_seconds": round(sum(r["step_seconds"] for r in rows) / max(len(rows), 1), 3),
-        "staleness": round(sum(r["staleness_mean"] for r in rows) / max(len(rows), 1), 2),
+        "staleness": round(sum(r.get("staleness_mean", 0.0) for r in rows) / max(len(rows), 1), 2),
         "samples_per_second": round(_rate(rows), 1),
         "load": [round(each, 1) for each in load],
         "curve": _curve([r[measure.curve] for r in rows if measure.curve in r]),
@@ -108,7 +107,7 @@ def _rate(rows: list[dict[str, Any]]) -> float:
     """Samples trained in a second, from the end of the first step to that of the last."""
     if len(rows) < 2:
         return 0.0
-    return float(sum(r["samples"] for r in rows[1:]) / (rows[-1]["time"] - rows[0]["time"]))
+    return float(sum(r.get("samples", 0) for r in rows[1:]) / (rows[-1]["time"] - rows[0]["time"]))
 
 
 def _curve(values: list[float]) -> list[float]:
