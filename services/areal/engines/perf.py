@@ -1,10 +1,12 @@
 """What a step costs: floating-point operations, time by phase, memory at its peak.
 
-    MFU = (6 N T + 6 layers heads head_dim sum of L^2) / (seconds x GPUs x peak FLOP/s)
+    MFU = ((4 N + 2 M) T + 6 layers heads head_dim sum of L^2) / (seconds x GPUs x peak FLOP/s)
 
 N is the parameters that a token is multiplied with (of experts those it is routed to; a lookup of
-an embedding is none), T the tokens of the batch, L the length of each sequence: 2 operations a
-parameter forward and 4 backward; causal attention 2 x 2 x L^2 / 2 forward and twice that backward.
+an embedding is none), M those of them that are trained: all, or LoRA's matrices. T is the tokens of
+the batch, L the length of each sequence. A parameter costs 2 operations forward, 2 for the gradient
+of what came in, and 2 for its own gradient if it is trained; causal attention 2 x 2 x L^2 / 2
+forward and twice that backward.
 It counts the model's operations, not the machine's: what is computed again (activations, logits)
 adds to the time only, and a prefix that is computed once counts in each sequence that has it.
 """
@@ -44,7 +46,7 @@ class Work:
     """Operations of a train step."""
 
     per_token: float
-    """6 N."""
+    """4 N + 2 M."""
     per_pair: float
     """Of a sequence of L tokens, over L^2."""
 
@@ -59,14 +61,16 @@ class Work:
              if (n := getattr(config, k, None))), 1
         )  # fmt: skip
         routed = (getattr(config, "num_experts_per_tok", None) or 1) / experts
-        multiplied = sum(
-            parameter.numel() * (routed if ".experts." in name else 1.0)
+        per_token = sum(
+            parameter.numel()
+            * (routed if ".experts." in name else 1.0)
+            * (6.0 if parameter.requires_grad else 4.0)
             for name, parameter in hf.named_parameters()
             if parameter.ndim >= 2 and (parameter is not embedding or parameter is head)
         )
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(6.0 * multiplied, 6.0 * config.num_hidden_layers * heads * dim)
+        return cls(per_token, 6.0 * config.num_hidden_layers * heads * dim)
 
     @property
     def pair_cost(self) -> float:

@@ -7,7 +7,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
-from areal.config.training import OptimizerConfig, TrainEngineConfig
+from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.perf import Work, peak_flops
 from areal.errors import CapacityExceeded, InvalidInput
@@ -100,3 +100,13 @@ def test_work_when_a_model_is_dense_then_follows_the_formula(make_engine):
     assert work.per_token == 6 * multiplied
     assert work.per_pair == 6 * config.num_hidden_layers * config.hidden_size
     assert work.flops(torch.tensor([0, 3, 5])) == 5 * work.per_token + 13 * work.per_pair
+
+
+def test_work_when_only_adapters_are_trained_then_frozen_matrices_cost_two_thirds(make_engine):
+    plain = Work.of(make_engine().model.hf)
+    hf = make_engine(lora=LoraConfig(rank=4)).model.hf
+    adapters = sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name)
+    assert adapters > 0
+    work = Work.of(hf)
+    assert work.per_token == pytest.approx(plain.per_token * 4 / 6 + 6 * adapters)
+    assert work.per_pair == plain.per_pair
