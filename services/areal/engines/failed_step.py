@@ -1,7 +1,8 @@
 """A step whose gradient was not finite: its batch on disk, and how to take it again.
 
     failed_step_<k>/
-        failure.json             step, policy version, cause, task ids by rank, the actor's settings
+        failure.json             step, policy version, cause, task ids by rank, and the settings of
+                                 the model that failed: `actor` or `critic`
         rank_<r>.safetensors     the batch of rank r's last optimizer step
 
 `python -m areal.engines.failed_step FOLDER --model DIRECTORY` takes that optimizer step again, rank
@@ -14,20 +15,68 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from areal.algorithms.packing import Batch, check_batch
-from areal.config.training import PPOActorConfig
+from areal.config.training import PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
+from areal.engines.ppo_value import PPOCritic
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.training.ranks import gather_json
 from areal.training.run_files import write_atomically
 
+if TYPE_CHECKING:
+    from areal.training.session import TrainerSession
+
 _MOST_NAMED = 5
+
+
+def keep(
+    error: TrainingDiverged,
+    session: TrainerSession,
+    *,
+    actor: Mapping[str, Any] | None = None,
+    critic: TrainEngineConfig | RefConfig | None = None,
+) -> TrainingDiverged:
+    """Save the batch that cannot be learned from into the run folder; collective.
+
+    Args:
+        error: that ends the run.
+        session: around the recipe.
+        actor: `settings_of` the model that failed, if it is the actor.
+        critic: its engine's configuration, if it is the critic.
+
+    Returns:
+        The error that also says where the batch is.
+    """
+    step = session.step + 1
+    info = {
+        "step": step,
+        "incarnation": session.incarnation,
+        "policy_version": step - 1,
+        "ranks": session.world_size,
+        "cause": error.cause,
+        **({"actor": actor} if critic is None else {"critic": asdict(critic)}),
+    }
+    where = save_failed_batch(
+        session.config.run_dir / f"failed_step_{step}",
+        error.batch,
+        info,
+        rank=session.rank,
+        tasks=session.batch_tasks,
+        blamed=error.groups,
+    )
+    return TrainingDiverged(
+        f"step {step}: {'' if critic is None else 'critic: '}{error}; {where}; the run ends, "
+        f"version {session.step} is the last published",
+        cause=error.cause,
+        batch=error.batch,
+        groups=error.groups,
+    )
 
 
 def save_failed_batch(
@@ -113,7 +162,7 @@ def replay(folder: Path, model: Path) -> list[str]:
     Args:
         folder: `failed_step_<k>`.
         model: a Hugging Face directory: the run's version <policy_version>, or any other of the
-            same architecture.
+            same architecture. A critic's head is 0 if the directory has none.
 
     Returns:
         For each rank what is not finite, or the loss and the gradient norm. The weights are not
@@ -125,17 +174,21 @@ def replay(folder: Path, model: Path) -> list[str]:
     from pydantic import TypeAdapter
 
     batches, info = load_failed_batch(folder)
-    settings = {**info["actor"], "path": str(model)}
+    is_critic = "critic" in info
+    settings = {**info["critic" if is_critic else "actor"], "path": str(model)}
     settings["optimizer"] = {**settings["optimizer"], "max_skipped_steps": 1}
-    config = TypeAdapter(PPOActorConfig).validate_python(settings)
+    kind = TrainEngineConfig if is_critic else PPOActorConfig
+    config = TypeAdapter(kind).validate_python(settings)
     said = []
     for rank, batch in enumerate(batches):
         engine = FSDPEngine(config)
         engine.initialize()
         engine.set_version(int(info["policy_version"]))
-        actor = PPOActor(config, engine, float(settings["temperature"]))
+        learner: PPOActor | PPOCritic = PPOCritic(engine, n_minibatches=1)
+        if isinstance(config, PPOActorConfig):
+            learner = PPOActor(config, engine, float(settings["temperature"]))
         try:
-            stats = actor.take_step(batch)
+            stats = learner.take_step(batch)
             said.append(
                 f"rank {rank}: finite here: loss {stats['loss']:.6g}, "
                 f"gradient norm {stats['grad_norm']:.6g}"

@@ -143,41 +143,14 @@ class FSDPPPOActor:
         try:
             stats = self._ppo.ppo_update(batch)
         except TrainingDiverged as error:
-            raise self._save_failed(error) from None
+            from areal.engines import failed_step
+
+            settings = failed_step.settings_of(self._ppo.config, self._ppo.temperature)
+            raise failed_step.keep(error, self.session, actor=settings) from None
         row = self.session.row
         row.update({_ROW_NAMES.get(name, name): value for name, value in stats.items()})
         self.session.row["train_seconds"] = time.monotonic() - start
         return stats
-
-    def _save_failed(self, error: TrainingDiverged) -> TrainingDiverged:
-        """Keeps the batch that cannot be learned from; returns the error that says where."""
-        from areal.engines import failed_step
-
-        session, ppo = self.session, self._ppo
-        step = session.step + 1
-        info = {
-            "step": step,
-            "incarnation": session.incarnation,
-            "policy_version": self.engine.get_version(),
-            "ranks": session.world_size,
-            "cause": error.cause,
-            "actor": failed_step.settings_of(ppo.config, ppo.temperature),
-        }
-        where = failed_step.save_failed_batch(
-            session.config.run_dir / f"failed_step_{step}",
-            error.batch,
-            info,
-            rank=session.rank,
-            tasks=session.batch_tasks,
-            blamed=error.groups,
-        )
-        return TrainingDiverged(
-            f"step {step}: {error}; {where}; the run ends, version {session.step} is the last "
-            "published",
-            cause=error.cause,
-            batch=error.batch,
-            groups=error.groups,
-        )
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publishes the new policy and ends the train step.

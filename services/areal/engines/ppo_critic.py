@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal.config.training import CriticConfig, PPOActorConfig
 from areal.engines.ppo_actor import FSDPPPOActor
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, TrainingDiverged
 from areal.training.session import current_session
 
 if TYPE_CHECKING:
@@ -81,9 +81,15 @@ class FSDPPPOCritic:
             `explained_variance` (of the returns by the values, before the update), `clip_ratio`.
 
         Raises:
-            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite.
+            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
+                batch is in the run folder (`areal.engines.failed_step`); nothing is published.
         """
-        stats = self._critic.ppo_update(batch)
+        try:
+            stats = self._critic.ppo_update(batch)
+        except TrainingDiverged as error:
+            from areal.engines import failed_step
+
+            raise failed_step.keep(error, self.session, critic=self.engine.config) from None
         row = self.session.row
         row["reward_mean"] = stats["reward"]  # a step of the warm-up has no other
         row.update({f"critic/{name}": stats[name] for name in _IN_ROW})

@@ -63,10 +63,13 @@ class PPOCritic:
         if self.n_minibatches > 1:
             split = packing.split_minibatches(batch, self.n_minibatches)
             parts = [packing.select(batch, indices) for indices in split]
-        steps = [self.engine.train_batch(p, self._loss, head=ScalarHead()) for p in parts]
-        stats |= combine(steps)
+        stats |= combine([self.take_step(part) for part in parts])
         del stats["entropy"]  # of a distribution, which a value has none of
         return stats | {"update_seconds": time.perf_counter() - started}
+
+    def take_step(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step, as `TrainEngine.train_batch`; collective."""
+        return self.engine.train_batch(batch, self._loss, head=ScalarHead())
 
     def _loss(self, values: Tensor, _: Tensor, batch: Batch) -> losses.LossResult:
         center, returns, mask = batch["values"], batch["returns"], batch["loss_mask"]
