@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "AgentWorkflow": "areal.agents.workflow",
     "Conversation": "areal.workflows.conversation",
+    "EnvWorkflow": "areal.workflows.environment",
     "FSDPPPOActor": "areal.engines.ppo_actor",
     "FSDPPPOCritic": "areal.engines.ppo_critic",
     "GRPOConfig": "areal.config.experiment",
@@ -34,6 +35,7 @@ _EXPORTS = {
 __all__ = [
     "AgentWorkflow",
     "Conversation",
+    "EnvWorkflow",
     "FSDPPPOActor",
     "FSDPPPOCritic",
     "GRPOConfig",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     )
     from areal.workflows.base import InferenceEngine, RolloutWorkflow, make_trajectory
     from areal.workflows.conversation import Conversation
+    from areal.workflows.environment import EnvWorkflow
     from areal.workflows.multi_turn import MultiTurnWorkflow
     from areal.workflows.rlvr import RLVRWorkflow
     from areal.workflows.tool import ToolWorkflow

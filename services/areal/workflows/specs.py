@@ -32,10 +32,11 @@ _DATACLASS = "$dataclass"
 
 def builtin_workflows() -> dict[str, type[RolloutWorkflow]]:
     """Workflows that need no recipe, by the name that clients use."""
+    from areal.workflows.environment import EnvWorkflow
     from areal.workflows.multi_turn import MultiTurnWorkflow
     from areal.workflows.rlvr import RLVRWorkflow
 
-    return {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
+    return {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow, "env": EnvWorkflow}
 
 
 # ---------------------------------------------------------------- describing
@@ -87,7 +88,7 @@ def describe_workflow(workflow: RolloutWorkflow) -> WorkflowSpec:
 
 
 def _functions_in(value: Any) -> list[Callable[..., Any]]:
-    if isinstance(value, FunctionType):
+    if isinstance(value, (FunctionType, type)):
         return [value]
     if isinstance(value, dict):
         return [f for item in value.values() for f in _functions_in(item)]
@@ -99,8 +100,8 @@ def _functions_in(value: Any) -> list[Callable[..., Any]]:
 def _encode(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, FunctionType):
-        check_module_level(value, f"{where} function")
+    if isinstance(value, (FunctionType, type)):
+        check_module_level(value, f"{where} function or class")
         return {_FUNCTION: value.__qualname__}
     if is_dataclass(value) and not isinstance(value, type):
         encoded = {

@@ -1,0 +1,150 @@
+"""An environment of texts, played turn by turn: reset, then one step for each answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from areal.errors import InvalidInput, WorkflowError
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
+from areal.workflows.base import InferenceEngine, RolloutWorkflow
+from areal.workflows.conversation import Conversation
+from areal.workflows.gyms import find_environment
+from areal.workflows.rendering import Message, TemplateRenderer
+
+T = TypeVar("T")
+
+
+class Environment(Protocol):
+    """One episode's world. Methods run in threads, so they may block; one at a time."""
+
+    def reset(self, data: dict[str, Any]) -> str:
+        """Starts an episode on a row; returns what the model reads first."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Does what an answer says.
+
+        Args:
+            action: The answer's text.
+
+        Returns:
+            (what the model reads next, the answer's reward, whether the episode has ended).
+        """
+        ...
+
+
+class EnvWorkflow(RolloutWorkflow):
+    """Plays `gconfig.n_samples` episodes on a row, of at most `max_turns` answers each.
+
+    Rewards are placed on the last token of the answer that earned them. The loss covers the
+    answers only, never what the environment says. An environment with a `close()` is closed.
+
+    Example:
+        >>> EnvWorkflow(GuessNumber, config.gconfig)                 # a class of the recipe
+        >>> EnvWorkflow("reasoning_gym:chain_sum", config.gconfig)   # reasoning_gym_rows makes rows
+        >>> EnvWorkflow("gymnasium:FrozenLake-v1", config.gconfig, options={"is_slippery": False})
+        >>> EnvWorkflow("my_package.worlds:Maze", config.gconfig)
+    """
+
+    replayable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        environment: str | Callable[..., Any],
+        gconfig: GenerationHyperparameters | None = None,
+        max_turns: int = 8,
+        options: dict[str, Any] | None = None,
+        step_timeout_s: float = 30.0,
+        system_prompt: str | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> None:
+        """Finds the environment; episodes make one each.
+
+        Args:
+            environment: A class or function of the recipe that makes an `Environment`, or
+                "reasoning_gym:TASK", "gymnasium:ID", "module:Class".
+            gconfig: How to sample; `max_new_tokens` is for each answer.
+            max_turns: Answers of an episode.
+            options: Keywords to make the environment with.
+            step_timeout_s: Of one reset or step.
+            system_prompt: Put before the first observation.
+            template: Variables of the chat template (`{"enable_thinking": False}`).
+
+        Raises:
+            InvalidInput: There is no such environment, its package is not installed, or a number
+                is out of range.
+        """
+        if max_turns < 1:
+            raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
+        if step_timeout_s <= 0:
+            raise InvalidInput(f"step_timeout_s {step_timeout_s:g}: expected above 0")
+        made = find_environment(environment) if isinstance(environment, str) else environment
+        if not callable(made):
+            raise InvalidInput(f"environment {environment!r}: expected a name, class or function")
+        self.make: Callable[..., Environment] = made
+        self.gconfig = gconfig or GenerationHyperparameters()
+        self.max_turns = max_turns
+        self.options = options or {}
+        self.step_timeout_s = step_timeout_s
+        self.system_prompt = system_prompt
+        self.template = template or {}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One group: n episodes on one row, each in a world of its own."""
+        worlds = [self.make(**self.options) for _ in range(self.gconfig.n_samples)]
+        try:
+            firsts = [await self._wait("reset", world.reset, dict(data)) for world in worlds]
+            renderer = TemplateRenderer(engine.tokenizer, **self.template)
+            chats = [Conversation(renderer, self._opening(first)) for first in firsts]
+            answers: list[LLMResponse | None] = [None] * len(chats)
+            if len(set(firsts)) == 1:  # one request for all first answers
+                request = LLMRequest(chats[0].input_ids, self.gconfig)
+                answers = [*await engine.agenerate_group(request)]
+            episodes = zip(worlds, chats, answers, strict=True)
+            return await asyncio.gather(*(self._play(engine, *each) for each in episodes))
+        finally:
+            for world in worlds:
+                if (close := getattr(world, "close", None)) is not None:
+                    await self._wait("close", close)
+
+    def _opening(self, observation: str) -> list[Message]:
+        said: list[Message] = [{"role": "user", "content": observation}]
+        if self.system_prompt is not None:
+            said.insert(0, {"role": "system", "content": self.system_prompt})
+        return said
+
+    async def _play(
+        self,
+        engine: InferenceEngine,
+        world: Environment,
+        chat: Conversation,
+        response: LLMResponse | None,
+    ) -> Trajectory:
+        rewards: list[float] = []
+        while True:
+            if response is None:
+                try:
+                    response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
+                except InvalidInput:
+                    if not rewards:
+                        raise
+                    break  # the context is full: the answers that there are count
+            reply, response = chat.add_response(response), None
+            observation, reward, ended = await self._wait("step", world.step, reply.text)
+            rewards.append(float(reward))
+            if ended or len(rewards) == self.max_turns:
+                break
+            chat.add_messages({"role": "user", "content": observation})
+        return chat.trajectory(rewards)
+
+    async def _wait(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
+        try:
+            async with asyncio.timeout(self.step_timeout_s) as limit:
+                return await asyncio.to_thread(call, *arguments)
+        except TimeoutError:
+            if not limit.expired():  # the environment's own
+                raise
+            name = getattr(call, "__qualname__", what)
+            raise WorkflowError(f"{name}: no {what} within {self.step_timeout_s:g} s") from None

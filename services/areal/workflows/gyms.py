@@ -1,0 +1,145 @@
+"""Other packages' environments as texts: reasoning_gym:TASK, gymnasium:ID, module:Class."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from areal.errors import InvalidInput, nearest
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def find_environment(name: str) -> Callable[..., Any]:
+    """What makes the environment of that name.
+
+    Raises:
+        InvalidInput: No such package or name; says what to install.
+    """
+    source, _, rest = name.partition(":")
+    if not source or not rest:
+        raise InvalidInput(
+            f"environment {name!r}: expected reasoning_gym:TASK, gymnasium:ID or module:Class"
+        )
+    module = _module(source, name)
+    if source == "reasoning_gym":
+        known = module.factory.DATASETS
+        if rest not in known:
+            raise InvalidInput(f"environment {name!r}: no such task{nearest(rest, known)}")
+        return partial(ReasoningGym, rest)
+    if source == "gymnasium":
+        if rest not in module.registry:
+            raise InvalidInput(f"environment {name!r}: no such id{nearest(rest, module.registry)}")
+        return partial(Gymnasium, rest)
+    made = getattr(module, rest, None)
+    if not callable(made):
+        raise InvalidInput(
+            f"environment {name!r}: no such class{nearest(rest, list(vars(module)))}"
+        )
+    return made  # type: ignore[no-any-return]  # of a module known at run time only
+
+
+def reasoning_gym_rows(
+    task: str, *, train: int, heldout: int, seed: int, **options: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of a reasoning-gym task; no question is in both parts.
+
+    Args:
+        task: Of reasoning-gym ("chain_sum").
+        train: Rows of the first part, at most.
+        heldout: Rows of the second part, at most.
+        seed: Of the generator: the same arguments give the same rows.
+        **options: Of the task (`min_terms=2`).
+
+    Returns:
+        (train rows, held-out rows): {"prompt": question, "answer": str, "entry": the generator's}.
+        Where the task has fewer different questions, both parts shrink in proportion.
+
+    Raises:
+        InvalidInput: The package or the task is not there, or the options do not fit.
+    """
+    find_environment(f"reasoning_gym:{task}")
+    made = _module("reasoning_gym", f"reasoning_gym:{task}")
+    try:
+        entries = made.create_dataset(task, size=train + heldout, seed=seed, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise InvalidInput(f"reasoning_gym:{task} {options}: {error}") from None
+    found = {entry["question"]: entry for entry in entries}
+    rows = [
+        {"prompt": question, "answer": entry["answer"], "entry": entry}
+        for question, entry in found.items()
+    ]
+    held = len(rows) * heldout // max(1, train + heldout)
+    return rows[held:], rows[:held]
+
+
+class ReasoningGym:
+    """A task of reasoning-gym: one question, one answer, scored by the task itself."""
+
+    def __init__(self, task: str) -> None:
+        self._score = _module("reasoning_gym", task).get_score_answer_fn(task)
+        self._entry: dict[str, Any] = {}
+
+    def reset(self, data: dict[str, Any]) -> str:
+        """The question of a row of `reasoning_gym_rows`."""
+        if "entry" not in data:
+            raise InvalidInput("data: expected a row of reasoning_gym_rows, with 'entry'")
+        self._entry = data["entry"]
+        return str(self._entry["question"])
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Scores the answer, from 0 to 1."""
+        return "", float(self._score(action.strip(), self._entry)), True
+
+
+class Gymnasium:
+    """A gymnasium environment: observations as `str` writes them, actions as whole numbers or text.
+
+    The row's `seed` seeds it. An answer without an action is told what is expected, and no step is
+    made.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        gymnasium = _module("gymnasium", name)
+        self._env = gymnasium.make(name, **options)
+        self._space = self._env.action_space
+        if not isinstance(self._space, (gymnasium.spaces.Discrete, gymnasium.spaces.Text)):
+            raise InvalidInput(
+                f"environment gymnasium:{name}: actions are {self._space}: "
+                f"expected Discrete or Text"
+            )
+
+    def reset(self, data: dict[str, Any]) -> str:
+        """The first observation."""
+        observation, _ = self._env.reset(seed=data.get("seed"))
+        return str(observation)
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Does the last number that the answer names, or the text itself."""
+        done: Any = action
+        if hasattr(self._space, "n"):
+            numbers = _NUMBER.findall(action)
+            done = int(numbers[-1]) if numbers else None
+        if done is None or not self._space.contains(done):
+            return f"expected an action of {self._space}", 0.0, False
+        observation, reward, terminated, truncated, _ = self._env.step(done)
+        return str(observation), float(reward), terminated or truncated
+
+    def close(self) -> None:
+        """Frees what the environment holds."""
+        self._env.close()
+
+
+def _module(name: str, wanted: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        raise InvalidInput(
+            f"environment {wanted!r}: no module {missing!r}: pip install "
+            f"{missing.replace('_', '-')}"
+        ) from None
