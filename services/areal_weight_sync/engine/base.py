@@ -30,6 +30,16 @@ class EngineError(Exception):
         self.fault = fault
 
 
+class CannotPullError(EngineError):
+    """The server takes versions from folders only: says nothing about the one it was to pull from.
+
+    Another transport may reach it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Fault.UPDATE_REFUSED, message)
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """Equal weights give equal digests on servers of one layout.

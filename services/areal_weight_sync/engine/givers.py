@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from areal_weight_sync.engine.base import EngineError, Fault
+from areal_weight_sync.engine.base import CannotPullError, EngineError, Fault
 
 _KEPT = 2  # while some servers still load a version, others are told of the next
 _OF_THE_GIVER = {Fault.UPDATE_REFUSED, Fault.TIMEOUT}  # others are the taker's own
@@ -85,7 +85,7 @@ class Givers:
         try:
             yield turn
         except EngineError as error:
-            if error.fault in _OF_THE_GIVER:
+            if error.fault in _OF_THE_GIVER and not isinstance(error, CannotPullError):
                 able = ""
                 copies.holders.discard(turn.giver)
             raise

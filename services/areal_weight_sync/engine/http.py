@@ -29,7 +29,7 @@ from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
-from areal_weight_sync.engine.base import EngineError, Fault, Fingerprint
+from areal_weight_sync.engine.base import CannotPullError, EngineError, Fault, Fingerprint
 from areal_weight_sync.engine.broadcast_group import BroadcastGroup
 from areal_weight_sync.engine.givers import Givers
 from areal_weight_sync.engine.routes import Routes, Tried
@@ -211,35 +211,38 @@ class HttpEngine:
     ) -> tuple[str, Fingerprint | None]:
         """What to give as model_path, and the checksum where the engine itself has read it.
 
-        Within `timeout`: half of it at most is spent on waiting for givers, so that one slow server
-        leaves the others the time to read the store.
+        Within `timeout`, or twice what the version's bytes may take if that is less: the first half
+        is for other servers, so that one slow server leaves the others the time to read the store.
         """
+        begun = time.monotonic()
+        limit = min(timeout, 2 * patience_s(version.size_bytes))
+        half, deadline = begun + limit / 2, begun + limit
         if transport == "disk":
-            return (await self._stage_from(version.path, timeout))[:2]
+            return (await self._stage_from(version.path, deadline))[:2]
         store, name = self._routes.location(version), version.folder_name
         # A delta is small, and only the store has it. A sidecar has what another engine asked for.
         alone = version.delta is not None or self._givers.holds(name, self._sidecar)
-        begun = time.monotonic()
-        deadline = begun + timeout
-        patience = begun + min(timeout / 2, patience_s(version.size_bytes))
         for _ in range(0 if alone else _GIVERS_TRIED):
             turn = None
             try:
-                async with self._givers.turn(name, patience - time.monotonic()) as turn:
+                async with self._givers.turn(name, half - time.monotonic()) as turn:
                     source = f"{turn.giver}/versions/{name}" if turn.giver else store
-                    left = deadline - time.monotonic()
-                    location, fingerprint, turn.taker = await self._stage_from(source, left)
+                    location, fingerprint, turn.taker = await self._stage_from(source, deadline)
                     return location, fingerprint
+            except CannotPullError:
+                raise
             except EngineError as error:
                 if turn is None or not turn.giver or error.fault is not Fault.UPDATE_REFUSED:
                     raise
                 self._log.warning("giver_failed", giver=turn.giver, cause=str(error)[:300])
-        return (await self._stage_from(store, deadline - time.monotonic()))[:2]
+        return (await self._stage_from(store, deadline))[:2]
 
-    async def _stage_from(self, source: str, timeout: float) -> tuple[str, Fingerprint | None, str]:
+    async def _stage_from(
+        self, source: str, deadline: float
+    ) -> tuple[str, Fingerprint | None, str]:
         """As `_stage_by`; and who has it now, for others to pull from."""
-        path, request = "/stage_weights", {"model_path": source}
-        status, text = await self._call("POST", path, request, timeout=timeout)
+        path = "/stage_weights"
+        status, text = await self._read(path, source, deadline)
         if status not in (404, 405):
             self._check_accepted(path, status, text)
             return source, self._fingerprint(path, status, text), self._url
@@ -247,16 +250,29 @@ class HttpEngine:
             return source, None, ""
         path = self._sidecar + path
         try:
-            status, text = await self._call("POST", path, request, timeout=timeout)
+            status, text = await self._read(path, source, deadline)
         except EngineError as error:
-            raise EngineError(
-                Fault.UPDATE_REFUSED, f"this engine pulls nothing, and its sidecar: {error}"
-            ) from None
+            message = f"this engine pulls nothing, and its sidecar: {error}"
+            if error.fault is Fault.TIMEOUT:  # it may have waited for who gives
+                raise EngineError(Fault.UPDATE_REFUSED, message) from None
+            raise CannotPullError(message) from None
         self._check_accepted(path, status, text)
         folder = self._parse(path, status, text).get("model_path")
         if not isinstance(folder, str):
             raise EngineError(Fault.GARBAGE, f"{path}: model_path is {folder!r:.100}")
         return folder, None, self._sidecar
+
+    async def _read(self, path: str, source: str, deadline: float) -> tuple[int, bytes]:
+        """Has a version read ahead; an error for want of time says from where, and for how long."""
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            return await self._call("POST", path, {"model_path": source}, timeout=left)
+        except EngineError as error:
+            if error.fault is not Fault.TIMEOUT:
+                raise
+            raise EngineError(
+                Fault.TIMEOUT, f"{path}: {source} was not read within {left:.1f} s"
+            ) from None
 
     async def _load_from(
         self, location: str, version: PolicyVersion, flush_cache: bool, timeout: float
