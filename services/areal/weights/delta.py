@@ -117,7 +117,7 @@ class Delta:
         InvalidInput: Not a delta, truncated, or padded.
     """
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes | bytearray) -> None:
         self._raw = raw
         try:
             length = struct.unpack("<Q", raw[:8])[0]
@@ -263,7 +263,7 @@ def rebuild(folder: Path, base: Path, wanted: DeltaFile, *, name: str = SINGLE_F
         os.close(target)
 
 
-def open_delta(raw: bytes, wanted: DeltaFile) -> Delta:
+def open_delta(raw: bytes | bytearray, wanted: DeltaFile) -> Delta:
     """A delta that is the one which a manifest names.
 
     Raises:

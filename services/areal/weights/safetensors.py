@@ -89,7 +89,7 @@ class Layout:
         return whole.hexdigest()
 
 
-def digest_of(data: bytes | memoryview | mmap.mmap) -> str:
+def digest_of(data: bytes | bytearray | memoryview | mmap.mmap) -> str:
     """xxh3-128, hex; releases the interpreter while it works."""
     return xxhash.xxh3_128(data).hexdigest()
 

@@ -122,13 +122,16 @@ class StoreConnection:
         return str(answer["path"])
 
     def read_into(self, name: str, file: str, offset: int, target: memoryview) -> None:
-        """Fills `target` with the bytes of a file from `offset` on.
+        """Fills `target` with the bytes of a file from `offset` on, a chunk per request.
 
         Raises:
             TransportError: The store is away, refuses, or sends fewer or other bytes than asked.
         """
-        if not target.nbytes:
-            return
+        for start in range(0, target.nbytes, CHUNK_BYTES):
+            with target[start : start + CHUNK_BYTES] as part:
+                self._read_range(name, file, offset + start, part)
+
+    def _read_range(self, name: str, file: str, offset: int, target: memoryview) -> None:
         asked = f"bytes={offset}-{offset + target.nbytes - 1}"
         response = self._send("GET", f"/versions/{name}/{file}", None, {"Range": asked})
         given = response.getheader("Content-Range", "")

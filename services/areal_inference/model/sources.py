@@ -278,7 +278,7 @@ def open_changes(
             raise InvalidInput(f"{location}: a delta of {wanted.size_bytes} bytes")
         buffer = bytearray(wanted.size_bytes)
         store.read_into(name, FILE, 0, memoryview(buffer))
-    return DeltaSource(manifest, open_delta(bytes(buffer), wanted), held)
+    return DeltaSource(manifest, open_delta(buffer, wanted), held)
 
 
 def one_by_one(source: Source, names: Iterable[str]) -> list[list[str]]:

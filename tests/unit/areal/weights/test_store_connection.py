@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from areal.weights import store_client
 from areal.weights.publisher import TransportError
 from areal.weights.store_client import StoreConnection
 
@@ -96,3 +97,22 @@ def test_call_when_the_one_before_was_refused_at_length_then_it_is_answered() ->
         with pytest.raises(TransportError, match="HTTP 507"):
             store.commit("v00000001-inc1")
         assert store.commit("v00000001-inc1") == "/weights"
+
+
+def test_read_when_a_file_is_larger_than_a_chunk_then_asked_for_in_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_client, "CHUNK_BYTES", 1000)
+    file, asked = bytes(n % 251 for n in range(2600)), []
+
+    def ranges(handler: BaseHTTPRequestHandler) -> None:
+        first, last = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        asked.append((first, last))
+        place = f"bytes {first}-{last}/{len(file)}"
+        reply(handler, 206, file[first : last + 1], Content_Range=place)
+
+    with store_that(ranges, 30.0) as store:
+        target = bytearray(2500)
+        store.read_into("v00000001-inc1", "delta.bin", 100, memoryview(target))
+    assert bytes(target) == file[100:]
+    assert asked == [(100, 1099), (1100, 2099), (2100, 2599)]
