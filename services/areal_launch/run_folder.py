@@ -98,6 +98,14 @@ class RunFolder:
         """Replaces stack.json atomically: a reader sees the old one or the new one."""
         write_json(self.stack_file, content)
 
+    def started_in(self) -> Path:
+        """Where the relative paths of its configuration begin: where it was started.
+
+        Raises:
+            NotFound: As `read_stack`.
+        """
+        return Path(str(self.read_stack().get("started_in", "")) or ".").absolute()
+
     def read_stack(self) -> dict[str, Any]:
         """What stack.json says.
 

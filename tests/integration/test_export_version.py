@@ -18,7 +18,9 @@ from areal.errors import InvalidInput, NotFound
 from areal.models.tiny import make_tiny_model
 from areal.training.checkpoints import CheckpointFolder
 from areal.training.run_files import EVALUATIONS, best_step
-from areal_launch.commands.versions import export_version
+from areal_launch.commands.versions import export_version, list_versions
+from areal_launch.stack.events import EventLog
+from areal_launch.stack.local import LocalStack
 
 
 def test_export_when_steps_were_evaluated_then_best_latest_and_a_number_are_written(
@@ -92,3 +94,33 @@ def test_export_when_adapters_were_trained_then_merged_and_the_adapters_beside_i
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     beside = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
     assert len(beside) == len(adapters)
+
+
+def test_export_when_called_from_another_folder_then_model_path_begins_where_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began, elsewhere = tmp_path / "began", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    make_tiny_model(began / "models" / "tiny", hidden_size=32)
+    monkeypatch.chdir(began)
+    config = build_config(GRPOConfig, None, ["model.path=models/tiny", "run_root=runs"])
+    save_config(config, config.run_dir / "config.yaml")
+    stack = LocalStack(config, EventLog(), with_trainer=True)
+    stack._write_stack()
+    engine = FSDPEngine(TrainEngineConfig(path="models/tiny"))
+    engine.initialize()
+    folder = CheckpointFolder(config.run_dir / "checkpoints", keep=1)
+    half = folder.begin(1, 1)
+    engine.save_checkpoint(half)
+    folder.finish(half, {"step": 1})
+    engine.destroy()
+    run = began / config.run_dir
+
+    monkeypatch.chdir(elsewhere)
+    assert export_version(run, "latest", Path("out")) == 0
+    assert (elsewhere / "out" / "model.safetensors").is_file()
+    assert list_versions(run, as_json=True) == 0
+    assert str(began / "models" / "tiny") in capfd.readouterr().out
+    (began / "models").rename(began / "moved")
+    assert export_version(run, "latest", Path("again")) == 2
+    assert "model.path 'models/tiny': expected the model that the run" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`python -m areal.engines.export_checkpoint CONFIG CHECKPOINT FOLDER`: a checkpoint for the Hub.
+"""`python -m areal.engines.export_checkpoint CONFIG CHECKPOINT FOLDER START`: one for the Hub.
 
 The folder then has what `save_pretrained` writes, the tokenizer with its chat template, and a model
 card of the run; of a run with LoRA, merged weights, and its adapters in `adapter` as peft reads
@@ -18,19 +18,26 @@ from areal.config.experiment import GRPOConfig, load_service_config
 from areal.config.training import TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import lora
-from areal.errors import ArealError
+from areal.errors import ArealError, InvalidInput
 from areal.models.directory import serving_dtype
 from areal.training.run_files import EVALUATIONS
 
 
-def export(config_file: Path, checkpoint: Path, folder: Path) -> None:
+def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> None:
     """Write a Hugging Face directory of a checkpoint's weights, in the precision of the source.
+
+    A relative model.path begins at `start`, the folder that the run was started in.
 
     Raises:
         InvalidInput: the model or the checkpoint cannot be read.
     """
     config = load_service_config(config_file)
-    source = config.model.path
+    source = str(start / config.model.path)
+    if not Path(source, "config.json").is_file():
+        raise InvalidInput(
+            f"model.path {config.model.path!r}: expected the model that the run trained, with its "
+            f"config.json, in {source}"
+        )
     adapters = config.actor.lora
     engine = FSDPEngine(
         TrainEngineConfig(path=source, dtype="float32", optimizer=None, lora=adapters)
@@ -75,7 +82,7 @@ def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]]) -> st
 if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
-        export(*(Path(each) for each in sys.argv[1:4]))
+        export(*(Path(each) for each in sys.argv[1:5]))
     except ArealError as failure:
         print(failure, file=sys.stderr)  # noqa: T201
         sys.exit(2)

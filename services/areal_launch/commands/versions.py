@@ -99,7 +99,8 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     half = to.with_name(f".{to.name}.part")
     shutil.rmtree(half, ignore_errors=True)
     command = [sys.executable, "-m", "areal.engines.export_checkpoint"]
-    arguments = [run_folder.config_file, checkpoints[step].path, half]
+    start = run_folder.started_in()
+    arguments = [run_folder.config_file, checkpoints[step].path, half, start]
     done = subprocess.run(  # noqa: S603
         [*command, *map(str, arguments)], check=False, stdout=sys.stderr
     )
@@ -121,12 +122,15 @@ def encoding(version: PolicyVersion) -> str:
     return f"delta of {version.delta.base}, {version.delta.size_bytes / 2**20:.2f} MiB"
 
 
-def kept_versions(config: BaseExperimentConfig) -> list[PolicyVersion]:
-    """The configured model, then what lies in the weights folder, oldest first."""
+def kept_versions(config: BaseExperimentConfig, start: Path) -> list[PolicyVersion]:
+    """The configured model, then what lies in the weights folder, oldest first.
+
+    Relative paths begin at `start`.
+    """
     place = config.weight_sync.path
     remote = in_object_store(place)
-    root = (Path(place) if place and not remote else config.run_dir / "weights").resolve()
-    model = Path(config.model.path).resolve()
+    root = (start / (place if place and not remote else config.run_dir / "weights")).resolve()
+    model = (start / config.model.path).resolve()
     first = [build_manifest(model, 0, 0)] if (model / "config.json").is_file() else []
     uploaded = ObjectStore(place).versions() if remote else []
     return [*first, *stored_versions(root), *uploaded]
@@ -138,8 +142,8 @@ def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[in
     if endpoint:  # a stack on other machines: weight-sync tells both
         return *asyncio.run(_ask(endpoint, Security.load(SecurityConfig()))), ""
     folder = find_run(run, live=False)
-    config = load_service_config(folder.config_file)
-    versions = kept_versions(config)
+    config, start = load_service_config(folder.config_file), folder.started_in()
+    versions = kept_versions(config, start)
     if not folder.held():
         return versions, serving, f"{folder.path}: not running"
     try:

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from areal.clients.weight_sync import WeightSyncClient
@@ -328,6 +329,7 @@ class LocalStack:
                 "state": self.state.value,
                 "cause": self.cause,
                 "started": self.started,
+                "started_in": str(Path.cwd()),
                 "ready_seconds": self.ready_seconds,
                 "launcher": {
                     "pid": os.getpid(),
