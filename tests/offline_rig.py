@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.metric_names import undocumented
 
 from areal.config.experiment import GRPOConfig, build_config, save_config
 from areal.recipe import find_config_class, load_recipe
@@ -47,6 +48,7 @@ class Example:
                 self.module.main(["--config", str(self.file)])
         finally:
             session.close()
+        assert not undocumented(self.rows)
         return self
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.integration.stack_tools import RunningStack, areal
+from tests.metric_names import undocumented
 
 from areal.models.tiny import make_tiny_model
 
@@ -25,6 +26,7 @@ def run(stack: RunningStack, cwd: Path, *arguments: str) -> tuple[dict[str, Any]
     finally:
         stack.clean_up()
     rows = [json.loads(line) for line in (stack.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented(rows)
     return json.loads((stack.run_dir / "summary.json").read_text()), rows
 
 
