@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,8 +59,7 @@ def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
     for task_id in task_ids:
         check_task_id(task_id, "task_ids")
     if len(set(task_ids)) != len(task_ids):
-        seen: set[str] = set()
-        twice = next(each for each in task_ids if each in seen or seen.add(each))  # type: ignore[func-returns-value]
+        twice = next(each for each, count in Counter(task_ids).items() if count > 1)
         raise InvalidInput(f"task_ids: {twice!r} is there twice")
     return list(task_ids)
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
@@ -123,8 +123,7 @@ class Frontend:
     @property
     def runner(self) -> ModelRunner:
         """The model runner, for reading."""
-        runner: Any = self.scheduler.runner
-        return runner  # type: ignore[no-any-return]
+        return cast("ModelRunner", self.scheduler.runner)
 
     def check_health(self) -> None:
         """Pass, or say why not.

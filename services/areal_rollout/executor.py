@@ -261,7 +261,9 @@ class Executor:
             except asyncio.CancelledError:
                 if episode.stop in {None, Stop.LOST}:
                     return
-                asyncio.current_task().uncancel()  # type: ignore[union-attr]
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
                 end = await self._stopped(episode)
             episode.reporting = True
             if episode.engine is not None:

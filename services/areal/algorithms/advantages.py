@@ -63,7 +63,7 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
     # of each piece is added what makes the sum start at 0, or at what the previous block brings
     # into a segment that spans both.
     row_starts = torch.arange(0, count, block, device=x.device)
-    pieces = torch.cat([starts, row_starts]).unique()  # type: ignore[no-untyped-call]
+    pieces = torch.unique(torch.cat([starts, row_starts]))
     opens_row = pieces % block == 0
     opens_segment = torch.zeros_like(opens_row)
     opens_segment[torch.searchsorted(pieces, starts)] = True

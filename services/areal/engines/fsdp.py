@@ -17,11 +17,12 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
@@ -243,7 +244,7 @@ class FSDPEngine(TrainEngine):
 
     def _reshard(self) -> None:
         if self._sharded:
-            self.model.reshard()  # type: ignore[operator]
+            cast(FSDPModule, self.model).reshard()
 
     def save(self, directory: str | Path, dtype: str | None = None) -> None:
         tensors = self.iter_full_tensors(dtype)

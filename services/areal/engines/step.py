@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms import images, packing
 from areal.algorithms.packing import Batch
@@ -150,7 +152,7 @@ class TrainStep:
                 if self._gathers_gradients:
                     # Whole gradients add up on each rank, and are shared out once.
                     last = number + 1 == len(micro_batches)
-                    self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+                    cast(FSDPModule, self.model).set_requires_gradient_sync(last)
                 self._backward(index, mb, loss_fn, loss_weight_fn or count_loss_tokens, head)
         except torch.OutOfMemoryError as error:
             self._forget()
@@ -305,7 +307,7 @@ class TrainStep:
                         whole[where] = part
         if self._sharded:
             # The root keeps its gathered parameters after a forward; they would miss a later load.
-            self.model.reshard()  # type: ignore[operator]
+            cast(FSDPModule, self.model).reshard()
         read, beside = (whole.to(batch["input_ids"].device) for whole in found)
         return read, beside
 

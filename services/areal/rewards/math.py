@@ -97,4 +97,5 @@ def _parser() -> Callable[..., list[Any]]:
         )
     # It warns, once per process, that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify.parse  # type: ignore[no-any-return]
+    parse: Callable[..., list[Any]] = math_verify.parse
+    return parse

@@ -131,8 +131,11 @@ class InProcessScorer:
         self, name: str, digest: str, kwargs: Mapping[str, Any], item: ScoreItem
     ) -> pb.ScoreResult:
         try:
-            assert self._module is not None or not digest
-            found = find_function(self._module, name) if digest else builtin_reward(name)  # type: ignore[arg-type]
+            if digest:
+                assert self._module is not None
+                found = find_function(self._module, name)
+            else:
+                found = builtin_reward(name)
             function = RewardFunction(name, found, dict(kwargs))
             message = pb.ScoreItem(
                 prompt=item.prompt,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.engines.parallel.mesh import Mesh
@@ -112,11 +112,11 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
     def forward_summed(*args: Any, **kwargs: Any) -> Any:
         own = dict(module._parameters)
-        summed: dict[str, Tensor | None] = {
+        summed: dict[str, Any] = {
             name: None if p is None else _AllReduceBackward.apply(p, mesh.get_group())
             for name, p in own.items()
         }
-        module._parameters.update(summed)  # type: ignore[arg-type]
+        module._parameters.update(summed)
         try:
             return forward(*args, **kwargs)
         finally:
