@@ -44,6 +44,8 @@ MINIATURES = {
     "trainer_agree",
     "gsm8k_sft": f"{_OFFLINE}::test_sft_when_run_then_the_loss_falls_and_transformers_reads_"
     "the_model",
+    "guess_number": f"{_INTEGRATION}/test_environment_recipe.py::test_guess_number_when_run_then_"
+    "each_guess_is_an_answer_of_one_trajectory",
     "lora_grpo": f"{_INTEGRATION}/test_lora_recipe.py::test_lora_grpo_when_run_then_servers_have_"
     "what_peft_merges",
     "openai_agent": f"{_INTEGRATION}/test_openai_agent.py::test_openai_agent_when_run_then_it_"

@@ -1,0 +1,130 @@
+"""An environment in the recipe file: a tiny model guesses a digit in four tries.
+
+    areal run examples/guess_number.py                  # on a laptop's CPU
+    areal run examples/guess_number.py control=true     # rewards dealt at random
+
+`GuessNumber` is the world: it answers each guess with "more" or "less". Four different digits find
+4 of 10 secrets; halving what is left finds all. Seed 0 won 0.31 of 200 games before these 50 steps
+and 0.43 after them; other seeds and the control have not been measured.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal import (
+    EnvWorkflow,
+    FSDPPPOActor,
+    GenerationHyperparameters,
+    GRPOConfig,
+    RemoteSGLangEngine,
+    StatefulLoader,
+    WeightUpdateMeta,
+    load_expr_config,
+    shuffle_rewards,
+)
+
+TRIES = 4
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    control: bool = False
+    """Deal each batch's rewards at random, so that they teach nothing."""
+    heldout_games: int = 200
+    warm_start_steps: int = 150
+    """Supervised: the model then knows the form, and listens now and then."""
+
+
+class GuessNumber:
+    """The world of one game. Lives in a rollout worker; one is made for each episode."""
+
+    def reset(self, data):
+        """What the model reads first; the row says which digit it is."""
+        self.secret = data["secret"]
+        return "digit?"
+
+    def step(self, action):
+        """(what the model reads next, reward, whether the game is over)."""
+        if not action.strip().isdecimal():
+            return "a digit!", 0.0, False
+        guess = int(action)
+        if guess == self.secret:
+            return "yes", 1.0, True
+        return "more" if guess < self.secret else "less", 0.0, False
+
+
+def games(count: int, seed: int) -> list[dict]:
+    """Rows; nothing of the secret is in what the model reads, so none can be learned."""
+    draw = random.Random(seed)
+    return [{"game": number, "secret": draw.randrange(10)} for number in range(count)]
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    heldout = games(config.heldout_games, seed=config.seed + 1000)
+
+    rollout = RemoteSGLangEngine(config.rollout)
+    actor = FSDPPPOActor(config.actor)
+    workflow = EnvWorkflow(GuessNumber, config.gconfig, max_turns=TRIES)
+    one_game = EnvWorkflow(
+        GuessNumber, GenerationHyperparameters(max_new_tokens=4), max_turns=TRIES
+    )
+    dataloader = StatefulLoader(games(2000, config.seed), seed=config.seed)
+
+    rollout.evaluate(heldout, one_game, name="heldout_before")
+    for step in range(actor.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        if config.control:
+            shuffle_rewards(batch, seed=step)
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.upload_weights(WeightUpdateMeta.from_disk())
+    rollout.evaluate(heldout, one_game, name="heldout_after")
+
+
+# -- model: made on the spot, once -------------------------------------------------------------
+
+
+def warm_game(draw: random.Random) -> list[dict]:
+    """The messages of a game; half of its guesses fit what the world has said, half are random."""
+    world, low, high = GuessNumber(), 0, 9
+    messages = [{"role": "user", "content": world.reset({"secret": draw.randrange(10)})}]
+    for _ in range(TRIES):
+        guess = draw.randint(low, high) if draw.random() < 0.5 else draw.randrange(10)
+        said, _, ended = world.step(str(guess))
+        messages.append({"role": "assistant", "content": str(guess)})
+        if ended:
+            return messages
+        if said == "more":
+            low = max(low, guess + 1)
+        else:
+            high = min(high, guess - 1)
+        messages.append({"role": "user", "content": said})
+    return messages[:-1]
+
+
+def prepare_model(config: Config) -> None:
+    """Makes a 0.6 M parameter Qwen2 and teaches it to say a digit."""
+    from areal.algorithms.packing import pack
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.datasets.chats import chat_unit
+    from areal.engines.sft import FSDPLMEngine
+    from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
+
+    if (Path(config.model.path) / "model.safetensors").exists():
+        return
+    fresh = Path(f"{config.model.path}-fresh")
+    make_tiny_model(fresh, seed=config.seed)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.07)
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=max(1, config.warm_start_steps))
+    tokenizer, draw = Tokenizer.load(fresh), random.Random(config.seed)
+    for _ in range(config.warm_start_steps):
+        units = [chat_unit(tokenizer, warm_game(draw)) for _ in range(32)]
+        engine.train_lm(pack([each for unit in units for each in unit]))
+    engine.save(config.model.path)
+    engine.destroy()
