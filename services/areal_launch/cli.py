@@ -102,7 +102,8 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
-    In place of a recipe, trainer.type=grpo, ppo, sft, rw or dpo takes one of the repository.
+    In place of a recipe, trainer.type=grpo, ppo, sft, rw, dpo or distill takes one of the
+    repository.
     Services that the experiment file names under `endpoints` are used; everything else is started.
     Running a trial again resumes it.
     """

@@ -8,6 +8,7 @@ from areal.errors import InvalidInput, nearest
 
 _KEY = "trainer.type="
 RECIPES = {
+    "distill": "distill.py",
     "dpo": "dpo.py",
     "grpo": "arithmetic_grpo.py",
     "ppo": "ppo_critic.py",
