@@ -19,6 +19,8 @@ DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2", "d1t2
 # With adapters, whose model is not spread over a tensor group.
 LORA = {1: ["d1"], 2: ["d2", "d1c2"], 4: ["d4s2", "d2c2"]}
 EXPERTS = {1: ["d1"], 2: ["d2", "d2e2"], 4: ["d4e2", "d2t2e2", "d2t2e4", "d2c2e2"]}
+# Expert parallelism is turned off, then on.
+RESUMED = {"qwen3": ["d4", "d2t2", "d2c2"], "qwen3_moe": ["d2t2e2", "d4", "d4e2"]}
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
@@ -79,10 +81,14 @@ def runs(tmp_path_factory):
             over = {"gradients": True, "seeds": [0], "kernel": "varlen"}
             jobs.append(job("qwen3", "d1c2", "float32", **over))
             jobs.append(job("qwen3", "d2", "float32", gradients=True, seeds=[0], tested=1))
-        if ranks == 4:  # half a run in one layout, the rest in another
-            half = str(folder / "half")
-            jobs.append(job("qwen3", "d2t2", "float64", seeds=STEPS[:5], save_to=half))
-            jobs.append(job("qwen3", "d2c2", "float64", resume=half))
+        if ranks == 4:  # part of a run in one layout, the rest in others
+            for kind, layouts in RESUMED.items():
+                parts = [str(folder / f"{kind}-part{n}") for n in (0, 1)]
+                first, then, last = (job(kind, each, "float64", resume="") for each in layouts)
+                first.pop("resume")
+                jobs.append({**first, "seeds": STEPS[:3], "save_to": parts[0]})
+                jobs.append({**then, "seeds": STEPS[:6], "resume": parts[0], "save_to": parts[1]})
+                jobs.append({**last, "resume": parts[1]})
             adapters = {"lora": {"rank": 4}, "export": True}
             half = str(folder / "half-lora")
             jobs.append(job("qwen3", "d4s2", "float64", seeds=STEPS[:5], save_to=half, **adapters))
@@ -160,10 +166,14 @@ def test_weights_of_experts_when_trained_in_a_layout_then_equal_those_of_one_ran
             assert a[name] == pytest.approx(b[name], rel=1e-8)
 
 
-def test_weights_when_a_run_resumes_in_another_layout_then_equal_those_of_one_rank(runs):
-    (ours, rows), (one, _) = runs["qwen3-d2c2-float64-resume"], runs["qwen3-d1-float64-"]
-    assert len(rows) == 5
-    assert_weights_close(ours, one, 1e-10)
+@pytest.mark.parametrize(("kind", "relative"), [("qwen3", 1e-10), ("qwen3_moe", 1e-9)])
+def test_weights_when_a_run_resumes_in_other_layouts_then_equal_those_of_one_rank(
+    runs, kind, relative
+):
+    last = RESUMED[kind][-1]
+    (ours, rows), (one, _) = runs[f"{kind}-{last}-float64-resume"], runs[f"{kind}-d1-float64-"]
+    assert len(rows) == 4
+    assert_weights_close(ours, one, relative)
 
 
 @pytest.mark.parametrize("layout", others(LORA))
