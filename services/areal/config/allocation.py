@@ -131,6 +131,18 @@ class Layout:
                 f"of d, s and c, such as d{self.ranks}"
             )
 
+    def check_compiled(self) -> None:
+        """Whether layers spread so can be compiled.
+
+        Raises:
+            ConfigError: torch.compile cannot trace matrices that are spread over ranks.
+        """
+        if self.tensor > 1:
+            raise ConfigError(
+                f"trainer layout '{self}': actor.kernels=compile cannot trace layers spread over "
+                f"t: expected a layout without t, such as d{self.ranks}, or kernels=eager"
+            )
+
     def check_model(self, heads: int, kv_heads: int, experts: int) -> None:
         """Compare with a model's sizes.
 

@@ -230,6 +230,8 @@ def validate(config: BaseExperimentConfig) -> None:
         _complete(config)
         if config.actor.lora is not None:
             layout.check_adapters()
+        if config.actor.kernels == "compile":
+            layout.check_compiled()
         for engine in (config.actor, config.ref):
             if engine is not None:
                 # Plain shares fit any number of ranks: a run may resume on fewer.

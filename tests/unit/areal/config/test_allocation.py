@@ -91,3 +91,12 @@ def test_allocation_when_of_a_trainer_alone_then_there_are_no_servers():
     assert not GRPOConfig().offline
     with pytest.raises(ConfigError, match="needs d1 or more"):
         parse_allocation("sglang:d0+fsdp:d1")
+
+
+def test_layers_when_compiled_then_a_layout_with_t_is_refused():
+    parse_allocation("sglang:d1+fsdp:d2c2").layout.check_compiled()
+    said = (
+        r"^trainer layout 'd2t2': actor.kernels=compile .*expected a layout without t, such as d4"
+    )
+    with pytest.raises(ConfigError, match=said):
+        parse_allocation("sglang:d1+fsdp:d2t2").layout.check_compiled()
