@@ -81,10 +81,15 @@ def facts(snapshot: Snapshot) -> dict[str, str]:
     rows, ledger, found = snapshot.rows, snapshot.ledger, {}
     if rewards := column(rows, "reward_mean"):
         found["reward"] = f"{rewards[-1]:.3f} (mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f})"
-    speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
-    found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)
+    elif losses := column(rows, "loss"):  # rows alone
+        found["loss"] = f"{losses[-1]:.3f} (mean of {WINDOW}: {mean(losses[-WINDOW:]):.3f})"
+        if column(rows, "accuracy"):
+            found["accuracy"] = f"{recent_mean(rows, 'accuracy'):.3f}"
+    if ledger is not None:
+        speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
+        found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)
     if step := recent_mean(rows, "step_seconds"):
-        parts = ("wait", "train", "publish")
+        parts = [p for p in ("wait", "train", "publish") if column(rows, f"{p}_seconds")]
         times = (f"{part} {recent_mean(rows, f'{part}_seconds'):.2f}" for part in parts)
         found["each step"] = f"{step:.2f} s: {', '.join(times)}"
     if speed := recent_mean(rows, "tokens_per_second"):
@@ -132,6 +137,8 @@ class LiveView:
         )
 
     def _where(self) -> str:
+        if self._stack.config.offline:
+            return ""
         if not dashboard_listens(self._stack):
             return "dashboard is starting   "
         address = self._stack.config.endpoints.gateway
@@ -169,6 +176,8 @@ class LiveView:
             sparks = ("", "")
             if label == "reward":
                 sparks = (f"   {sparkline(column(self.snapshot.rows, 'reward_mean'), 48)}", "cyan")
+            elif label == "loss":
+                sparks = (f"   {sparkline(column(self.snapshot.rows, 'loss'), 48)}", "cyan")
             grid.add_row(label, Text.assemble(text, sparks))
         return grid
 
@@ -176,8 +185,9 @@ class LiveView:
         names = list(self._stack.processes)
         half = (len(names) + 1) // 2
         grid = Table.grid(padding=(0, 3, 0, 0))
+        servers = [] if self._stack.config.offline else [self._server_table()]
         grid.add_row(
-            self._server_table(),
+            *servers,
             self._process_table(names[:half]),
             self._process_table(names[half:]),
         )
@@ -259,8 +269,9 @@ def plain_line(stack: Stack, snapshot: Snapshot) -> str:
     else:
         parts.append(str(stack.state))
     parts += [f"{label} {text}" for label, text in facts(snapshot).items()]
-    serving = sum(s.state is ServerState.SERVING for s in snapshot.servers)
-    parts.append(f"{serving}/{len(snapshot.servers)} servers serving")
+    if not stack.config.offline:
+        serving = sum(s.state is ServerState.SERVING for s in snapshot.servers)
+        parts.append(f"{serving}/{len(snapshot.servers)} servers serving")
     if (left := eta_s(snapshot)) is not None:
         parts.append(f"ETA {duration(left)}")
     return " | ".join(parts)

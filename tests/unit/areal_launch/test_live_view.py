@@ -105,6 +105,19 @@ def test_view_when_training_then_everything_is_on_one_screen() -> None:
     assert len(text.splitlines()) <= 24
 
 
+def test_view_when_rows_alone_are_trained_on_then_loss_is_shown_and_nothing_of_rollouts() -> None:
+    stack = make_stack(trainer=("up", 0))
+    stack.config.allocation_mode = "fsdp:d1"
+    row = {"loss": 0.625, "accuracy": 0.875, "step_seconds": 0.5, "train_seconds": 0.4}
+    rows = [{"step": s, "tokens_per_second": 2500.0, **row} for s in range(1, 41)]
+    snapshot = Snapshot(trainer=TrainerStatus("training", 40, 100, 1, 1, ""), rows=rows)
+    for text in (draw(stack, snapshot), plain_line(stack, snapshot)):
+        for expected in ("0.625", "0.875", "2,500 tokens/s", "ETA 0:30", "train 0.40"):
+            assert expected in text
+        for wrong in ("generated", "server", "wait", "publish", "127.0.0.1", "dashboard"):
+            assert wrong not in text
+
+
 def test_view_when_engine_and_trainer_disagree_then_a_line_says_so_until_they_agree() -> None:
     stack, snapshot = make_stack(trainer=("up", 0)), make_snapshot()
     snapshot.rows[-2]["mismatch/kl"] = 0.09  # the last step had nothing to compare
