@@ -40,6 +40,8 @@ MINIATURES = {
     "distill": f"{_INTEGRATION}/test_distill_recipe.py::test_distill_when_run_and_resumed_then_the_"
     "student_nears_its_teacher[keys0]",
     "dpo": f"{_PAIRS}[dpo-keys0]",
+    "eval_only": f"{_LOOPS}::test_eval_only_when_run_then_every_answer_is_kept_and_nothing_is_"
+    "trained",
     "gsm8k_grpo": f"{_LOOPS}::test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_"
     "trainer_agree",
     "gsm8k_sft": f"{_OFFLINE}::test_sft_when_run_then_the_loss_falls_and_transformers_reads_"

@@ -102,8 +102,8 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
-    In place of a recipe, trainer.type=grpo, ppo, sft, rw, dpo or distill takes one of the
-    repository.
+    In place of a recipe, trainer.type=grpo, ppo, sft, rw, dpo, distill, or null (evaluation alone)
+    takes one of the repository.
     Services that the experiment file names under `endpoints` are used; everything else is started.
     Running a trial again resumes it.
     """
@@ -113,6 +113,33 @@ def run(
     recipe, chosen = find_recipe(recipe, overrides or [])
     return run_on(
         on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
+    )
+
+
+@app.command("eval")
+def evaluate(
+    overrides: Overrides = None,
+    config: Config = None,
+    json: Json = False,
+    accept_changes: AcceptChanges = False,
+) -> int:
+    """Let a model answer rows and judge the answers; train nothing.
+
+    For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The recipe is
+    examples/eval_only.py.
+    """
+    from areal_launch.commands.builtin_recipes import find_recipe
+    from areal_launch.commands.run import run_on
+
+    recipe, chosen = find_recipe(Path("trainer.type=null"), overrides or [])
+    return run_on(
+        RunsOn.LOCAL,
+        recipe,
+        config,
+        chosen,
+        as_json=json,
+        keep=False,
+        accept_changes=accept_changes,
     )
 
 

@@ -123,3 +123,35 @@ def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
     assert not any(b"correct-horse-battery-staple" in f.read_bytes() for f in written)
     assert summary["staleness"]["max"] == max(row["staleness_max"] for row in rows) == eta
     assert summary["weight_updates"]["count"] == 8
+
+
+def test_eval_only_when_run_then_every_answer_is_kept_and_nothing_is_trained(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "rows"
+    data.mkdir()
+    rows = [{"question": f"{n}+{n}=", "answer": f"#### {2 * n}"} for n in range(12)]
+    (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_tiny_model(tmp_path / "model", seed=0)
+    stack = RunningStack(tmp_path / "runs" / "eval" / "trial0")
+    keys = ("model.path=model", "model.context_length=128", "train_dataset.path=rows", "rows=10")
+    try:
+        done = areal(
+            "eval", *keys, "gconfig.max_new_tokens=4", "gconfig.n_samples=2",
+            cwd=tmp_path, timeout=240.0,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr + stack.log("trainer")
+        stack.assert_gone()
+    finally:
+        stack.clean_up()
+    summary = json.loads((stack.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 0)
+    lines = (stack.run_dir / "evaluations" / "reward-v0.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
+    assert sorted(each["data"]["answer"] for each in kept) == sorted(str(2 * n) for n in range(10))
+    rewards = [[answer["reward"] for answer in each["answers"]] for each in kept]
+    assert all(len(each) == 2 for each in rewards)
+    (figure,) = summary["evaluations"]
+    assert figure["mean"] == summary["reward"] == sum(map(sum, rewards)) / 20
+    assert f"{figure['mean']:.3f} ± {figure['stderr']:.3f} over 10 rows" in done.stdout
+    assert "staleness" not in done.stdout.rpartition("finished after 0 steps")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -167,7 +168,12 @@ def test_evaluation_when_its_groups_pass_a_message_then_read_in_several(begin) -
             await client.complete_task(lease.task.task_id, lease.token, group, "w")
 
     session.bridge.call(deliver(), "groups")
-    assert evaluation.mean_reward(session, tasks, "held-out", 60.0) == 1.0
+    figure = evaluation.measure(session, tasks, "held-out", 60.0)
+    assert figure == evaluation.Figure(1.0, pytest.approx(3**-0.5), 3)
+    lines = (session.config.run_dir / "evaluations" / "held-out-v0.jsonl").read_text().splitlines()
+    kept = sorted(map(json.loads, lines), key=lambda each: each["task_id"])
+    assert [each["task_id"] for each in kept] == ids
+    assert [each["answers"][0]["reward"] for each in kept] == [0.0, 1.0, 2.0]
     with pytest.raises(CapacityExceeded, match=r"the first \d of 3 fill a message"):
         session.bridge.call(
             session.ledger.buffer.get_tasks(ids, include_groups=True), "all at once"

@@ -110,6 +110,7 @@ class RemoteSGLangEngine:
     ) -> float:  # fmt: skip
         """Mean reward of the current policy on held-out rows, recorded under `name`.
 
+        The answers are in the run folder: evaluations/NAME-vVERSION.jsonl.
         `version` must sample every token; None: that of the last finished step, or what is served
         where a resumed run replays. What was recorded at this very step is returned as it is; so
         is the initial policy's figure before a resumed run's first step: it is served no longer.
@@ -126,8 +127,8 @@ class RemoteSGLangEngine:
             return known
         session.confirm_version()
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
-        mean = evaluation.mean_reward(session, tasks, name, self.config.batch_timeout_s)
-        return evaluation.record(session, name, mean)
+        figure = evaluation.measure(session, tasks, name, self.config.batch_timeout_s)
+        return evaluation.record(session, name, figure)
 
     def _describe(self, workflow: RolloutWorkflow) -> WorkflowSpec:
         """Describes the workflow by digest and stores the recipe's source, once."""

@@ -11,13 +11,17 @@ it may then be released, so that an evaluation can be larger than the ledger.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
 from typing import Any
+
+import orjson
 
 from areal import errors
 from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
 from areal.training.ledger import POLL_S
-from areal.training.run_files import EVALUATIONS, MEASURED_AT
+from areal.training.run_files import EVALUATIONS, MEASURED_AT, write_atomically
 from areal.training.session import TrainerSession
 from areal.training.status import Evaluation
 from areal.training.submission import Submission
@@ -39,8 +43,19 @@ def recorded(session: TrainerSession, name: str, version: int | None) -> float |
     return float(known) if stands else None
 
 
-def record(session: TrainerSession, name: str, mean: float) -> float:
-    """Keeps a figure and the step it is of; returns the figure."""
+@dataclass(frozen=True)
+class Figure:
+    """A mean reward: over all answers; rows count alike for the error."""
+
+    mean: float
+    stderr: float
+    """Standard error over rows; 0 for one row."""
+    rows: int
+
+
+def record(session: TrainerSession, name: str, figure: Figure) -> float:
+    """Keeps a figure and the step it is of; returns its mean."""
+    mean = figure.mean
     steps = dict(session.result(MEASURED_AT) or {})
     session.record(name, mean)
     session.record(MEASURED_AT, {**steps, name: session.step})
@@ -49,7 +64,8 @@ def record(session: TrainerSession, name: str, mean: float) -> float:
         for each in session.result(EVALUATIONS) or []
         if (each["name"], each["step"]) != (name, session.step)
     ]
-    session.record(EVALUATIONS, [*known, {"name": name, "step": session.step, "mean": mean}])
+    entry = {"name": name, "step": session.step, **asdict(figure)}
+    session.record(EVALUATIONS, [*known, entry])
     session.status.evaluated(Evaluation(name, session.step, mean))
     return mean
 
@@ -96,10 +112,10 @@ def tasks_of(
     ]
 
 
-def mean_reward(
-    session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float
-) -> float:
-    """Submits the tasks and waits for the end of all.
+def measure(session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float) -> Figure:
+    """Submits the tasks and waits for the end of all; keeps the answers in the run folder.
+
+    They are in `evaluations/NAME-vVERSION.jsonl`, a line for each row: its task, data, and answers.
 
     Raises:
         WorkflowError: None was delivered, or too many tasks ended by errors of the recipe.
@@ -110,7 +126,7 @@ def mean_reward(
         session.raise_if_stopped()
         if state == "refused":
             session.save_checkpoint()  # commits, so that payloads can go
-    return session.on_rank0(measurement.mean)
+    return session.on_rank0(measurement.finish, Figure)
 
 
 class Measurement:
@@ -121,11 +137,14 @@ class Measurement:
     ) -> None:
         self._session = session
         self._what = f"evaluation {name!r}"
+        version = tasks[0].policy_version if tasks else None
+        at = session.step if version is None else version
+        self._file = session.config.run_dir / "evaluations" / f"{name}-v{at}.jsonl"
         self._timeout_s = timeout_s
         self._count = len(tasks)
         self._submission = Submission(session, tasks, self._what, timeout_s)
         self._waiting: dict[str, Task] = {}
-        self._rewards: list[float] = []
+        self._answers: list[dict[str, Any]] = []
         self._reasons: list[str] = []
 
     def proceed(self) -> str:
@@ -146,14 +165,19 @@ class Measurement:
         submission.check_deadline(f"{left} of {self._count} tasks of {self._what}")
         return "refused" if submission.refused else "waiting"
 
-    def mean(self) -> float:
-        """Of the rewards of all trajectories."""
-        if not self._rewards:
+    def finish(self) -> Figure:
+        """Of the rewards of all trajectories; the answers are on disk then."""
+        if not self._answers:
             raise errors.WorkflowError(
                 f"{self._what}: none of {self._count} rows was delivered; "
                 f"first cause: {self._reasons[0] if self._reasons else 'unknown'}"
             )
-        return sum(self._rewards) / len(self._rewards)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file, b"".join(orjson.dumps(a) + b"\n" for a in self._answers))
+        rewards = [[one["reward"] for one in each["answers"]] for each in self._answers]
+        means = [fmean(each) for each in rewards]
+        error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
+        return Figure(fmean(r for each in rewards for r in each), error, len(means))
 
     def _collect(self) -> None:
         session, unsent = self._session, self._submission.unsent
@@ -179,4 +203,9 @@ class Measurement:
             self._submission.unsent[task.task_id] = task  # released, after an earlier life read it
             return
         self._reasons.append(record.reason)
-        self._rewards.extend(t.reward for t in (record.group.trajectories if record.group else ()))
+        if record.group is not None:
+            answers = [
+                {"reward": t.reward, "finish_reason": t.finish_reason, "text": t.completion_text}
+                for t in record.group.trajectories
+            ]
+            self._answers.append({"task_id": task.task_id, "data": task.data, "answers": answers})

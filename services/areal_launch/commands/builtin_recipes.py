@@ -11,6 +11,7 @@ RECIPES = {
     "distill": "distill.py",
     "dpo": "dpo.py",
     "grpo": "arithmetic_grpo.py",
+    "null": "eval_only.py",
     "ppo": "ppo_critic.py",
     "rw": "reward_model.py",
     "sft": "gsm8k_sft.py",
@@ -36,10 +37,6 @@ def find_recipe(recipe: Path, overrides: list[str]) -> tuple[Path, list[str]]:
     rest = [value for value in values if not value.startswith(_KEY)]
     if len(chosen) > 1 or (not str(recipe).startswith(_KEY) and "=" not in str(recipe)):
         raise InvalidInput(f"{_KEY}{chosen[-1]}: expected it once, and instead of a recipe")
-    if chosen[0] == "null":
-        raise InvalidInput(
-            "trainer.type=null trains nothing: expected `areal up`, which serves the model"
-        )
     if chosen[0] not in RECIPES:
         raise InvalidInput(f"{_KEY}{chosen[0]}: no such recipe{nearest(chosen[0], RECIPES)}")
     file = EXAMPLES / RECIPES[chosen[0]]

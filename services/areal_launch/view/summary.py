@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.training.run_files import EVALUATIONS
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
@@ -154,14 +155,16 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{accounting[s.value]} {state_word(s)}" for s in TaskState if accounting[s.value]
     )
     updates = summary["weight_updates"]
-    lines = [
-        ("status", f"{summary['status']} after {summary['steps']} steps"),
-        (
-            "reward",
-            f"{number(summary['reward_first'])} → {number(summary['reward_last'])} "
-            f"(mean of the first and last {WINDOW} steps)",
-        ),
-    ]
+    lines = [("status", f"{summary['status']} after {summary['steps']} steps")]
+    trained = bool(summary["steps"])
+    if trained:
+        change = f"{number(summary['reward_first'])} → {number(summary['reward_last'])}"
+        lines.append(("reward", f"{change} (mean of the first and last {WINDOW} steps)"))
+    else:
+        lines += [
+            (each["name"], f"{each['mean']:.3f} ± {each['stderr']:.3f} over {each['rows']:,} rows")
+            for each in summary.get(EVALUATIONS) or ()
+        ]
     if summary["heldout_before"] is not None or summary["heldout_after"] is not None:
         lines.append(
             (
@@ -181,6 +184,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{number(summary['tokens_generated'], ',d')} tokens sampled",
         ),
         ("tasks", f"{number(accounting['submitted'], ',d')} submitted: {ended or 'none'}"),
+    ]
+    lines += [
         (
             "staleness",
             f"mean {number(summary['staleness']['mean'], '.2f')}, "
@@ -192,7 +197,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             + (f"{pause_words(updates['seconds_mean'] or 0)}, " if updates["count"] else "")
             + f"{number(updates['aborted_requests'], 'd')} requests aborted",
         ),
-    ]
+    ] * trained
     if accounting[TaskState.DEAD_LETTERED.value]:
         again = "; fix it and run the same command to retry them" if summary.get("cause") else ""
         lines.append(("failed", f"areal dead-letters list has causes and tracebacks{again}"))
