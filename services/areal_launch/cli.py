@@ -56,6 +56,14 @@ class RunsOn(StrEnum):
     KUBERNETES = "kubernetes"
 
 
+class ExportAs(StrEnum):
+    """What `areal export` makes of kept trajectories."""
+
+    ROWS = "rows"
+    SFT = "sft"
+    PREFERENCES = "preferences"
+
+
 Recipe = Annotated[Path, typer.Argument(help="The recipe: one Python file.")]
 Overrides = Annotated[
     list[str] | None,
@@ -308,6 +316,35 @@ def submit(
 
     options = SubmitOptions(workflow, reward, recipe, wait, timeout, json)
     return submit_file(run, tasks, options)
+
+
+@app.command()
+def show(
+    task: Annotated[str, typer.Argument(help="A task; default: the groups of a step.")] = "",
+    step: Annotated[int | None, typer.Option(help="Default: the newest that is kept.")] = None,
+    run: Run = None,
+    json: Json = False,
+) -> int:
+    """Show what a step was trained on: its groups, or one task's texts, tokens, and rewards."""
+    from areal_launch.commands.rollouts import show as show_rollouts
+
+    return show_rollouts(run, task, step, as_json=json)
+
+
+@app.command()
+def export(
+    to: Annotated[Path, typer.Option(help="A .parquet or .jsonl file that is not there yet.")],
+    kind: Annotated[
+        ExportAs, typer.Option("--as", help="All trajectories, or rows for SFT or DPO.")
+    ] = ExportAs.ROWS,
+    first: Annotated[int | None, typer.Option(help="First step.")] = None,
+    last: Annotated[int | None, typer.Option(help="Last step.")] = None,
+    run: Run = None,
+) -> int:
+    """Write what a run was trained on into one file."""
+    from areal_launch.commands.rollouts import export as export_rollouts
+
+    return export_rollouts(run, to, kind.value, first, last)
 
 
 @dead_letters.command("list")

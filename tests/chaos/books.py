@@ -13,6 +13,7 @@ import redis
 from tests.redis_server import start_redis
 
 from areal.clients.connections import redis_prefix
+from areal.rollouts.reader import RolloutFolder
 
 ENDS = ("trained", "delivered", "rejected", "cancelled", "expired", "dead_lettered")
 
@@ -109,6 +110,7 @@ def check_books(
         "the counter of each state equals the number of records in it", dict(records) == counted, ""
     )
     yield from _check_batches(ledger, read_lines(run_dir / "batches.jsonl"), steps, batch)
+    yield _check_kept(ledger, RolloutFolder(run_dir))
     yield from _check_epochs(ledger, problems)
     staleness = max(int(row["staleness_max"]) for row in rows)
     staleness = max(staleness, int(ledger.meta.get("staleness_max", 0)))
@@ -150,6 +152,20 @@ def _check_batches(
         "the tasks of all steps are exactly those in the state trained",
         set(times) == trained and len(trained) == steps * batch,
         f"{len(trained)} trained, {len(set(times) ^ trained)} differ",
+    )
+
+
+def _check_kept(ledger: Ledger, folder: RolloutFolder) -> Check:
+    """The run folder's Parquet has each group that was trained on, whole and once."""
+    kept = Counter((step, task_id) for step in folder.steps for task_id in folder.groups(step))
+    samples = Counter(each.trajectory_id for each in folder.read())
+    trained = {id_ for id_, task in ledger.tasks.items() if task["state"] == "trained"}
+    twice = [name for name, n in samples.items() if n > 1]
+    found = [task_id for _, task_id in kept]
+    return Check(
+        "each group that was trained is kept once",
+        sorted(found) == sorted(trained) and not twice,
+        f"{len(found)} kept, {len(set(found) ^ trained)} differ; trajectories twice: {twice[:5]}",
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.chaos.trainer_rig import BATCH, TrainerProcess, TrainerRig
 from tests.integration.stack_tools import eventually
+from tests.kept import check_kept
 
 
 def prefilled(model: Path, steps: int) -> tuple[str, ...]:
@@ -66,6 +67,13 @@ def assert_trained_once(rig: TrainerRig, steps: int) -> None:
     assert counts["trained"] == steps * BATCH, counts
     live = ("queued", "running", "completed", "batched")
     assert not any(counts.get(state) for state in live), counts
+
+
+def assert_kept_once(rig: TrainerRig, steps: int) -> None:
+    """The Parquet files hold each group that was trained on, once, as the trainer saw it."""
+    kept = check_kept(rig.run_dir, steps)
+    for (incarnation, step), (groups, whole) in batches_of(rig).items():
+        assert not whole or kept[step] == groups, f"incarnation {incarnation}, step {step}"
 
 
 def until_steps(rig: TrainerRig, trainer: TrainerProcess, step: int) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from tests.chaos.replays import (
+    assert_kept_once,
     assert_trained_once,
     check_batches,
     check_replays,
@@ -54,6 +55,7 @@ def test_trainer_when_killed_20_times_then_same_batches_and_same_weights_to_the_
         print(f"{replayed} steps replayed")
         assert replayed > 0
         assert_trained_once(killed, STEPS)
+        assert_kept_once(killed, STEPS)
         weights = load_file(killed.run_dir / "final" / "model.safetensors")
     start = load_file(tiny_model / "model.safetensors")
     assert weights.keys() == reference.keys() == start.keys()
@@ -80,6 +82,7 @@ def test_trainer_when_resumed_on_2_then_1_then_2_ranks_then_same_batches_and_wei
             trainer.kill()
         changing.finish(ranks=2)
         assert check_batches(changing, expected, steps) > 0
+        assert_kept_once(changing, steps)
         lives = [(x["incarnation"], x["ranks"]) for x in changing.seen()]
         assert sorted(set(lives)) == [(1, 2), (2, 1), (3, 2)]
         weights = load_file(changing.run_dir / "final" / "model.safetensors")
@@ -222,6 +225,7 @@ def test_run_when_a_rank_is_killed_or_stopped_then_named_within_60_s_and_every_r
         assert launcher.wait(180.0) == 0, (tmp_path / "run.log").read_text()
         stack.assert_gone()
     assert check_replays(rig, steps) > 0
+    assert_kept_once(rig, steps)
     summary = json.loads((rig.run_dir / "summary.json").read_text())
     assert summary["restarts"] == {"trainer": len(blows)}
     assert summary["accounting"]["trained"] == steps * BATCH

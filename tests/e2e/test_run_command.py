@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster_runs import BATCH, SAMPLES, arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
+from tests.kept import check_kept
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -54,6 +55,16 @@ def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
     assert 0 < summary["memory_mb"]["total"] < 5 * 1024
     assert (stack.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (stack.run_dir / "config.yaml").stat().st_mode & 0o077 == 0
+    check_kept(stack.run_dir, steps)
+    shown = areal("show", "--json", "--run", str(stack.run_dir), cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert found["step"] == steps
+    means = [group["reward_mean"] for group in found["groups"]]
+    assert sum(means) / len(means) == pytest.approx(rows_of(stack)[-1]["reward_mean"], abs=1e-5)
+    done = areal("export", "--to", "all.jsonl", "--run", str(stack.run_dir), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == steps * BATCH * SAMPLES
 
 
 def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(

@@ -126,6 +126,8 @@ class FSDPPPOActor:
             InvalidInput: A key that the configuration needs is missing.
         """
         self._ppo.compute_advantages(batch)
+        advantages = batch["advantages"]
+        self.session.advantages = lambda: advantages.numpy(force=True)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """One train step on a batch with advantages; also fills the step's metrics row.

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal import errors
 from areal.chassis.logging import get_logger
@@ -37,6 +37,7 @@ from areal.config.allocation import Layout
 from areal.config.experiment import GRPOConfig
 from areal.protocol.leases import Take
 from areal.recipe import Recipe
+from areal.rollouts.writer import RolloutWriter
 from areal.security import Security
 from areal.training.background_publish import BackgroundPublish
 from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
@@ -52,6 +53,10 @@ from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
 from areal.weights.servers import SyncStatus
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -122,6 +127,19 @@ class TrainerSession(Ranks):
         self.waits.watch(self._checkpoints.waits)
         self.publishing = BackgroundPublish(self)
         self.waits.watch(self.publishing.waits)
+        self._layout = Layout.parse(config.actor.layout or f"d{world_size}")
+        # Ranks that share matrices or the tokens of a sequence train on the same groups.
+        writes = rank % self._layout.per_share == 0
+        self._rollouts = RolloutWriter(
+            config.run_dir / "rollouts",
+            rank,
+            int(config.checkpoint.rollouts_gib * 2**30) if writes else 0,
+            config.model.path,
+        )
+        self._batch: list[TrajectoryGroup] = []
+        """This rank's share of the step in progress."""
+        self.advantages: Callable[[], NDArray[np.float32]] | None = None
+        """Of its tokens, float32 [T]; set by the actor."""
         self._files: RunFiles | None = None
         self._progress = ProgressLog(config.total_train_steps)
         self._step_started = time.monotonic()
@@ -187,6 +205,7 @@ class TrainerSession(Ranks):
         if registered.retried:
             self._log.info("failed_tasks_retried", tasks=registered.retried)
         self.folder.clean()
+        self._rollouts.resume(newest.step if newest else 0)
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit(newest.step)
         versions = self._wait_confirmed(0, "the first inference server to serve")
@@ -222,6 +241,7 @@ class TrainerSession(Ranks):
             self.bridge.call(self.ledger.buffer.connection.close(), "closing", timeout=2)
             self.bridge.call(self.weight_sync.close(), "closing", timeout=2)
         self._checkpoints.close()
+        self._rollouts.close()
         self.bridge.close()
 
     # -- what weight-sync is asked -------------------------------------------------------------
@@ -314,6 +334,7 @@ class TrainerSession(Ranks):
             self.before_first_step = None
         self._step_started = time.monotonic()
         self.row = {"step": self.step + 1, "incarnation": self.incarnation}
+        self._batch, self.advantages = [], None
         self.status.waiting(f"batch of step {self.step + 1}")
         self.trace.begin(self.step + 1)
 
@@ -322,12 +343,11 @@ class TrainerSession(Ranks):
         from areal.algorithms.packing import assign_groups, cost
 
         self.trace.taking()
-        # Ranks that share matrices or the tokens of a sequence compute the same share.
-        layout = Layout.parse(self.config.actor.layout or f"d{self.world_size}")
-        shares = assign_groups([cost(g.lengths, self.pair_cost) for g in taken.groups], layout.data)
-        mine = [taken.groups[i].task_id for i in shares[self.rank // layout.per_share]]
+        costs = [cost(g.lengths, self.pair_cost) for g in taken.groups]
+        shares = assign_groups(costs, self._layout.data)
+        mine = [taken.groups[i].task_id for i in shares[self.rank // self._layout.per_share]]
         groups = self.ledger.fetch(self.step + 1, mine)
-        self.batch_tasks = mine
+        self.batch_tasks, self._batch = mine, groups
         if self._files is not None:
             self._files.append_batch(
                 step=self.step + 1,
@@ -352,6 +372,12 @@ class TrainerSession(Ranks):
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
         self.trace.end()
         self.step += 1
+        self._rollouts.keep(
+            self._batch,
+            step=self.step,
+            incarnation=self.incarnation,
+            advantages=self.advantages,
+        )
         self._checkpoints.settle(wait=False)
         frequency = self.config.checkpoint.freq_steps
         if frequency and self.step % frequency == 0:
@@ -398,6 +424,7 @@ class TrainerSession(Ranks):
 
     def _snapshot(self) -> None:
         """Begins a checkpoint of the current step, unless there is one."""
+        self._rollouts.settle()  # what it commits is kept
         self._checkpoints.snapshot(
             self.step,
             self.incarnation,

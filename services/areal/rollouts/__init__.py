@@ -1,0 +1,1 @@
+"""What was trained on, kept as Parquet: a row per trajectory."""

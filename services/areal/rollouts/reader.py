@@ -1,0 +1,190 @@
+"""Reads kept rollouts: by step, by task, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from areal.errors import InvalidInput, NotFound, did_you_mean
+from areal.rollouts.records import FILES, MODEL_KEY, step_of
+from areal.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One trajectory; fields as the columns of `records`."""
+
+    step: int
+    incarnation: int
+    task_id: str
+    trajectory_id: str
+    sample: int
+    reward: float
+    finish_reason: str
+    completion: str
+    input_ids: list[int] = field(repr=False)
+    loss_mask: list[bool] = field(repr=False)
+    logprobs: list[float] = field(repr=False)
+    versions: list[int] = field(repr=False)
+    rewards: list[float] = field(repr=False)
+    advantages: list[float] | None = field(repr=False)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.loss_mask)
+
+    @property
+    def advantage(self) -> float | None:
+        """Mean over the sampled tokens."""
+        if self.advantages is None or not self.sampled:
+            return None
+        pairs = zip(self.advantages, self.loss_mask, strict=True)
+        return sum(advantage for advantage, mask in pairs if mask) / self.sampled
+
+    @property
+    def head_version(self) -> int:
+        """Smallest version that sampled one of its tokens; -1: none."""
+        return min((v for v in self.versions if v >= 0), default=-1)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What came before the first sampled token."""
+        first = self.loss_mask.index(True) if self.sampled else len(self.loss_mask)
+        return self.input_ids[:first]
+
+    def segments(self) -> Iterator[tuple[bool, list[int]]]:
+        """Its ids in turns: (whether the policy sampled them, ids)."""
+        pairs = zip(self.loss_mask, self.input_ids, strict=True)
+        for sampled, part in groupby(pairs, key=lambda pair: pair[0]):
+            yield bool(sampled), [token for _, token in part]
+
+
+class RolloutFolder:
+    """The `rollouts` folder of a run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises NotFound when nothing was kept there."""
+        self.folder = run_dir / "rollouts"
+        self.files = sorted(self.folder.glob(FILES))
+        if not self.files:
+            raise NotFound(
+                f"{str(self.folder)!r}: no rollouts; a run keeps them from its first finished step "
+                "on (checkpoint.rollouts_gib above 0)"
+            )
+        self.steps = sorted({step_of(path) for path in self.files})
+        self._tokenizer: Tokenizer | None = None
+
+    def read(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
+        """Trajectories in the order of steps and batches.
+
+        Args:
+            steps: Only of these; None: of all.
+            task_id: Only of this task; "": of all.
+        """
+        from pyarrow import parquet
+
+        wanted = set(self.steps if steps is None else steps)
+        filters = [("task_id", "=", task_id)] if task_id else None
+        found: list[Kept] = []
+        for path in self.files:
+            if step_of(path) in wanted:
+                table = parquet.read_table(path, filters=filters, partitioning=None)
+                found += [Kept(**row) for row in table.to_pylist()]
+        return found
+
+    def groups(self, step: int | None = None) -> dict[str, list[Kept]]:
+        """By task: the groups of one step; None: of the newest.
+
+        Raises:
+            NotFound: That step is not kept.
+        """
+        step = self.steps[-1] if step is None else step
+        if step not in self.steps:
+            raise NotFound(f"step {step}: not kept; there are {self.steps[0]} to {self.steps[-1]}")
+        return by_task(self.read([step]))
+
+    def task(self, task_id: str) -> list[Kept]:
+        """The trajectories of one task.
+
+        Raises:
+            NotFound: There is none of that name; names the nearest one.
+        """
+        if found := self.read(task_id=task_id):
+            return found
+        known = {each.task_id for each in self.read(self.steps[-1:])}
+        raise NotFound(
+            f"task {task_id!r}: not among the groups of steps {self.steps[0]} to {self.steps[-1]}"
+            f"{did_you_mean(task_id, known)}"
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        """Of the model that the ids belong to.
+
+        Raises:
+            InvalidInput: It is not there any more.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.load(self._model())
+        return self._tokenizer
+
+    def _model(self) -> Path:
+        from pyarrow import parquet
+
+        metadata = parquet.read_schema(self.files[-1]).metadata or {}
+        named = str(metadata.get(MODEL_KEY, b""), "utf-8")
+        # A relative path was relative to where `areal run` was called: that of runs/NAME/TRIAL.
+        for base in (Path(), self.folder.parents[3] if len(self.folder.parents) > 3 else Path()):
+            if (base / named).is_dir():
+                return base / named
+        raise InvalidInput(f"model {named!r} of {str(self.folder)!r}: not there, so no text")
+
+
+def by_task(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
+    """Trajectories by task, in their order."""
+    groups: dict[str, list[Kept]] = {}
+    for each in kept:
+        groups.setdefault(each.task_id, []).append(each)
+    return groups
+
+
+def export_rows(folder: RolloutFolder, kind: str, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Rows for other tools.
+
+    Args:
+        folder: Of the run.
+        kind: `rows`: all trajectories with their text. `sft`: the best of each group whose rewards
+            differ, as prompt and completion. `preferences`: prompt, its best (chosen) and its worst
+            (rejected).
+        steps: Which.
+    """
+    tokenizer = folder.tokenizer()
+
+    def texts(one: Kept) -> tuple[str, str]:
+        cut = len(one.prompt_ids)
+        parts = tokenizer.decode_batch(
+            [one.input_ids[:cut], one.input_ids[cut:]], skip_special_tokens=False
+        )
+        return parts[0], parts[1]
+
+    for step in steps:
+        for task_id, group in folder.groups(step).items():
+            if kind == "rows":
+                for one in group:
+                    prompt, response = texts(one)
+                    yield {**vars(one), "prompt": prompt, "response": response}
+                continue
+            best, worst = (pick(group, key=lambda one: one.reward) for pick in (max, min))
+            if best.reward == worst.reward:
+                continue
+            prompt, chosen = texts(best)
+            about = {"task_id": task_id, "step": step}
+            if kind == "sft":
+                yield {"prompt": prompt, "completion": chosen, "reward": best.reward, **about}
+            else:
+                rejected = texts(worst)[1] if best.prompt_ids == worst.prompt_ids else None
+                if rejected is not None:
+                    yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **about}

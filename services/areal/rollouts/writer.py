@@ -1,0 +1,172 @@
+"""Writes a step's groups beside the next steps; a checkpoint waits until its steps are written.
+
+| consumes | waits for | unblocked by |
+|---|---|---|
+| memory of at most BEHIND steps, disk up to `keep_bytes` | the disk | the write; PATIENCE_S |
+
+A file appears whole or not at all. A step that is trained again replaces its file: the groups are
+the same. If the disk fails, that is logged once, and training continues without these files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from areal.chassis.logging import get_logger
+from areal.rollouts.records import FILES, file_name, step_of, table_of
+from areal.types import TrajectoryGroup
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BEHIND = 4
+PATIENCE_S = 60.0
+# Sizes are looked up whenever this rank has written such a part of what may be kept.
+_CHECKS = 64
+
+
+class RolloutWriter:
+    """The files of one rank."""
+
+    def __init__(self, folder: Path, rank: int, keep_bytes: int, model: str) -> None:
+        """Writes nothing yet.
+
+        Args:
+            folder: Where the files go; all ranks' are in one.
+            rank: Of this process; rank 0 deletes the oldest steps above `keep_bytes`.
+            keep_bytes: Of all files together; 0 keeps nothing.
+            model: Whose tokenizer the ids belong to.
+        """
+        self._folder = folder
+        self._rank = rank
+        self._keep_bytes = keep_bytes
+        self._model = model
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-rollouts")
+        self._writing: deque[Future[None]] = deque()
+        self._unchecked = 0
+        self._complained = False
+        self._hangs = False
+        self._log = get_logger("areal.rollouts.writer")
+
+    def resume(self, step: int) -> None:
+        """Deletes what belongs to lost steps (rank 0, before any rank writes)."""
+        if self._folder.is_dir():
+            lost = [path for path in self._folder.glob(FILES) if step_of(path) > step]
+            for path in [*lost, *self._folder.glob(f".{FILES}.tmp")]:
+                path.unlink(missing_ok=True)
+
+    def keep(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        step: int,
+        incarnation: int,
+        advantages: Callable[[], npt.NDArray[np.float32]] | None,
+    ) -> None:
+        """Hands a finished step's groups to the thread; waits if that is BEHIND steps behind.
+
+        Args:
+            groups: What this rank trained on; their arrays do not change any more.
+            step: That trained on them.
+            incarnation: Of the trainer.
+            advantages: Called at once, if given: float32 [T] over all tokens of the groups.
+        """
+        if not self._keep_bytes or not groups:
+            return
+        self._wait(BEHIND - 1)
+        if len(self._writing) == BEHIND:  # the disk hangs
+            return
+        found = advantages() if advantages is not None else None
+
+        def write() -> None:
+            table = table_of(
+                groups, step=step, incarnation=incarnation, advantages=found, model=self._model
+            )
+            self._write(table, self._folder / file_name(step, self._rank))
+
+        self._writing.append(self._thread.submit(write))
+
+    def settle(self) -> None:
+        """Returns once everything handed in is written, or could not be."""
+        self._wait(0)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self.settle()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, most: int) -> None:
+        """Returns once at most that many steps are being written, or the disk hangs.
+
+        A disk that has hung for PATIENCE_S is not waited for again until it has moved.
+        """
+        while len(self._writing) > most:
+            oldest = self._writing[0]
+            wait([oldest], 0.0 if self._hangs else PATIENCE_S)
+            self._hangs = not oldest.done()
+            if self._hangs:
+                self._complain(f"not written in {PATIENCE_S:.0f} s")
+                return
+            self._writing.popleft()
+            try:
+                oldest.result()
+            except OSError as error:
+                self._complain(str(error))
+
+    def _complain(self, cause: str) -> None:
+        if not self._complained:
+            self._log.warning(
+                "rollouts_not_kept",
+                folder=str(self._folder),
+                cause=cause,
+                hint="training continues; checkpoint.rollouts_gib=0 keeps none",
+            )
+        self._complained = True
+
+    def _write(self, table: pa.Table, path: Path) -> None:
+        from pyarrow import parquet
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Readers of whole folders (pandas, Arrow) pass over names that begin with a dot.
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                parquet.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _fsync(self._folder)  # a checkpoint that outlives the machine finds its steps
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._unchecked += path.stat().st_size
+        if self._rank == 0 and self._unchecked > self._keep_bytes // _CHECKS:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Deletes the oldest steps, but never the newest, until the rest fits."""
+        self._unchecked = 0
+        sizes = {path: path.stat().st_size for path in self._folder.glob(FILES)}
+        total = sum(sizes.values())
+        for step in sorted({step_of(path) for path in sizes})[:-1]:
+            if total <= self._keep_bytes:
+                return
+            for path in self._folder.glob(FILES.replace("*", f"{step:08}", 1)):
+                path.unlink(missing_ok=True)
+                total -= sizes.get(path, 0)
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
