@@ -12,7 +12,7 @@ import ast
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -64,6 +64,10 @@ class BaseExperimentConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where the metrics of each step go beside metrics.jsonl. `wandb` is offline without a key in
+    the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder. Their
+    packages, wandb and tensorboardX, are yours to install."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

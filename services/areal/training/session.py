@@ -48,6 +48,7 @@ from areal.training.ranks import Ranks
 from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace
+from areal.training.tracker import StepTracker
 from areal.types import TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
@@ -141,6 +142,7 @@ class TrainerSession(Ranks):
         self.advantages: Callable[[], NDArray[np.float32]] | None = None
         """Of its tokens, float32 [T]; set by the actor."""
         self._files: RunFiles | None = None
+        self._tracker: StepTracker | None = None
         self._progress = ProgressLog(config.total_train_steps)
         self._step_started = time.monotonic()
         self._log = get_logger("areal.training.session")
@@ -161,6 +163,7 @@ class TrainerSession(Ranks):
 
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
+        self.on_rank0(self._start_tracker)
         self.resumed = self._newest_whole()
         self.ledger.incarnation, self.served_version, unstored = self.on_rank0(
             self._register, tuple[int, int, bool]
@@ -177,6 +180,9 @@ class TrainerSession(Ranks):
         self._log.info(
             "registered", incarnation=self.incarnation, resume_step=self.step, rank=self.rank
         )
+
+    def _start_tracker(self) -> None:
+        self._tracker = StepTracker(self.config)
 
     def _newest_whole(self) -> Checkpoint | None:
         """What to resume from; every rank reads a share of the files to be sure of them."""
@@ -242,6 +248,8 @@ class TrainerSession(Ranks):
             self.bridge.call(self.weight_sync.close(), "closing", timeout=2)
         self._checkpoints.close()
         self._rollouts.close()
+        if self._tracker is not None:
+            self._tracker.close()
         self.bridge.close()
 
     # -- what weight-sync is asked -------------------------------------------------------------
@@ -389,6 +397,8 @@ class TrainerSession(Ranks):
             self.row["step_seconds"] = time.monotonic() - self._step_started
             self.row["time"] = time.time()
             self._files.append_row(self.row)
+            if self._tracker is not None:
+                self._tracker.log(self.step, self.row)
             self.status.finished_step(self.step, self.row)
             self._progress.finished_step(self.row)
         # Not before its row: a run that resumes from it finds all rows up to it.
@@ -405,6 +415,8 @@ class TrainerSession(Ranks):
         if self._files is not None:
             self._files.record(name, value)
             self._log.info("result", **{name: value})
+            if self._tracker is not None:
+                self._tracker.log(self.step, {name: value})
 
     def result(self, name: str) -> Any:
         """A result recorded before, also by an earlier incarnation; the same on every rank."""

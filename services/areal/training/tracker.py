@@ -1,0 +1,169 @@
+"""Sends the metrics of each step to the experiment tracker that `tracker` names (rank 0).
+
+| consumes | waits for | unblocked by |
+|---|---|---|
+| memory of at most BACKLOG rows, a thread | the tracker | its answer; CLOSE_S at the end |
+
+A tracker never stops a run: what it refuses, and rows that it is too slow for, are left out, and
+the log says so once. metrics.jsonl has them all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal.chassis.logging import get_logger
+from areal.config.experiment import BaseExperimentConfig
+from areal.errors import InvalidInput
+
+BACKLOG = 256
+CLOSE_S = 60.0
+
+
+class Tracker(Protocol):
+    """What a package has to offer; called by one thread."""
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Keeps the numbers of a step."""
+
+    def close(self) -> None:
+        """Sends what is left."""
+
+
+class Wandb:
+    """Weights & Biases: one run per trial, continued when it resumes.
+
+    Without a key in the environment or ~/.netrc it is an offline run: `wandb sync` uploads it.
+    """
+
+    def __init__(self, config: BaseExperimentConfig) -> None:
+        """Raises ImportError without the package."""
+        import wandb
+
+        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        name = f"{config.experiment_name}-{config.trial_name}"
+        self._run = wandb.init(
+            project=config.experiment_name,
+            name=config.trial_name,
+            id=re.sub(r"[^A-Za-z0-9_-]", "-", name),
+            resume="allow",
+            dir=str(config.run_dir),
+            config=settings_of(config),
+            mode=os.environ.get("WANDB_MODE") or ("online" if known else "offline"),
+        )
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See Tracker."""
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+class TensorBoard:
+    """Event files in the run folder's `tensorboard/`."""
+
+    def __init__(self, config: BaseExperimentConfig) -> None:
+        """Raises ImportError without tensorboardX."""
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"))
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See Tracker."""
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._writer.close()
+
+
+_KINDS: dict[str, tuple[Callable[[BaseExperimentConfig], Tracker], str]] = {
+    "wandb": (Wandb, "wandb"),
+    "tensorboard": (TensorBoard, "tensorboardX"),
+}
+
+
+def settings_of(config: BaseExperimentConfig) -> dict[str, Any]:
+    """The experiment file as plain values, without what says where things run."""
+    plain = asdict(config)
+    for section in ("endpoints", "security", "stack"):
+        plain.pop(section, None)
+    return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+
+
+class StepTracker:
+    """Rows on their way to a tracker."""
+
+    def __init__(self, config: BaseExperimentConfig) -> None:
+        """Starts the tracker that the experiment names; none: rows go nowhere.
+
+        Raises:
+            InvalidInput: Its package is not installed.
+        """
+        self._tracker: Tracker | None = None
+        self._name = config.tracker
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-tracker")
+        self._room = threading.Semaphore(BACKLOG)
+        self._complained = False
+        self._log = get_logger("areal.training.tracker")
+        if config.tracker == "none":
+            return
+        make, package = _KINDS[config.tracker]
+        try:
+            self._tracker = make(config)
+        except ImportError:
+            raise InvalidInput(
+                f"tracker {config.tracker!r}: its package is not installed where the trainer "
+                f"runs; pip install {package}"
+            ) from None
+        except Exception as error:
+            self._complain(f"does not start: {type(error).__name__}: {error}")
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """Hands the numbers of a row to the thread; never waits."""
+        tracker = self._tracker
+        if tracker is None:
+            return
+        numbers = {
+            name: float(value) for name, value in row.items() if isinstance(value, int | float)
+        }
+        if not self._room.acquire(blocking=False):
+            self._complain(f"is more than {BACKLOG} rows behind: some are left out")
+            return
+
+        def send() -> None:
+            try:
+                tracker.log(step, numbers)
+            except Exception as error:
+                self._complain(f"refused step {step}: {type(error).__name__}: {error}")
+            finally:
+                self._room.release()
+
+        self._thread.submit(send)
+
+    def close(self) -> None:
+        """Waits at most CLOSE_S for what is on its way."""
+        if self._tracker is not None:
+            ended = self._thread.submit(self._tracker.close)
+            wait([ended], CLOSE_S)
+            if not ended.done():
+                self._complain(f"has not taken the last rows within {CLOSE_S:.0f} s")
+            elif error := ended.exception():
+                self._complain(f"did not close: {error}")
+            self._tracker = None
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _complain(self, what: str) -> None:
+        if not self._complained:
+            self._log.warning("tracker_failed", tracker=self._name, cause=what)
+        self._complained = True

@@ -1,0 +1,136 @@
+"""Experiment trackers get the numbers of each step, and never stop a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from areal.config.experiment import GRPOConfig
+from areal.errors import InvalidInput
+from areal.training import tracker as module
+from areal.training.tracker import StepTracker, settings_of
+
+
+def config_of(tmp_path: Path, kind: str) -> GRPOConfig:
+    config = GRPOConfig(experiment_name="x", trial_name="y/z")
+    config.run_root, config.tracker = str(tmp_path), kind
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+class Kept:
+    """A tracker in memory, which may be slow or refuse."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.fails = False
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self.may_go.wait(60)
+        if self.fails:
+            raise ConnectionError("no route to host")
+        self.rows.append((step, dict(row)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    made = Kept()
+    monkeypatch.setitem(module._KINDS, "wandb", (lambda _: made, "wandb"))
+    return made
+
+
+def test_rows_when_logged_then_their_numbers_arrive_in_order(tmp_path, kept):
+    tracker = StepTracker(config_of(tmp_path, "wandb"))
+    tracker.log(1, {"loss": 0.5, "replay": False, "note": "text", "tokens": 7})
+    tracker.log(2, {"loss": 0.25})
+    tracker.close()
+    assert kept.rows == [(1, {"loss": 0.5, "replay": 0.0, "tokens": 7.0}), (2, {"loss": 0.25})]
+    assert kept.closed
+
+
+def test_a_tracker_when_it_refuses_then_it_is_said_once_and_nothing_is_raised(
+    tmp_path, kept, capsys
+):
+    kept.fails = True
+    tracker = StepTracker(config_of(tmp_path, "wandb"))
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": 0.5})
+    tracker.close()
+    out = capsys.readouterr().out
+    assert out.count("tracker_failed") == 1
+    assert "no route to host" in out
+
+
+def test_a_tracker_when_it_hangs_then_rows_are_left_out_and_the_end_does_not_wait(
+    tmp_path, kept, capsys, monkeypatch
+):
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    kept.may_go.clear()
+    tracker = StepTracker(config_of(tmp_path, "wandb"))
+    for step in range(module.BACKLOG + 3):
+        tracker.log(step, {"loss": 0.5})
+    tracker.close()
+    assert capsys.readouterr().out.count("tracker_failed") == 1
+    assert not kept.closed
+    kept.may_go.set()
+
+
+def test_a_tracker_when_it_cannot_start_then_the_run_goes_without(tmp_path, monkeypatch, capsys):
+    def offline(_: GRPOConfig) -> Kept:
+        raise TimeoutError("login")
+
+    monkeypatch.setitem(module._KINDS, "wandb", (offline, "wandb"))
+    tracker = StepTracker(config_of(tmp_path, "wandb"))
+    tracker.log(1, {"loss": 0.5})
+    tracker.close()
+    assert "does not start: TimeoutError: login" in capsys.readouterr().out
+
+
+def test_a_package_when_missing_then_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InvalidInput, match=r"^tracker 'wandb': its package .*pip install wandb$"):
+        StepTracker(config_of(tmp_path, "wandb"))
+
+
+def test_none_when_configured_then_nothing_happens(tmp_path):
+    tracker = StepTracker(config_of(tmp_path, "none"))
+    tracker.log(1, {"loss": 0.5})
+    tracker.close()
+    assert list((tmp_path / "x" / "y" / "z").iterdir()) == []
+
+
+def test_settings_when_sent_then_plain_and_without_secrets_or_addresses(tmp_path):
+    settings = settings_of(config_of(tmp_path, "none"))
+    json.dumps(settings)
+    assert settings["actor"]["optimizer"]["lr"]
+    assert not {"security", "endpoints", "stack"} & set(settings)
+
+
+def test_tensorboard_when_chosen_then_its_files_hold_the_scalars(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    config = config_of(tmp_path, "tensorboard")
+    tracker = StepTracker(config)
+    tracker.log(1, {"mismatch/kl": 0.5})
+    tracker.log(2, {"mismatch/kl": 0.25})
+    tracker.close()
+    (file,) = (config.run_dir / "tensorboard").iterdir()
+    data, found = file.read_bytes(), []
+    while data:  # length, its checksum, the event, its checksum
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+        data = data[16 + size :]
+    assert found == [(1, "mismatch/kl", 0.5), (2, "mismatch/kl", 0.25)]
