@@ -105,7 +105,7 @@ class TrainingDiverged(ArealError):
 
     Attributes:
         cause: which of loss, gradient, logprobs or inputs is not finite, on which ranks.
-        batch: this rank's, of the last of these steps.
+        batch: this rank's batch of the last of these steps.
         groups: values of the batch's `group_index` with an input that is not finite.
     """
 

@@ -129,7 +129,7 @@ class LLMResponse:
     interruptions: int = 0
     """Times the request was continued after an abort, drain or dead server."""
     images: tuple[bytes, ...] = ()
-    """Of the request."""
+    """The images of the request."""
 
 
 @dataclass(frozen=True)

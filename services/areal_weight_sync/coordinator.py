@@ -166,7 +166,9 @@ class Coordinator:
     async def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Makes current what a trainer is about to broadcast; raises as `publish`."""
         if version.files or not _is_place(version.path):
-            raise InvalidInput(f"version.path {version.path!r}: expected absolute, and no files")
+            raise InvalidInput(
+                f"version.path {version.path!r}: expected an absolute path, and no files"
+            )
         async with self._publishing:
             if self._base is None or self._current is None:
                 raise InvalidInput(f"version {version.version}: there is no version 0 yet")

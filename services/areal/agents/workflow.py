@@ -42,7 +42,7 @@ class AgentWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks what can be checked without a row.
+        """Checks the arguments, as far as that needs no row.
 
         Args:
             run: `async def run(task, base_url, api_key) -> float | None` of the recipe. `task` is

@@ -47,7 +47,7 @@ class BaseExperimentConfig:
     experiment_name: str = "experiment"
     """Groups trials; [a-z0-9-]."""
     trial_name: str = "trial0"
-    """One run; keys, subjects and the run folder carry both names; [a-z0-9-]."""
+    """One run; Redis keys, NATS subjects and the run folder have both names; [a-z0-9-]."""
     seed: int = 0
     """Seed of all random numbers in the trainer."""
     run_root: str = "runs"
@@ -98,7 +98,7 @@ class GRPOConfig(BaseExperimentConfig):
     """A GRPO/PPO experiment."""
 
     algorithm: Algorithm = "grpo"
-    """Sets the keys that make it (docs/algorithms.md); any of them that is given wins."""
+    """Sets the keys in docs/algorithms.md; those that you set yourself take precedence."""
     total_train_steps: int = 100
     """Train steps of the run."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -284,7 +284,9 @@ def _complete(config: GRPOConfig) -> None:
                 "with actor.behavior_weight_mode second_moment, such as 0.04 (M2PO)"
             )
     if config.critic is not None and config.actor.optimizer is None:
-        raise ConfigError("critic: expected an actor.optimizer, its own is made from, not null")
+        raise ConfigError(
+            "critic: expected an actor.optimizer, whose settings the critic uses, not null"
+        )
     if config.critic is None and config.actor.gae_lambda != 1:
         raise ConfigError(
             f"actor.gae_lambda {config.actor.gae_lambda}: expected 1 without a critic "

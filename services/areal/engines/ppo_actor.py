@@ -50,8 +50,8 @@ class FSDPPPOActor:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
 
         Raises:
-            InvalidInput: There is a trainable actor already; or none yet, and this one is to be
-                the same model without its adapters.
+            InvalidInput: A trainable actor exists already; or this one is to be the actor's model
+                without its adapters, and there is no actor yet.
         """
         from areal.engines import random_state
         from areal.engines.fsdp import FSDPEngine
@@ -117,7 +117,7 @@ class FSDPPPOActor:
         """Adds what the loss needs to a batch of `RemoteSGLangEngine.prepare_batch`, in place.
 
         `advantages` and `returns`, float32 [T], 0 outside the loss mask: rewards are shaped, the KL
-        penalty is taken off, GAE makes advantages of them, and they are normalized.
+        penalty is subtracted, GAE turns them into advantages, and these are normalized.
 
         Args:
             batch: Needs `rewards`; with `actor.kl_ctl` also `reference_logprobs`, float32 [T].

@@ -121,10 +121,10 @@ class TrainEngine(abc.ABC):
             Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`,
             `n_loss_tokens`, `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not
             finite, in which case the weights and the optimizer are left as they were), each of the
-            loss's statistics; of the slowest rank `seconds`, of them `forward_seconds`,
-            `backward_seconds` (both with their communication) and `optimizer_seconds`, and
-            `peak_gib`, the most memory so far; `tokens_per_second`, and on a known GPU `mfu` (see
-            `areal.engines.perf`).
+            loss's statistics. Of the slowest rank: `seconds`, which include `forward_seconds`,
+            `backward_seconds` (both with their communication) and `optimizer_seconds`; and
+            `peak_gib`, the most memory so far. Also `tokens_per_second`, and on a known GPU `mfu`
+            (see `areal.engines.perf`).
 
         Raises:
             TrainingDiverged: on every rank, when `optimizer.max_skipped_steps` steps in a row were

@@ -33,7 +33,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks what can be checked without a row.
+        """Checks the arguments, as far as that needs no row.
 
         Args:
             reward_fn: A built-in reward's name, or a function of the recipe.

@@ -29,7 +29,7 @@ class RLVRWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         reward_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Checks what can be checked without a row.
+        """Checks the arguments, as far as that needs no row.
 
         Args:
             reward_fn: A built-in reward's name, or a function of the recipe:

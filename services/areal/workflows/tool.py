@@ -22,7 +22,7 @@ class ToolWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` conversations with tools on a row; scores the last answer.
 
     The calls of one answer run at once. What tools return is context: the loss covers exactly what
-    the model sampled. A call with wrong arguments, or that raises, tells the model so.
+    the model sampled. If a call has wrong arguments or raises, the model reads the error.
 
     Example:
         >>> def multiply(a: int, b: int) -> int:
@@ -43,7 +43,7 @@ class ToolWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks what can be checked without a row.
+        """Checks the arguments, as far as that needs no row.
 
         Args:
             tools: Functions of the recipe, async or not (those run in threads). Annotations and
@@ -51,7 +51,7 @@ class ToolWorkflow(RolloutWorkflow):
             reward_fn: A built-in reward's name, or a function of the recipe.
             gconfig: How to sample; `max_new_tokens` is for each answer.
             max_turns: Answers of a conversation, the last one included.
-            tool_timeout_s: Of one call.
+            tool_timeout_s: Limit of one call, in seconds.
             system_prompt: Put before the row's messages.
             template: Variables of the chat template.
 
