@@ -92,9 +92,9 @@ CHECKS = [
 ]
 
 TAIL = """\
-Leave-one-out (`actor.reward_norm=leave1out/...`) exists for a group. Over a batch it would multiply
-all advantages by n / (n - 1), which is a factor of the learning rate. So it is within groups of one
-size: RLOO is Dr. GRPO's advantage times n / (n - 1).
+Leave-one-out (`actor.reward_norm=leave1out/...`) exists for groups only. Over a batch it would
+multiply all advantages by n / (n - 1), which only scales the learning rate. The same holds within
+groups of equal size: RLOO's advantage is Dr. GRPO's times n / (n - 1).
 
 `rollout.dynamic_sampling` rejects, in the rollout worker, a group to train on whose samples all
 have the same reward. The ledger counts it as rejected, the trainer submits rows for it as for any

@@ -15,7 +15,7 @@ class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` answers to a row and scores them in one call.
 
     A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message); all its
-    fields reach the reward function as keywords, but for `images`: those stand before a `prompt`,
+    fields except `images` reach the reward function as keywords. Images stand before a `prompt`,
     or where its messages have {"type": "image"}.
 
     Example:
