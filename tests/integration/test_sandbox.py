@@ -13,7 +13,7 @@ import pytest
 
 from areal.errors import InvalidInput
 from areal.rewards.code import code_reward, final_code
-from areal.sandbox import Limits, Sandbox
+from areal.rewards.sandbox import Limits, Sandbox
 
 
 def boxes_work() -> str:
@@ -197,7 +197,7 @@ async def test_packages_are_there_if_named(tmp_path):
 
 def test_a_box_ends_with_the_process_that_made_it():
     code = (
-        "import asyncio, os\nfrom areal.sandbox import Sandbox\n"
+        "import asyncio, os\nfrom areal.rewards.sandbox import Sandbox\n"
         "async def main():\n s = Sandbox(slots=1)\n await s.run('1')\n"
         " print(s._idle[0]._process.pid, flush=True)\n os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"

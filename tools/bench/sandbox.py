@@ -3,8 +3,8 @@
     python tools/bench/sandbox.py [--programs 400] [--rounds 3]
 
 Both run `programs` times a Python program that adds two numbers, one at a time for each core:
-`box` in areal.sandbox (warm), `subprocess` as `python -I -c`. They alternate. The last line is
-JSON: programs per second of each (medians) and the ratio, boxes over subprocesses.
+`box` in areal.rewards.sandbox (warm), `subprocess` as `python -I -c`. They alternate. The last line
+is JSON: programs per second of each (medians) and the ratio, boxes over subprocesses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 
-from areal.sandbox import Sandbox
+from areal.rewards.sandbox import Sandbox
 
 PROGRAM = "print(1 + 1)"
 

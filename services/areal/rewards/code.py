@@ -1,4 +1,4 @@
-r"""Does code that a model wrote pass tests? It runs in a box (areal.sandbox), never here.
+r"""Does code that a model wrote pass tests? It runs in a box (areal.rewards.sandbox), never here.
 
     sandbox = Sandbox()
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from areal.sandbox import Limits, Outcome, Sandbox
+from areal.rewards.sandbox import Limits, Outcome, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 

@@ -37,7 +37,6 @@ from areal.config.allocation import Layout
 from areal.config.experiment import GRPOConfig
 from areal.protocol.leases import Take
 from areal.recipe import Recipe
-from areal.rollouts.writer import RolloutWriter
 from areal.security import Security
 from areal.training.background_publish import BackgroundPublish
 from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
@@ -45,6 +44,7 @@ from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.ledger import TrainerLedger
 from areal.training.ranks import Ranks
+from areal.training.rollouts.writer import RolloutWriter
 from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput
-from areal.rollouts.reader import Kept, RolloutFolder, export_rows
+from areal.training.rollouts.reader import Kept, RolloutFolder, export_rows
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.errors import CannotStart, InvalidInput
-from areal.sandbox.syscalls import seccomp_program
+from areal.rewards.sandbox.syscalls import seccomp_program
 
 _START_S = 20.0
 _GRACE_S = 15.0

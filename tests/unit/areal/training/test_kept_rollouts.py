@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from areal.errors import InvalidInput, NotFound
-from areal.rollouts import writer as writer_module
-from areal.rollouts.reader import RolloutFolder, export_rows
-from areal.rollouts.records import file_name, table_of
-from areal.rollouts.writer import RolloutWriter
+from areal.training.rollouts import writer as writer_module
+from areal.training.rollouts.reader import RolloutFolder, export_rows
+from areal.training.rollouts.records import file_name, table_of
+from areal.training.rollouts.writer import RolloutWriter
 from areal.types import StopReason, Trajectory, TrajectoryGroup
 from areal_launch.commands.rollouts import export, show
 
@@ -123,7 +123,7 @@ def test_a_process_when_killed_while_it_writes_then_the_folder_is_still_read(tmp
         from pathlib import Path
         import numpy as np
         from pyarrow import parquet
-        from areal.rollouts.writer import RolloutWriter
+        from areal.training.rollouts.writer import RolloutWriter
         from areal.types import Trajectory, TrajectoryGroup
 
         def die(table, file, **options):

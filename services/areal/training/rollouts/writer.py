@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal.chassis.logging import get_logger
-from areal.rollouts.records import FILES, file_name, step_of, table_of
+from areal.training.rollouts.records import FILES, file_name, step_of, table_of
 from areal.types import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RolloutWriter:
         self._unchecked = 0
         self._complained = False
         self._hangs = False
-        self._log = get_logger("areal.rollouts.writer")
+        self._log = get_logger("areal.training.rollouts.writer")
 
     def resume(self, step: int) -> None:
         """Deletes what belongs to lost steps (rank 0, before any rank writes)."""

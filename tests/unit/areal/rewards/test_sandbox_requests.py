@@ -5,9 +5,9 @@ import struct
 import pytest
 
 from areal.errors import CannotStart, InvalidInput
-from areal.sandbox import Limits, Sandbox
-from areal.sandbox.box import bubblewrap
-from areal.sandbox.syscalls import seccomp_program
+from areal.rewards.sandbox import Limits, Sandbox
+from areal.rewards.sandbox.box import bubblewrap
+from areal.rewards.sandbox.syscalls import seccomp_program
 
 
 async def test_a_program_is_either_code_or_a_command():

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput, NotFound, did_you_mean
-from areal.rollouts.records import FILES, MODEL_KEY, step_of
 from areal.tokenizer import Tokenizer
+from areal.training.rollouts.records import FILES, MODEL_KEY, step_of
 
 
 @dataclass(frozen=True)
