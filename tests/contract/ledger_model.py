@@ -366,7 +366,9 @@ class Model:
             raise StaleIncarnation
         if (version, incarnation) == self.published:
             return "again"
-        if version <= self.published[0]:
+        # The next trainer publishes again what arrived unanswered; the initial weights have none.
+        unanswered = version == self.published[0] > 0 and incarnation > self.published[1]
+        if version <= self.published[0] and not unanswered:
             raise WrongStep
         self.published = (version, incarnation)
         return "new"

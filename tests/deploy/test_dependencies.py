@@ -37,6 +37,9 @@ ELSEWHERE = {"dnspython", "kubernetes", "math-verify", "sympy"}
 OPTIONAL = {
     # A recipe imports its reward in rollout workers, too; only reward's workers call it.
     ("areal.rewards.math", "math-verify"),
+    # Whoever chooses a tracker installs it.
+    ("areal.training.tracker", "tensorboardx"),
+    ("areal.training.tracker", "wandb"),
 }
 
 
@@ -98,7 +101,7 @@ def test_closure_when_an_import_is_inside_a_function_then_it_is_seen() -> None:
 def test_process_when_it_may_import_a_package_then_its_image_has_it(package: str) -> None:
     there = installed(LAYER[package])
     for module, importers in imported(package).items():
-        offered = distributions()[module]
+        offered = distributions().get(module, {module})  # not installed here: its own name
         wanted_by = {m for m in importers if not {(m, d) for d in offered} & OPTIONAL}
         assert offered & there or not wanted_by, (
             f"{', '.join(sorted(wanted_by))} import {module}, which is not in {LAYER[package]}"
@@ -122,8 +125,9 @@ def test_command_when_installed_alone_then_what_it_starts_without_torch_can_be_i
     for part in ("reward", "weight-sync"):
         assert {re.split("[=<>]", r)[0] for r in extras[part]} <= named
     there = named | installed("control.txt")
-    # The plot is drawn where the trainer is installed, Ray's driver where Ray is.
-    elsewhere = {"matplotlib", "ray"}
+    # The plot is drawn where the trainer is installed, Ray's driver where Ray is; `areal show` and
+    # `areal export` say that they need what the trainer has.
+    elsewhere = {"matplotlib", "pyarrow", "ray"}
     for module, importers in imported("areal_launch").items():
         assert module in elsewhere or distributions()[module] & there, (module, importers)
     versions: dict[str, set[str]] = {}

@@ -20,7 +20,8 @@ end
 -- answer to its predecessor, or to the coordinator, was lost.
 local unstored = redis.call('HGET', KEYS[1], 'stored') == '0'
 local publisher = tonumber(redis.call('HGET', KEYS[1], 'incarnation') or '0')
-if version == current and ((unstored and ARGV[6] == '1') or incarnation > publisher) then
+if version == current and version > 0
+    and ((unstored and ARGV[6] == '1') or incarnation > publisher) then
   redis.call('HSET', KEYS[1], 'incarnation', ARGV[3], 'path', ARGV[4], 'manifest', ARGV[5],
     'stored', ARGV[6], 'highest_incarnation', tostring(math.max(highest, incarnation)))
   return {'ok', ARGV[2]}
