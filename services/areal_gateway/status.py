@@ -235,9 +235,9 @@ class RunStatus:
         if not trainer or trainer["state"] in {"finished", "failed"}:
             return None
         seconds = [
-            row["step_seconds"]
+            row["time/step"]
             for row in self._rows[-_ETA_STEPS:]
-            if isinstance(row.get("step_seconds"), int | float)
+            if isinstance(row.get("time/step"), int | float)
         ]
         left = trainer["total_steps"] - trainer["step"]
         if not seconds or left < 0:

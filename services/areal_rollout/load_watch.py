@@ -84,7 +84,7 @@ class LoadWatch:
         self._known, self._said = True, False
         if self._step >= 0:  # rows of before this worker began say nothing of it
             for row in status.rows:
-                seconds, waited = row.get("step_seconds"), row.get("wait_seconds", 0.0)
+                seconds, waited = row.get("time/step"), row.get("time/wait", 0.0)
                 if isinstance(seconds, (int, float)) and isinstance(waited, (int, float)):
                     self._trained_s += seconds
                     self._training_s += max(0.0, seconds - waited)

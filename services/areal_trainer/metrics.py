@@ -12,28 +12,31 @@ from areal.training.status import TrainerStatus
 
 # Row key -> (metric, help). Gauges of the last finished step: the rows are the full record.
 _GAUGES = {
-    "reward_mean": ("areal_trainer_reward_mean", "Mean reward of the last step's batch."),
-    "staleness_mean": ("areal_trainer_staleness_mean_versions", "Mean staleness of the batch."),
-    "staleness_max": ("areal_trainer_staleness_max_versions", "Largest staleness in the batch."),
-    "step_seconds": ("areal_trainer_step_seconds", "Wall time of the last step."),
-    "wait_seconds": ("areal_trainer_wait_seconds", "Of it, waiting for the batch."),
-    "train_seconds": ("areal_trainer_train_seconds", "Of it, computing."),
-    "publish_seconds": ("areal_trainer_publish_seconds", "Of it, publishing weights."),
-    "confirm_seconds": (
+    "reward/mean": ("areal_trainer_reward_mean", "Mean reward of the last step's batch."),
+    "staleness/mean": ("areal_trainer_staleness_mean_versions", "Mean staleness of the batch."),
+    "staleness/max": ("areal_trainer_staleness_max_versions", "Largest staleness in the batch."),
+    "time/step": ("areal_trainer_step_seconds", "Wall time of the last step."),
+    "time/wait": ("areal_trainer_wait_seconds", "Of it, waiting for the batch."),
+    "time/train": ("areal_trainer_train_seconds", "Of it, computing."),
+    "time/publish": ("areal_trainer_publish_seconds", "Of it, publishing weights."),
+    "time/confirm": (
         "areal_trainer_confirm_seconds",
         "Of it, waiting until a server has confirmed the weights published last.",
     ),
-    "loss": ("areal_trainer_loss_value", "Loss of the last step."),
-    "tokens_per_second": (
+    "train/loss": ("areal_trainer_loss_value", "Loss of the last step."),
+    "train/tokens_per_second": (
         "areal_trainer_tokens_per_second",
         "Tokens of the last batch over the seconds of its update.",
     ),
-    "mfu": ("areal_trainer_mfu_ratio", "Model operations of the update over the GPUs' peak."),
-    "peak_gib": ("areal_trainer_peak_memory_gib", "Most memory that a rank has used, in GiB."),
-    "forward_seconds": ("areal_trainer_forward_seconds", "Of computing, forward passes."),
-    "backward_seconds": ("areal_trainer_backward_seconds", "Of computing, backward passes."),
-    "optimizer_seconds": ("areal_trainer_optimizer_seconds", "Of computing, clipping and AdamW."),
-    "grad_norm": ("areal_trainer_grad_norm_value", "Gradient norm before clipping."),
+    "train/mfu": ("areal_trainer_mfu_ratio", "Model operations of the update over the GPUs' peak."),
+    "train/peak_gib": (
+        "areal_trainer_peak_memory_gib",
+        "Most memory that a rank has used, in GiB.",
+    ),
+    "time/forward": ("areal_trainer_forward_seconds", "Of computing, forward passes."),
+    "time/backward": ("areal_trainer_backward_seconds", "Of computing, backward passes."),
+    "time/optimizer": ("areal_trainer_optimizer_seconds", "Of computing, clipping and AdamW."),
+    "train/grad_norm": ("areal_trainer_grad_norm_value", "Gradient norm before clipping."),
 }
 
 

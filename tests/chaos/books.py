@@ -112,11 +112,11 @@ def check_books(
     yield from _check_batches(ledger, read_lines(run_dir / "batches.jsonl"), steps, batch)
     yield _check_kept(ledger, RolloutFolder(run_dir))
     yield from _check_epochs(ledger, problems)
-    staleness = max(int(row["staleness_max"]) for row in rows)
+    staleness = max(int(row["staleness/max"]) for row in rows)
     staleness = max(staleness, int(ledger.meta.get("staleness_max", 0)))
     yield Check("staleness never exceeded its bound", staleness <= eta, f"{staleness}, bound {eta}")
     quarter = max(1, len(rows) // 4)
-    rewards = [float(row["reward_mean"]) for row in rows]
+    rewards = [float(row["reward/mean"]) for row in rows]
     first, last = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
     yield Check(
         "the reward rises",

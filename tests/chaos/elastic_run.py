@@ -201,8 +201,8 @@ class Run:
         dead = ledger.counts.get("all:dead_lettered", 0)
         self.checks.append(Check("no task is dead-lettered", dead == 0, str(dead)))
         # Scored again by the weights of the version that its tokens name: the same probabilities.
-        fresh = [r for r in rows if r["staleness_max"] == 0]
-        off = max((abs(r["behavior_weight"] - 1.0) for r in fresh), default=0.0)
+        fresh = [r for r in rows if r["staleness/max"] == 0]
+        off = max((abs(r["policy/behavior_weight"] - 1.0) for r in fresh), default=0.0)
         self.checks.append(
             Check(
                 "fresh tokens carry their version", off < 0.01, f"{off:.4f} in {len(fresh)} steps"

@@ -27,7 +27,7 @@ def test_run_when_redis_lost_everything_then_it_goes_on_from_the_newest_checkpoi
             assert launcher.wait(120.0) == 0, (tmp_path / "run.log").read_text()[-3000:]
         rows = rig.rows()
         assert [row["step"] for row in rows] == list(range(1, steps + 1))
-        assert max(row["staleness_max"] for row in rows) <= 2
+        assert max(row["staleness/max"] for row in rows) <= 2
         incarnations.append(rows[-1]["incarnation"])
         if life == 0:
             shutil.rmtree(rig.run_dir / "redis")

@@ -167,7 +167,7 @@ def test_trainer_when_down_then_generation_fills_the_budget_and_waits_and_nothin
         assert after == before, "nothing else was restarted"
         assert check_replays(rig, steps) > 0
         assert rig.counts()["trained"] == steps * BATCH
-        assert max(row["staleness_max"] for row in rig.rows()) <= eta
+        assert max(row["staleness/max"] for row in rig.rows()) <= eta
 
 
 def ranks_of(stack: RunningStack) -> dict[int, psutil.Process]:

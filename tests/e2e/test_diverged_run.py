@@ -53,7 +53,7 @@ def test_run_when_gradients_stay_not_finite_then_it_ends_with_the_cause_and_the_
     # Not started again: the same batch would end the same way.
     assert "trainer" not in summary["restarts"]
     # Step 3 was skipped and counts; step 4 ended the run.
-    assert [(row["step"], row["skipped_steps"]) for row in rows_of(stack)] == [
+    assert [(row["step"], row["train/skipped_steps"]) for row in rows_of(stack)] == [
         *((1, 0.0), (2, 0.0), (3, 1.0))
     ]
     assert summary["weight_updates"]["count"] == 3

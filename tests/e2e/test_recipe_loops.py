@@ -89,12 +89,12 @@ def test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_alone_and_res
     recipe = str(ROOT / "examples" / "ppo_critic.py")
     summary, rows = run(stack, tmp_path, recipe, "total_train_steps=2", *small)
     assert summary["status"] == "finished"
-    assert ["loss" in row for row in rows] == [False, True]
+    assert ["train/loss" in row for row in rows] == [False, True]
     # What it saved has a critic, which the next step continues with.
     summary, rows = run(stack, tmp_path, recipe, "total_train_steps=3", *small)
     assert summary["status"] == "finished"
     assert [row["step"] for row in rows] == [1, 2, 3]
-    told = {"critic/loss", "critic/lr", "critic/explained_variance", "reward_mean"}
+    told = {"critic/loss", "critic/lr", "critic/explained_variance", "reward/mean"}
     assert all(told <= row.keys() for row in rows)
 
 
@@ -121,7 +121,7 @@ def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
     assert [row["step"] for row in rows] == list(range(1, 9))
     written = [f for f in stack.run_dir.rglob("*") if f.is_file() and f.suffix != ".safetensors"]
     assert not any(b"correct-horse-battery-staple" in f.read_bytes() for f in written)
-    assert summary["staleness"]["max"] == max(row["staleness_max"] for row in rows) == eta
+    assert summary["staleness"]["max"] == max(row["staleness/max"] for row in rows) == eta
     assert summary["weight_updates"]["count"] == 8
 
 

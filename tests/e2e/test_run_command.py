@@ -61,7 +61,7 @@ def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
     found = json.loads(shown.stdout)
     assert found["step"] == steps
     means = [group["reward_mean"] for group in found["groups"]]
-    assert sum(means) / len(means) == pytest.approx(rows_of(stack)[-1]["reward_mean"], abs=1e-5)
+    assert sum(means) / len(means) == pytest.approx(rows_of(stack)[-1]["reward/mean"], abs=1e-5)
     done = areal("export", "--to", "all.jsonl", "--run", str(stack.run_dir), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "all.jsonl").read_text().splitlines()) == steps * BATCH * SAMPLES

@@ -31,5 +31,5 @@ def test_distill_when_run_and_resumed_then_the_student_nears_its_teacher(
     assert after < before
     if not keys:
         assert before - after > 0.3 * (before - teacher), results
-        assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+        assert rows[-1]["train/loss"] < 0.7 * rows[0]["train/loss"]
     assert (example.config.run_dir / "model" / "model.safetensors").is_file()

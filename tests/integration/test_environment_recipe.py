@@ -40,4 +40,4 @@ def test_guess_number_when_run_then_each_guess_is_an_answer_of_one_trajectory(
     assert 0 < summary["heldout_before"] < 1
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["samples"] for row in rows] == [16, 16]
-    assert all(row["response_tokens"] > 2 for row in rows), "a digit and an end are one guess"
+    assert all(row["rollout/length_mean"] > 2 for row in rows), "a digit and an end are one guess"

@@ -22,7 +22,7 @@ from areal.v1 import buffer_service_pb2, policy_pb2, trajectory_pb2
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:
-    return {"step": step, "reward_mean": step / 100, "step_seconds": 0.5, **values}
+    return {"step": step, "reward/mean": step / 100, "time/step": 0.5, **values}
 
 
 def server(number: int, state: str, version: int, cause: str = "") -> policy_pb2.InferenceServer:

@@ -45,8 +45,8 @@ def test_lora_grpo_when_run_then_servers_have_what_peft_merges(tmp_path: Path) -
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["grad_norm"] > 0, "some sums were right, others wrong"
-    assert [row["staleness_max"] for row in rows] == [0, 0, 0]
+    assert rows[0]["train/grad_norm"] > 0, "some sums were right, others wrong"
+    assert [row["staleness/max"] for row in rows] == [0, 0, 0]
     # What the servers sampled with versions 1 and 2 is what the adapted model computes.
     assert all(row["mismatch/max"] < 1e-3 for row in rows), rows
 

@@ -27,7 +27,7 @@ def test_sft_when_run_then_the_loss_falls_and_transformers_reads_the_model(tmp_p
     results, rows = example.results, example.rows
     assert results["heldout_loss_after"] < results["heldout_loss_before"] - 0.5
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(example.config.run_dir / "model")
@@ -41,7 +41,9 @@ def test_sft_when_resumed_then_it_takes_the_rows_it_would_have_taken(tmp_path: P
     assert [row["step"] for row in again.rows] == [1, 2, 3, 4]
     assert [row["incarnation"] for row in again.rows] == [1, 1, 2, 2]
     # The warm-up's length is of the planned steps: 0 in both.
-    assert [r["loss"] for r in again.rows] == pytest.approx([r["loss"] for r in whole.rows])
+    assert [r["train/loss"] for r in again.rows] == pytest.approx(
+        [r["train/loss"] for r in whole.rows]
+    )
 
 
 def test_sft_when_on_two_ranks_then_it_is_what_one_computes(tmp_path: Path) -> None:
@@ -64,8 +66,8 @@ def test_sft_when_on_two_ranks_then_it_is_what_one_computes(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for a, b in zip(one.rows, two.rows, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-8)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-8)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-8)
     assert one.results["heldout_loss_after"] == two.results["heldout_loss_after"]
 
 
@@ -85,7 +87,7 @@ def test_pairs_when_learned_for_some_steps_then_heldout_loss_is_recorded_and_the
 ) -> None:
     example = Example(name, tmp_path, *FEW, "total_train_steps=4", *keys).run()
     assert len(example.rows) == 4
-    assert example.rows[-1]["n_loss_tokens"] == 6, "what is counted are pairs"
+    assert example.rows[-1]["train/loss_tokens"] == 6, "what is counted are pairs"
     assert 0 <= example.results["heldout_accuracy"] <= 1
     assert (example.config.run_dir / "model" / "model.safetensors").is_file()
 

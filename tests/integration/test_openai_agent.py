@@ -36,5 +36,5 @@ def test_openai_agent_when_run_then_it_trains(tmp_path: Path) -> None:
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # A warm start of two steps gets every sum wrong: both answers of a run are trained on.
-    assert all(row["staleness_max"] <= 2 for row in rows), rows
+    assert all(row["staleness/max"] <= 2 for row in rows), rows
     assert len(rows) == 2

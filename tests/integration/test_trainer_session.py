@@ -250,7 +250,7 @@ def test_checkpoint_when_written_then_its_row_was_there_before(begin, tmp_path: 
     for step, rows in rows_at_finish:
         assert rows[:step] == list(range(1, step + 1))
     assert [step for step, _ in rows_at_finish] == [1, 2, 3]
-    assert all("checkpoint_seconds" in row for row in session.status.snapshot(0).rows)
+    assert all("time/checkpoint" in row for row in session.status.snapshot(0).rows)
 
 
 def test_checkpoint_when_the_disk_is_slow_then_steps_go_on_and_the_next_one_waits_by_name(

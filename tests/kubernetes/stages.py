@@ -270,7 +270,7 @@ class Run:
             )
         )
         if self.settings.steps >= WHOLE_RUN:
-            checks.append(learnt([row["reward_mean"] for row in rows]))
+            checks.append(learnt([row["reward/mean"] for row in rows]))
         else:
             checks = [check for check in checks if "reward" not in check.name]
         for check in checks:

@@ -106,12 +106,12 @@ async def run(folder: Path, trial: str, steps: int, overrides: list[str]) -> Out
     sampling = await watcher
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines][WARM_UP_STEPS:]
-    seconds = sum(row["step_seconds"] for row in rows)
+    seconds = sum(row["time/step"] for row in rows)
     return Outcome(
-        steps_per_s=len(rows) / (rows[-1]["time"] - rows[0]["time"] + rows[0]["step_seconds"]),
+        steps_per_s=len(rows) / (rows[-1]["time"] - rows[0]["time"] + rows[0]["time/step"]),
         sampling=sampling,
-        staleness_max=max(row["staleness_max"] for row in rows),
-        wait_share=sum(row["wait_seconds"] for row in rows) / seconds,
+        staleness_max=max(row["staleness/max"] for row in rows),
+        wait_share=sum(row["time/wait"] for row in rows) / seconds,
     )
 
 

@@ -149,8 +149,8 @@ def ours(
         {
             "time": row["time"],
             "cpu": cpu.get(row["step"], 0.0),
-            "reward": row["reward_mean"],
-            "tokens": row["response_tokens"],
+            "reward": row["reward/mean"],
+            "tokens": row["rollout/length_mean"],
         }
         for row in found
     ]

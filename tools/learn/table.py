@@ -25,7 +25,7 @@ class Measure:
     """If given, the value is how much of the gap from `before` to it `after` closes."""
     least: float | None = 0.3
     most: float | None = None
-    curve: str = "reward_mean"
+    curve: str = "reward/mean"
     """Column of metrics.jsonl that is drawn."""
 
     def __str__(self) -> str:
@@ -94,11 +94,15 @@ FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
 OFFLINE = "Rows alone"
 
-ACCURACY = Measure("heldout_accuracy", before="", least=0.9, curve="loss")
+ACCURACY = Measure("heldout_accuracy", before="", least=0.9, curve="train/loss")
 # What follows the question is certain, but for the few sums that no row of training has.
-LOSS = Measure("heldout_loss_after", before="", least=None, most=0.1, curve="loss")
+LOSS = Measure("heldout_loss_after", before="", least=None, most=0.1, curve="train/loss")
 TEACHER = Measure(
-    "heldout_loss_after", "heldout_loss_before", "heldout_loss_teacher", least=0.8, curve="loss"
+    "heldout_loss_after",
+    "heldout_loss_before",
+    "heldout_loss_teacher",
+    least=0.8,
+    curve="train/loss",
 )
 
 ROWS = [

@@ -17,7 +17,7 @@ class TrainerStatus:
     """A trainer's own account.
 
     Example:
-        >>> status.state, status.step, status.total_steps, status.rows[-1]["reward_mean"]
+        >>> status.state, status.step, status.total_steps, status.rows[-1]["reward/mean"]
         ('training', 41, 220, 0.63)
     """
 

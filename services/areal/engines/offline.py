@@ -16,6 +16,7 @@ from areal.config.training import TrainEngineConfig
 from areal.datasets.chats import Unit
 from areal.datasets.loader import StatefulLoader
 from areal.errors import InvalidInput
+from areal.training.metric_names import named
 from areal.training.session import current_session
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class OfflineTrainer:
 
     def finish_step(self, stats: dict[str, float]) -> None:
         """Ends the step: its row of metrics, and the checkpoint policy."""
-        self.session.row.update(stats)
+        self.session.row.update(named(stats))
         self.session.finish_step()
         self.engine.set_version(self.session.step)
 

@@ -132,9 +132,10 @@ class PPOActor:
             `kl`, with `kl_loss_ctl`: the estimate against the reference),
             `mismatch/kl` and `mismatch/max` of the first minibatch (see `behavior.mismatch`; not
             there when no sequence of it is wholly of the current version), and `reward`,
-            `response_tokens` (means over sequences), `advantage_abs`, `staleness`,
-            `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
-            `update_seconds`.
+            `response_tokens` (means over sequences), `reward_std`, `response_tokens_max`,
+            `truncated` (share of sequences without an end), `groups_zero_std` (share of groups
+            whose rewards are all equal), `advantage_abs`, `staleness`, `staleness_max` (policy
+            version less a sequence's oldest token), `n_sequences`, `update_seconds`.
 
         Raises:
             TrainingDiverged: as `TrainEngine.train_batch` does.
@@ -298,10 +299,16 @@ class PPOActor:
         """Statistics of a batch, over all ranks."""
         mask, cu_seqlens = batch["loss_mask"], batch["cu_seqlens"]
         rewards = adv.sequence_sums(batch["rewards"], cu_seqlens)
+        lengths = adv.sequence_sums(mask, cu_seqlens)
+        several, equal = _equal_groups(rewards, batch["group_index"])
         sums: dict[str, Tensor | float] = {
             "n_sequences": float(len(rewards)),
-            "reward": rewards.sum(),
+            "reward": rewards.double().sum(),
             "response_tokens": mask.sum(),
+            "response_tokens_max": lengths.max() if len(lengths) else 0.0,
+            "truncated": batch["truncated"].sum() if "truncated" in batch else 0.0,
+            "groups_zero_std": equal,
+            "groups_of_several": several,
             "advantage_abs": batch["advantages"].abs().sum(),
             "staleness": 0.0,
             "staleness_max": 0.0,
@@ -321,9 +328,26 @@ class PPOActor:
         stats = self.engine.reduce_stats(sums)
         tokens, count = max(stats["response_tokens"], 1.0), max(stats["n_sequences"], 1.0)
         stats["advantage_abs"] /= tokens
-        for name in ("reward", "response_tokens", "staleness"):
+        for name in ("reward", "response_tokens", "staleness", "truncated"):
             stats[name] /= count
+        stats["groups_zero_std"] /= max(stats.pop("groups_of_several"), 1.0)
+        # Around the mean of all ranks: the mean of the squares would lose what they differ by.
+        spread = self.engine.reduce_stats(
+            {"reward": (rewards.double() - stats["reward"]).square().sum()}
+        )
+        stats["reward_std"] = math.sqrt(spread["reward"] / max(count - 1.0, 1.0))
         return stats
+
+
+def _equal_groups(rewards: Tensor, group_index: Tensor) -> tuple[float, float]:
+    """How many groups have several sequences, and in how many of them all rewards are equal."""
+    _, place, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
+    lowest, highest = (
+        rewards.new_zeros(len(counts)).scatter_reduce_(0, place, rewards, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    several = counts > 1
+    return float(several.sum()), float((several & (lowest == highest)).sum())
 
 
 def _need_reference(batch: Batch, wanted_by: str) -> None:

@@ -15,6 +15,7 @@ from areal.config.training import PPOActorConfig, RefConfig
 from areal.engines.export.publishing import make_publisher
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.models.directory import serving_dtype
+from areal.training.metric_names import named
 from areal.training.session import current_session
 from areal.types import WeightUpdateMeta
 from areal.weights.publisher import Again, NewVersion, Publisher
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
     from areal.algorithms.packing import Batch
     from areal.weights.safetensors import HostTensor
-
-# Statistics under the names of the metrics row.
-_ROW_NAMES = {"reward": "reward_mean", "n_loss_tokens": "tokens", "n_sequences": "samples"}
 
 
 class FSDPPPOActor:
@@ -133,9 +131,8 @@ class FSDPPPOActor:
         """One train step on a batch with advantages; also fills the step's metrics row.
 
         Returns:
-            Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss;
-            `reward` and `response_tokens`, means over sequences; `staleness`, `staleness_max`
-            (policy version less a sequence's oldest token); `update_seconds`.
+            What the step's row has of the batch, the loss and the optimizer, under the same names
+            (docs/metrics.md): `reward/mean`, `train/loss`, `policy/kl`, ...; equal on all ranks.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
@@ -149,10 +146,11 @@ class FSDPPPOActor:
 
             settings = failed_step.settings_of(self._ppo.config, self._ppo.temperature)
             raise failed_step.keep(error, self.session, actor=settings) from None
-        row = self.session.row
-        row.update({_ROW_NAMES.get(name, name): value for name, value in stats.items()})
-        self.session.row["train_seconds"] = time.monotonic() - start
-        return stats
+        del stats["staleness"]  # of trajectories: the batch has that of groups
+        metrics = named(stats)
+        self.session.row.update(metrics)
+        self.session.row["time/train"] = time.monotonic() - start
+        return metrics
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publishes the new policy and ends the train step.
@@ -183,7 +181,7 @@ class FSDPPPOActor:
             session.trace.publishing(version)
             self._publish(meta, version)
         waited, self.engine.exporter.waited_s = self.engine.exporter.waited_s, 0.0
-        session.row["publish_seconds"] = time.monotonic() - start + waited
+        session.row["time/publish"] = time.monotonic() - start + waited
         session.finish_step()
 
     def checkpoint_bytes(self) -> int:

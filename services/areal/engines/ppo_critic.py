@@ -77,8 +77,8 @@ class FSDPPPOCritic:
         """One train step on a batch with advantages; fills `critic/...` of the step's metrics row.
 
         Returns:
-            Statistics, equal on all ranks: those of `TrainEngine.train_batch`, `value`, `return`,
-            `explained_variance` (of the returns by the values, before the update), `clip_ratio`.
+            What the step's row has of the critic, under the same names (docs/metrics.md):
+            `critic/loss`, `critic/explained_variance`, ...; equal on all ranks.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
@@ -90,8 +90,8 @@ class FSDPPPOCritic:
             from areal.engines import failed_step
 
             raise failed_step.keep(error, self.session, critic=self.engine.config) from None
-        row = self.session.row
-        row["reward_mean"] = stats["reward"]  # a step of the warm-up has no other
-        row.update({f"critic/{name}": stats[name] for name in _IN_ROW})
-        row["critic/seconds"] = stats["update_seconds"]
-        return stats
+        metrics = {f"critic/{name}": stats[name] for name in _IN_ROW}
+        metrics["time/critic"] = stats["update_seconds"]
+        # A step of the warm-up has no other reward.
+        self.session.row.update(metrics | {"reward/mean": stats["reward"]})
+        return metrics

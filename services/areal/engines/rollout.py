@@ -165,7 +165,7 @@ class RemoteSGLangEngine:
             if taken.state is TakeState.CHECKPOINT_FIRST:
                 session.save_checkpoint()
         batch = pack_groups_with_images(session.fetch(taken), session.config.model.path)
-        session.row["wait_seconds"] = time.monotonic() - since
+        session.row["time/wait"] = time.monotonic() - since
         session.status.training()
         return batch
 

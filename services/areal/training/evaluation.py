@@ -21,6 +21,7 @@ from areal import errors
 from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
 from areal.training.ledger import POLL_S
+from areal.training.metric_names import evaluation_names
 from areal.training.run_files import EVALUATIONS, MEASURED_AT, write_atomically
 from areal.training.session import TrainerSession
 from areal.training.status import Evaluation
@@ -57,7 +58,7 @@ def record(session: TrainerSession, name: str, figure: Figure) -> float:
     """Keeps a figure and the step it is of; returns its mean."""
     mean = figure.mean
     steps = dict(session.result(MEASURED_AT) or {})
-    session.record(name, mean)
+    session.record(name, mean, evaluation_names(name, mean, figure.stderr))
     session.record(MEASURED_AT, {**steps, name: session.step})
     known = [
         each

@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from areal.training.metric_names import named
 from areal.training.status import Evaluation
 
 MEASURED_AT = "measured_at_step"
@@ -34,7 +35,10 @@ class RunFiles:
     """The files of one run."""
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
-        """Opens the files; rows above `resume_step` belong to lost steps and are dropped."""
+        """Opens the files; rows above `resume_step` belong to lost steps and are dropped.
+
+        Rows of an earlier release get the names of this one.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = run_dir / "metrics.jsonl"
         self._batches = run_dir / "batches.jsonl"
@@ -53,7 +57,7 @@ class RunFiles:
         rows = []
         for line in self._metrics.read_bytes().splitlines():
             try:
-                rows.append(orjson.loads(line))
+                rows.append(named(orjson.loads(line)))
             except orjson.JSONDecodeError:  # cut off by a crash while it was written
                 break
         return rows

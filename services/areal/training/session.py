@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -282,8 +282,8 @@ class TrainerSession(Ranks):
         started = time.monotonic()
         self.publishing.settle()
         self.on_rank0(wait)
-        waited = self.row.get("confirm_seconds", 0.0) + time.monotonic() - started
-        self.row["confirm_seconds"] = waited
+        waited = self.row.get("time/confirm", 0.0) + time.monotonic() - started
+        self.row["time/confirm"] = waited
 
     def publish(self, version: PolicyVersion) -> None:
         """Announces weights that are complete (rank 0, in any thread)."""
@@ -365,15 +365,15 @@ class TrainerSession(Ranks):
             )
         self.trace.took(groups, taken)
         staleness = [self.step - g.head_version for g in taken.groups]
-        self.row.update(
-            groups=len(taken.groups),
-            samples=sum(len(g.lengths) for g in taken.groups),
-            tokens_total=sum(sum(g.lengths) for g in taken.groups),
-            staleness_mean=sum(staleness) / len(staleness),
-            staleness_max=max(staleness),
-            replay=taken.replay,
-            queued=taken.queued,
-        )
+        self.row |= {
+            "groups": len(taken.groups),
+            "samples": sum(len(g.lengths) for g in taken.groups),
+            "tokens_total": sum(sum(g.lengths) for g in taken.groups),
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": max(staleness),
+            "replay": taken.replay,
+            "queued": taken.queued,
+        }
         return groups
 
     def finish_step(self) -> None:
@@ -391,10 +391,10 @@ class TrainerSession(Ranks):
         if frequency and self.step % frequency == 0:
             started = time.monotonic()
             self._snapshot()
-            self.row["checkpoint_seconds"] = time.monotonic() - started
+            self.row["time/checkpoint"] = time.monotonic() - started
         if self.rank == 0 and self._files is not None:
             self.row["policy_version"] = self.step
-            self.row["step_seconds"] = time.monotonic() - self._step_started
+            self.row["time/step"] = time.monotonic() - self._step_started
             self.row["time"] = time.time()
             self._files.append_row(self.row)
             if self._tracker is not None:
@@ -410,13 +410,16 @@ class TrainerSession(Ranks):
         if self.any_rank(self.stop_requested):
             raise TrainerStopped
 
-    def record(self, name: str, value: Any) -> None:
-        """Writes one named result into trainer.json (rank 0)."""
+    def record(self, name: str, value: Any, tracked: Mapping[str, float] | None = None) -> None:
+        """Writes one named result into trainer.json (rank 0).
+
+        A tracker gets it under the same name, or what is `tracked` instead.
+        """
         if self._files is not None:
             self._files.record(name, value)
             self._log.info("result", **{name: value})
             if self._tracker is not None:
-                self._tracker.log(self.step, {name: value})
+                self._tracker.log(self.step, {name: value} if tracked is None else tracked)
 
     def result(self, name: str) -> Any:
         """A result recorded before, also by an earlier incarnation; the same on every rank."""

@@ -192,10 +192,10 @@ class ProgressLog:
             return
         shown: dict[str, Any] = {"step": f"{step}/{self._total}" if self._total else step}
         for name, key, digits in (
-            ("reward", "reward_mean", 3),
-            ("staleness", "staleness_mean", 2),
-            ("step_seconds", "step_seconds", 2),
-            ("waited_seconds", "wait_seconds", 2),
+            ("reward", "reward/mean", 3),
+            ("staleness", "staleness/mean", 2),
+            ("step_seconds", "time/step", 2),
+            ("waited_seconds", "time/wait", 2),
         ):
             values = [float(r[key]) for r in self._rows if r.get(key) is not None]
             if values:

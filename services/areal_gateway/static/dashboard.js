@@ -9,8 +9,8 @@ const LIVE = [["queued", "var(--slate)"], ["running", "var(--blue)"], ["complete
 const ENDED = ["trained", "delivered", "rejected", "cancelled", "expired", "dead_lettered"];
 // A step's tasks are the trainer's until a checkpoint holds what it learned from them.
 const WORDS = { batched: "in training", trained: "trained, saved" };
-const TIMES = [["train_seconds", "Train", "var(--teal)"], ["wait_seconds", "Wait", "var(--slate)"], ["publish_seconds", "Publish", "var(--amber)"]];
-const SPARKS = [["loss", "Loss"], ["grad_norm", "Grad norm"], ["entropy", "Entropy"]];
+const TIMES = [["time/train", "Train", "var(--teal)"], ["time/wait", "Wait", "var(--slate)"], ["time/publish", "Publish", "var(--amber)"]];
+const SPARKS = [["train/loss", "Loss"], ["train/grad_norm", "Grad norm"], ["policy/entropy", "Entropy"]];
 const SERVER_TONE = { serving: "good", syncing: "busy", joining: "busy", draining: "warn", quarantined: "bad" };
 const TRAINER = {
   starting: ["busy", "Starting"], waiting: ["busy", "Waiting for a batch"], training: ["good", "Training"],
@@ -186,7 +186,7 @@ function drawBanner(sources, trainer, gone, ledger) {
 
 function drawTiles({ ledger, versions, rates, run }) {
   const { rows } = state;
-  const rewards = column(rows, "reward_mean").map((p) => p[1]);
+  const rewards = column(rows, "reward/mean").map((p) => p[1]);
   if (rewards.length) {
     const last = mean(rewards.slice(-MEAN_STEPS));
     const gain = last - mean(rewards.slice(0, MEAN_STEPS));
@@ -214,8 +214,8 @@ function drawTiles({ ledger, versions, rates, run }) {
     text("kpi-version-note", `on ${versions.confirmed_servers} of ${versions.servers} servers`);
   }
   const recent = rows.slice(-MEAN_STEPS);
-  const took = mean(recent.map((r) => r.step_seconds).filter(isNumber));
-  const waited = mean(recent.map((r) => r.wait_seconds).filter(isNumber));
+  const took = mean(recent.map((r) => r["time/step"]).filter(isNumber));
+  const waited = mean(recent.map((r) => r["time/wait"]).filter(isNumber));
   text("kpi-step", seconds(took));
   text("kpi-step-note", isNumber(waited / took) ? `${Math.round((100 * waited) / took)} % waiting for data` : "no steps yet");
 }
@@ -228,7 +228,7 @@ const stepAxis = { whole: true, format: (x) => String(Math.round(x)), head: (x) 
 function drawSteps({ trainer, run, ledger }) {
   const { rows } = state;
   const empty = trainer ? "The first step is in progress" : "No training steps yet";
-  const raw = column(rows, "reward_mean");
+  const raw = column(rows, "reward/mean");
   const smooth = movingMean(raw, MEAN_STEPS);
   const measured = Object.entries(heldOut(trainer?.evaluations ?? [])).map(([name, points], i) => (
     { label: name === "heldout" ? "held out" : name, color: HELD_OUT[i % HELD_OUT.length], points, kind: "marks", width: 1.25, format: (y) => number(y, 3) }));
@@ -256,13 +256,13 @@ function drawSteps({ trainer, run, ledger }) {
     y: { min: 0, max: bound + 0.6, format: (y) => number(y, Number.isInteger(y) ? 0 : 1), ticks: Math.min(4, bound + 1) },
     bound: { y: bound, label: `bound ${bound}` },
     series: [
-      { label: "Max", color: "var(--amber)", points: column(rows, "staleness_max"), kind: "dots", format: (y) => number(y, 0) },
-      { label: "Mean", color: "var(--violet)", points: column(rows, "staleness_mean"), width: 2 },
+      { label: "Max", color: "var(--amber)", points: column(rows, "staleness/max"), kind: "dots", format: (y) => number(y, 0) },
+      { label: "Mean", color: "var(--violet)", points: column(rows, "staleness/mean"), width: 2 },
     ],
   });
   legend("legend-staleness", rows.length ? [
-    { label: "mean", color: "var(--violet)", value: number(last.staleness_mean) },
-    { label: "max", color: "var(--amber)", value: number(last.staleness_max, 0) },
+    { label: "mean", color: "var(--violet)", value: number(last["staleness/mean"]) },
+    { label: "max", color: "var(--amber)", value: number(last["staleness/max"], 0) },
   ] : []);
 
   const timed = rows.filter((r) => TIMES.every(([key]) => isNumber(r[key])));

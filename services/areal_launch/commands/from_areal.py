@@ -329,7 +329,7 @@ RULES: dict[str, str | Rule] = {
     "evaluator": Rule("the recipe calls `rollout.evaluate(rows, workflow)` when it wants to"),
     "stats_logger": Rule("`metrics.jsonl` in the run folder, and Prometheus"),
     "perf_tracer": Rule("OpenTelemetry: docs/tracing.md"),
-    "memory_profiler": Rule("`peak_gib` in each row of `metrics.jsonl`"),
+    "memory_profiler": Rule("`train/peak_gib` in each row of `metrics.jsonl`"),
     "launcher": _ELSEWHERE,
     "scheduler": _ELSEWHERE,
     "server_only": Rule("`areal up` starts a stack without a trainer"),

@@ -70,7 +70,7 @@ def count(number: float) -> str:
 
 def eta_s(snapshot: Snapshot) -> float | None:
     """Seconds to the last step at the pace of the last 20; None before there is a pace."""
-    pace = recent_mean(snapshot.rows, "step_seconds")
+    pace = recent_mean(snapshot.rows, "time/step")
     if snapshot.trainer is None or not pace:
         return None
     return (snapshot.trainer.total_steps - snapshot.trainer.step) * pace
@@ -79,27 +79,31 @@ def eta_s(snapshot: Snapshot) -> float | None:
 def facts(snapshot: Snapshot) -> dict[str, str]:
     """What is known of a run, by label: of the screen, of a line of a log, of `areal status`."""
     rows, ledger, found = snapshot.rows, snapshot.ledger, {}
-    if rewards := column(rows, "reward_mean"):
+    if rewards := column(rows, "reward/mean"):
         found["reward"] = f"{rewards[-1]:.3f} (mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f})"
-    elif losses := column(rows, "loss"):  # rows alone
+    elif losses := column(rows, "train/loss"):  # rows alone
         found["loss"] = f"{losses[-1]:.3f} (mean of {WINDOW}: {mean(losses[-WINDOW:]):.3f})"
-        if column(rows, "accuracy"):
-            found["accuracy"] = f"{recent_mean(rows, 'accuracy'):.3f}"
+        if column(rows, "train/accuracy"):
+            found["accuracy"] = f"{recent_mean(rows, 'train/accuracy'):.3f}"
     if ledger is not None:
         speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
         found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)
-    if step := recent_mean(rows, "step_seconds"):
-        parts = [p for p in ("wait", "train", "publish") if column(rows, f"{p}_seconds")]
-        times = (f"{part} {recent_mean(rows, f'{part}_seconds'):.2f}" for part in parts)
+    if step := recent_mean(rows, "time/step"):
+        parts = [p for p in ("wait", "train", "publish") if column(rows, f"time/{p}")]
+        times = (f"{part} {recent_mean(rows, f'time/{part}'):.2f}" for part in parts)
         found["each step"] = f"{step:.2f} s: {', '.join(times)}"
-    if speed := recent_mean(rows, "tokens_per_second"):
-        mfu = f" ({recent_mean(rows, 'mfu'):.0%} MFU)" if column(rows, "mfu") else ""
-        peak = f", peak {column(rows, 'peak_gib')[-1]:.1f} GiB" if column(rows, "peak_gib") else ""
+    if speed := recent_mean(rows, "train/tokens_per_second"):
+        mfu = f" ({recent_mean(rows, 'train/mfu'):.0%} MFU)" if column(rows, "train/mfu") else ""
+        peak = (
+            f", peak {column(rows, 'train/peak_gib')[-1]:.1f} GiB"
+            if column(rows, "train/peak_gib")
+            else ""
+        )
         found["trained"] = f"{count(speed)} tokens/s{mfu}{peak}"
     if ledger is not None:
         if rows:
             bound = f"max {ledger.staleness_max} (bound {ledger.max_head_offpolicyness})"
-            found["staleness"] = f"mean {recent_mean(rows, 'staleness_mean'):.2f}, {bound}"
+            found["staleness"] = f"mean {recent_mean(rows, 'staleness/mean'):.2f}, {bound}"
         counts = {s: f"{ledger.counts.get(s, 0):,} {state_word(s)}" for s in TaskState}
         found["queue"] = " → ".join(text for state, text in counts.items() if state.live)
         ended = [counts[s] for s in TaskState if not s.live and ledger.counts.get(s)]
@@ -175,9 +179,9 @@ class LiveView:
         for label, text in facts(self.snapshot).items():
             sparks = ("", "")
             if label == "reward":
-                sparks = (f"   {sparkline(column(self.snapshot.rows, 'reward_mean'), 48)}", "cyan")
+                sparks = (f"   {sparkline(column(self.snapshot.rows, 'reward/mean'), 48)}", "cyan")
             elif label == "loss":
-                sparks = (f"   {sparkline(column(self.snapshot.rows, 'loss'), 48)}", "cyan")
+                sparks = (f"   {sparkline(column(self.snapshot.rows, 'train/loss'), 48)}", "cyan")
             grid.add_row(label, Text.assemble(text, sparks))
         return grid
 

@@ -30,7 +30,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     Returns:
         False when there is no step to draw.
     """
-    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if "reward_mean" in r]
+    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in r]
     if not rows:
         return False
     import matplotlib as mpl
@@ -39,7 +39,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     import matplotlib.pyplot as plt
 
     steps = [row["step"] for row in rows]
-    rewards = column(rows, "reward_mean")
+    rewards = column(rows, "reward/mean")
     results = read_results(run_dir / "trainer.json")
 
     figure, (top, bottom) = plt.subplots(
@@ -62,7 +62,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     )
     top.legend(frameon=False, loc="best", labelcolor=_INK, fontsize=9)
     staleness = [
-        (r["step"], r["staleness_mean"], r["staleness_max"]) for r in rows if "staleness_mean" in r
+        (r["step"], r["staleness/mean"], r["staleness/max"]) for r in rows if "staleness/mean" in r
     ]
     if staleness:
         at, average, worst = zip(*staleness, strict=True)

@@ -82,7 +82,7 @@ class StackPoller:
         poller = StackPoller(config.endpoints)
         poller.start()
         ...
-        print(poller.snapshot.rows[-1]["reward_mean"])
+        print(poller.snapshot.rows[-1]["reward/mean"])
         await poller.close()
     """
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.training.metric_names import named
+
 # Steps over which rewards are averaged, everywhere they are shown.
 WINDOW = 20
 
@@ -19,13 +21,13 @@ Row = dict[str, Any]
 def read_rows(file: Path) -> list[Row]:
     """The rows by step; of a step that was repeated the last one counts.
 
-    A line cut off by a crash is left out.
+    Those of an earlier release have the names of this one. A line cut off by a crash is left out.
     """
     rows: dict[int, Row] = {}
     if file.is_file():
         for line in file.read_text().splitlines():
             try:
-                row = json.loads(line)
+                row = named(json.loads(line))
                 rows[int(row["step"])] = row
             except (ValueError, KeyError, TypeError):
                 continue

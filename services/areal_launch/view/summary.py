@@ -48,7 +48,7 @@ def build_summary(
         restarts: By process; those above 0 are listed.
         cause: Why it failed, if it did.
     """
-    rewards = column(rows, "reward_mean")
+    rewards = column(rows, "reward/mean")
     ledger, sync = snapshot.ledger, snapshot.sync
     accounting: dict[str, int | None] = {"submitted": ledger.submitted if ledger else None}
     for state in TaskState:

@@ -162,7 +162,7 @@ async def test_health_when_source_fails_then_last_value_stays_and_since_is_the_c
 
 async def test_eta_when_steps_have_times_then_mean_times_what_is_left():
     run = make_status()
-    run.add_rows([row(s, step_seconds=100.0 if s <= 10 else 2.0) for s in range(1, 31)])
+    run.add_rows([row(s, **{"time/step": 100.0 if s <= 10 else 2.0}) for s in range(1, 31)])
     run.put("trainer", {"state": "training", "step": 30, "total_steps": 130})
     assert run.status()["eta_s"] == pytest.approx(200)
     run.put("trainer", {"state": "finished", "step": 130, "total_steps": 130})

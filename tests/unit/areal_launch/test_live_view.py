@@ -49,7 +49,7 @@ def make_snapshot() -> Snapshot:
     counts = dict.fromkeys(TaskState, 0)
     counts |= {TaskState.QUEUED: 131, TaskState.TRAINED: 5248}
     rows = [
-        {"step": s, "reward_mean": s / 100, "staleness_mean": 1.0, "step_seconds": 0.5}
+        {"step": s, "reward/mean": s / 100, "staleness/mean": 1.0, "time/step": 0.5}
         for s in range(1, 41)
     ]
     return Snapshot(
@@ -108,8 +108,8 @@ def test_view_when_training_then_everything_is_on_one_screen() -> None:
 def test_view_when_rows_alone_are_trained_on_then_loss_is_shown_and_nothing_of_rollouts() -> None:
     stack = make_stack(trainer=("up", 0))
     stack.config.allocation_mode = "fsdp:d1"
-    row = {"loss": 0.625, "accuracy": 0.875, "step_seconds": 0.5, "train_seconds": 0.4}
-    rows = [{"step": s, "tokens_per_second": 2500.0, **row} for s in range(1, 41)]
+    row = {"train/loss": 0.625, "train/accuracy": 0.875, "time/step": 0.5, "time/train": 0.4}
+    rows = [{"step": s, "train/tokens_per_second": 2500.0, **row} for s in range(1, 41)]
     snapshot = Snapshot(trainer=TrainerStatus("training", 40, 100, 1, 1, ""), rows=rows)
     for text in (draw(stack, snapshot), plain_line(stack, snapshot)):
         for expected in ("0.625", "0.875", "2,500 tokens/s", "ETA 0:30", "train 0.40"):
@@ -131,7 +131,7 @@ def test_view_when_engine_and_trainer_disagree_then_a_line_says_so_until_they_ag
 @pytest.mark.parametrize(
     ("measured", "shown"),
     [
-        ({"mfu": 0.41}, "81.2k tokens/s (41% MFU), peak 23.4 GiB"),
+        ({"train/mfu": 0.41}, "81.2k tokens/s (41% MFU), peak 23.4 GiB"),
         ({}, "81.2k tokens/s, peak 23.4 GiB"),  # on a CPU, or a GPU that is not known
     ],
 )
@@ -140,7 +140,7 @@ def test_view_when_the_trainer_reports_its_speed_then_it_is_shown(
 ) -> None:
     snapshot = make_snapshot()
     for row in snapshot.rows:
-        row |= {"tokens_per_second": 81_234.0, "peak_gib": 23.42} | measured
+        row |= {"train/tokens_per_second": 81_234.0, "train/peak_gib": 23.42} | measured
     assert shown in draw(make_stack(trainer=("up", 0)), snapshot)
 
 

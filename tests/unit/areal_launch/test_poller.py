@@ -68,7 +68,7 @@ class Trainer(trainer_service_pb2_grpc.TrainerServiceServicer):
     async def GetStatus(self, request: Any, context: Any) -> Any:
         rows = [
             trainer_service_pb2.StepRow(
-                step=step, metrics_json=json.dumps({"step": step, "reward_mean": reward})
+                step=step, metrics_json=json.dumps({"step": step, "reward/mean": reward})
             )
             for step, reward in enumerate(self.rewards, start=1)
             if step > request.after_step
@@ -124,7 +124,7 @@ async def test_refresh_when_all_answer_then_snapshot_is_whole(
     assert snapshot.servers[0].state is ServerState.SERVING
     assert snapshot.sync is not None
     assert snapshot.sync.current_version == 5
-    assert [r["reward_mean"] for r in snapshot.rows] == [0.1, 0.2, 0.3]
+    assert [r["reward/mean"] for r in snapshot.rows] == [0.1, 0.2, 0.3]
 
 
 async def test_poll_when_trainer_restarts_then_repeated_steps_replace_lost_ones(
@@ -142,7 +142,7 @@ async def test_poll_when_trainer_restarts_then_repeated_steps_replace_lost_ones(
         service.trainer.rewards = [0.1, 0.25]
         await until(lambda: len(poller.snapshot.rows) == 2, "rows")
     await poller.close()
-    assert [r["reward_mean"] for r in poller.snapshot.rows] == [0.1, 0.25]
+    assert [r["reward/mean"] for r in poller.snapshot.rows] == [0.1, 0.25]
     assert [r["step"] for r in seen] == [1, 2, 3, 2]
 
 
@@ -180,7 +180,7 @@ async def test_poll_when_it_fails_of_a_bug_then_the_snapshot_says_that_it_has_en
     upstream: tuple[Upstream, EndpointsConfig],
 ) -> None:
     def fails(_: dict[str, Any]) -> None:
-        raise KeyError("reward_mean")
+        raise KeyError("reward/mean")
 
     poller = StackPoller(upstream[1], interval_s=0.02)
     poller.listen(fails)
@@ -190,4 +190,4 @@ async def test_poll_when_it_fails_of_a_bug_then_the_snapshot_says_that_it_has_en
     finally:
         await poller.close()
     said = poller.snapshot.problems["trainer"]
-    assert said == "is no longer polled: KeyError: 'reward_mean'"
+    assert said == "is no longer polled: KeyError: 'reward/mean'"

@@ -12,7 +12,7 @@ from areal.types import TaskState
 from areal.weights.servers import SyncStatus
 from areal_launch.view.plots import plot_rewards
 from areal_launch.view.poller import Snapshot
-from areal_launch.view.rows import moving_mean, read_rows
+from areal_launch.view.rows import column, moving_mean, read_rows
 from areal_launch.view.summary import (
     build_summary,
     continue_summary,
@@ -24,10 +24,10 @@ from areal_launch.view.summary import (
 def row(step: int, reward: float) -> dict[str, float]:
     return {
         "step": step,
-        "reward_mean": reward,
+        "reward/mean": reward,
         "samples": 8,
-        "staleness_mean": 0.5,
-        "staleness_max": 1,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
     }
 
 
@@ -99,8 +99,20 @@ def test_read_rows_when_steps_repeat_and_a_line_is_cut_then_last_whole_one_count
     file = tmp_path / "metrics.jsonl"
     lines = [json.dumps(row(1, 0.1)), json.dumps(row(2, 0.2)), json.dumps(row(2, 0.25))]
     file.write_text("\n".join(lines) + '\n{"step": 3, "rew')
-    assert [(r["step"], r["reward_mean"]) for r in read_rows(file)] == [(1, 0.1), (2, 0.25)]
+    assert [(r["step"], r["reward/mean"]) for r in read_rows(file)] == [(1, 0.1), (2, 0.25)]
     assert read_rows(tmp_path / "none") == []
+
+
+def test_read_rows_when_an_earlier_release_wrote_them_then_names_are_of_this_one(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    former = {"step": 1, "reward_mean": 0.1, "staleness_max": 2, "step_seconds": 0.5, "loss": 1.0}
+    now = {"step": 2, "reward/mean": 0.2, "staleness/max": 1, "time/step": 0.4, "train/loss": 0.9}
+    file.write_text("".join(json.dumps(each) + "\n" for each in (former, now)))
+    first, second = read_rows(file)
+    assert first.keys() == second.keys()
+    assert column([first, second], "reward/mean") == [0.1, 0.2]
 
 
 def test_read_results_when_missing_then_empty(tmp_path: Path) -> None:

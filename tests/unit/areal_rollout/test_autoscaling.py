@@ -105,7 +105,7 @@ async def test_watch_when_the_trainer_tells_its_steps_then_waiting_is_left_out()
         generating_s=lambda: busy[0],
         report=lambda number, load, _: seen.append((number, load)),
     )
-    row = {"step_seconds": 10.0, "wait_seconds": 4.0}
+    row = {"time/step": 10.0, "time/wait": 4.0}
     trainer.answers = [[row], [row, row], None, [row]]  # the first was before this worker
     now = 0.0
     for _ in range(4):

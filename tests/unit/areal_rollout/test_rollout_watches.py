@@ -27,7 +27,7 @@ class Trainer:
 
 
 async def test_load_when_the_trainer_has_trained_before_then_only_steps_since_count() -> None:
-    step = {"step_seconds": 3.0, "wait_seconds": 1.0}
+    step = {"time/step": 3.0, "time/wait": 1.0}
     watch = LoadWatch(
         Trainer([step] * 50, [step] * 2),
         servers=lambda: 1,

@@ -24,6 +24,6 @@ def test_unfinished_when_a_step_ends_then_it_counts_from_there(monkeypatch) -> N
     status.opened(1, 0, [])
     now[0] += 30
     assert unfinished() == 30
-    status.finished_step(1, {"step": 1, "step_seconds": 30.0})
+    status.finished_step(1, {"step": 1, "time/step": 30.0})
     now[0] += 7
     assert unfinished() == 7

@@ -20,7 +20,7 @@ def started(rows: int = 0) -> TrainerStatus:
     status = TrainerStatus(total_steps=5000, world_size=2)
     status.opened(3, 0, [])
     for step in range(1, rows + 1):
-        status.finished_step(step, {"step": step, "reward_mean": step / 10, "staleness_max": 1})
+        status.finished_step(step, {"step": step, "reward/mean": step / 10, "staleness/max": 1})
     return status
 
 

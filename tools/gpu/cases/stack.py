@@ -30,11 +30,11 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
         subprocess.run([*command, f"total_train_steps={total}", *small], check=True)
     (file,) = root.rglob("metrics.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows = [row for row in rows if "step_seconds" in row][-steps:]
-    seconds = sum(row["step_seconds"] for row in rows)
+    rows = [row for row in rows if "time/step" in row][-steps:]
+    seconds = sum(row["time/step"] for row in rows)
     return {
         "steps": 2 * steps,
-        "reward": round(sum(row["reward_mean"] for row in rows) / len(rows), 3),
+        "reward": round(sum(row["reward/mean"] for row in rows) / len(rows), 3),
         "step_s": round(seconds / len(rows), 3),
-        "waited": round(sum(row["wait_seconds"] for row in rows) / seconds, 3),
+        "waited": round(sum(row["time/wait"] for row in rows) / seconds, 3),
     }

@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import pytest
 import torch
@@ -74,9 +75,32 @@ def test_ppo_update_when_several_minibatches_then_proximal_is_the_start_of_the_u
     assert stats["approx_kl"] > 1e-6
 
 
+@pytest.mark.parametrize(
+    ("groups", "rewards", "share"),
+    [
+        ([0, 0, 1, 1, 2], [1.0, 1.0, 0.0, 1.0, 0.5], 0.5),
+        ([3, 3, 3, 1, 1], [0.0, 0.0, 0.0, 0.0, 0.0], 1.0),
+        ([0, 1, 2, 3, 4], [1.0, 1.0, 0.0, 1.0, 0.5], 0.0),
+    ],
+    ids=["one of two", "all", "none of several"],
+)
+def test_ppo_update_when_groups_have_equal_rewards_then_their_share_is_told(
+    make_actor, groups, rewards, share
+):
+    actor = make_actor()
+    sequences = [
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rewards": [0.0, 0.0, reward]}
+        for reward in rewards
+    ]
+    batch = packing.pack(sequences, groups)
+    batch["advantages"] = torch.zeros(15)
+    assert actor._describe(batch)["groups_zero_std"] == share
+
+
 def test_ppo_update_when_reported_then_describes_the_batch(make_actor):
     actor = make_actor()
     batch = ready_batch(actor)
+    batch["truncated"] = torch.arange(len(batch["group_index"])) % 2 == 0
     rewards = [float(s["rewards"].sum()) for s in packing.unpack(batch)]
     ages = [
         4 - min(v for v in s["token_versions"].tolist() if v >= 0) for s in packing.unpack(batch)
@@ -85,6 +109,10 @@ def test_ppo_update_when_reported_then_describes_the_batch(make_actor):
     stats = actor.ppo_update(batch)
     assert stats["n_sequences"] == len(rewards)
     assert stats["reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert stats["reward_std"] == pytest.approx(statistics.stdev(rewards), rel=1e-6)
+    lengths = [int(s["loss_mask"].sum()) for s in packing.unpack(batch)]
+    assert stats["response_tokens_max"] == max(lengths)
+    assert stats["truncated"] == pytest.approx(float(batch["truncated"].float().mean()))
     assert stats["staleness"] == pytest.approx(sum(ages) / len(ages))
     assert stats["staleness_max"] == max(ages)
     assert stats["response_tokens"] == pytest.approx(float(batch["loss_mask"].sum()) / len(rewards))

@@ -18,7 +18,7 @@ class Clock:
 
 
 def rows(first: int, last: int) -> list[dict[str, Any]]:
-    return [{"step": step, "reward_mean": step / 100} for step in range(first, last + 1)]
+    return [{"step": step, "reward/mean": step / 100} for step in range(first, last + 1)]
 
 
 def test_progress_when_many_steps_end_within_seconds_then_one_line_averages_them() -> None:

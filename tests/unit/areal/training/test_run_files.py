@@ -7,10 +7,10 @@ from areal.training.status import Evaluation
 def test_rows_when_resumed_then_lost_steps_are_dropped(tmp_path):
     files = RunFiles(tmp_path, resume_step=0)
     for step in (1, 2, 3):
-        files.append_row({"step": step, "reward_mean": step / 10})
+        files.append_row({"step": step, "reward/mean": step / 10})
     resumed = RunFiles(tmp_path, resume_step=2)
     assert [row["step"] for row in resumed.rows] == [1, 2]
-    resumed.append_row({"step": 3, "reward_mean": 0.9})
+    resumed.append_row({"step": 3, "reward/mean": 0.9})
     assert [row["step"] for row in RunFiles(tmp_path, resume_step=3).rows] == [1, 2, 3]
 
 
@@ -20,6 +20,14 @@ def test_rows_when_the_last_line_was_cut_off_then_the_rest_is_kept(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     assert [row["step"] for row in RunFiles(tmp_path, resume_step=5).rows] == [1]
+
+
+def test_rows_when_an_earlier_release_wrote_them_then_the_file_gets_the_names_of_this_one(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "reward_mean": 0.5, "approx_kl": 0.1, "mismatch/kl": 0.2}\n')
+    (row,) = RunFiles(tmp_path, resume_step=1).rows
+    assert row == {"step": 1, "reward/mean": 0.5, "policy/kl": 0.1, "mismatch/kl": 0.2}
+    assert json.loads(file.read_text()) == row
 
 
 def test_results_when_recorded_then_found_by_the_next_incarnation(tmp_path):
