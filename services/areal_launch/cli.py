@@ -152,6 +152,28 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A folder, org/name of the Hub, or s3://bucket/folder.")
+    ],
+    overrides: Overrides = None,
+    servers: Annotated[int, typer.Option(min=1, max=64, help="How many servers.")] = 1,
+    port: Annotated[
+        int, typer.Option(min=1, max=65000, help="Of the first server; others follow.")
+    ] = 30000,
+    gpus: Annotated[int, typer.Option(min=0, help="Of each server; 0: the CPU engine.")] = 0,
+) -> int:
+    """Start inference servers for a model, print their addresses, and serve until Ctrl-C.
+
+    They speak SGLang's protocol and OpenAI's and Anthropic's chat. With --gpus SGLang serves (of
+    `make sglang-gpu`, or stack.inference_command), else the CPU engine.
+    """
+    from areal_launch.commands.serve import serve_model
+
+    return serve_model(model, overrides or [], servers=servers, port=port, gpus=gpus)
+
+
+@app.command()
 def up(
     overrides: Overrides = None,
     config: Config = None,

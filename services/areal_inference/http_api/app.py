@@ -10,6 +10,7 @@ from areal.chassis.http_auth import BearerAuth, OwnPagesOnly
 from areal.chassis.http_tracing import TracedRequests
 from areal.security import Security
 from areal_inference.frontend import Frontend
+from areal_inference.http_api.chat import chat_routes
 from areal_inference.http_api.control import control_routes
 from areal_inference.http_api.generation import generate_route
 from areal_inference.http_api.info import info_routes
@@ -21,7 +22,12 @@ def build_app(frontend: Frontend, security: Security) -> Starlette:
     """The HTTP application of a server; /generate first, for its route is looked up in order."""
     routes = [StarletteRoute("/generate", generate_route(frontend), methods=["POST"])]
     app = Starlette(
-        routes=[*routes, *info_routes(frontend), *control_routes(frontend, security.headers())]
+        routes=[
+            *routes,
+            *info_routes(frontend),
+            *chat_routes(frontend),
+            *control_routes(frontend, security.headers()),
+        ]
     )
     if security.token:
         app.add_middleware(BearerAuth, security=security, open_paths=_OPEN_PATHS)

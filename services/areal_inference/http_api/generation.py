@@ -27,7 +27,7 @@ def generate_route(frontend: Frontend) -> Route:
         frontend.start(call)
         if call.stream:
             return StreamingResponse(stream(call), media_type="text/event-stream")
-        watch = asyncio.create_task(_abort_on_disconnect(frontend, call, http.receive))
+        watch = asyncio.create_task(abort_on_disconnect(frontend, call, http.receive))
         try:
             for request in call.requests:
                 await request.woken.wait()
@@ -48,7 +48,7 @@ def generate_route(frontend: Frontend) -> Route:
                 yield b"data: " + orjson.dumps(event) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
-            _abort_unfinished(frontend, call)
+            abort_unfinished(frontend, call)
             frontend.finished(call)
             _note(frontend, call)
 
@@ -107,14 +107,15 @@ def _note(frontend: Frontend, call: GenerateCall) -> None:
     )
 
 
-async def _abort_on_disconnect(frontend: Frontend, call: GenerateCall, receive: Receive) -> None:
+async def abort_on_disconnect(frontend: Frontend, call: GenerateCall, receive: Receive) -> None:
     """A client that went away must not keep rows of the cache."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    _abort_unfinished(frontend, call)
+    abort_unfinished(frontend, call)
 
 
-def _abort_unfinished(frontend: Frontend, call: GenerateCall) -> None:
+def abort_unfinished(frontend: Frontend, call: GenerateCall) -> None:
+    """Ends what no one waits for any more."""
     rids = {r.rid for r in call.requests if r.finish is None}
     if rids:
         frontend.engine.tell(lambda s: s.abort(rids, "client disconnected"))

@@ -69,13 +69,8 @@ def guarded(route: Route) -> Route:
     return answer
 
 
-async def read_json(request: HttpRequest) -> Any:
-    """The decoded body; an empty one is {}.
-
-    Raises:
-        SchemaError: not JSON.
-        BodyTooLarge: more than MAX_BODY_BYTES.
-    """
+async def read_body(request: HttpRequest) -> bytes:
+    """All of the body; raises BodyTooLarge above MAX_BODY_BYTES."""
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -83,7 +78,17 @@ async def read_json(request: HttpRequest) -> Any:
         size += len(part)
         if size > MAX_BODY_BYTES:
             raise BodyTooLarge(f"body: over {MAX_BODY_BYTES} bytes")
-    body = b"".join(parts)
+    return b"".join(parts)
+
+
+async def read_json(request: HttpRequest) -> Any:
+    """The decoded body; an empty one is {}.
+
+    Raises:
+        SchemaError: not JSON.
+        BodyTooLarge: more than MAX_BODY_BYTES.
+    """
+    body = await read_body(request)
     if not body:
         return {}
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -77,8 +77,17 @@ class LocalStack:
         *,
         with_trainer: bool,
         cluster: Cluster | None = None,
+        first_port: int | None = None,
     ) -> None:
-        """`config`: valid; endpoints that are set are used, the others are started."""
+        """Starts nothing yet.
+
+        Args:
+            config: Valid; endpoints that are set are used, the others are started.
+            events: Is told what happens.
+            with_trainer: Whether a trainer is part of it.
+            cluster: Lends the nodes; None: this machine.
+            first_port: Inference servers alone are started, from this port on.
+        """
         self._cluster = cluster or Cluster()
         self.folder = RunFolder(config.run_dir)
         self.config = config
@@ -98,6 +107,7 @@ class LocalStack:
         )
         self.events = events
         self.with_trainer = with_trainer
+        self._first_port = first_port
         self._lock: int | None = None
         self._guard: Guard | None = None
         self._control = ControlSocket(self.folder.control_file, self._obey)
@@ -117,7 +127,8 @@ class LocalStack:
                 self.config,
                 self.folder,
                 with_trainer=self.with_trainer,
-                preferred_ports=self._earlier_ports(),
+                servers_only=self._first_port is not None,
+                preferred_ports=self._preferred_ports(),
                 placement=await self._cluster.open(self.config),
             )
             self.config = self.plan.config
@@ -230,6 +241,10 @@ class LocalStack:
         supervisor, plan = self.supervisor, self.plan
         # Importing torch takes longest: those go first, and overlap with everything else.
         supervisor.start(*plan.inference)
+        if self._first_port is not None:
+            names = [spec.name for spec in plan.inference]
+            await supervisor.wait_up(names, deadline - time.monotonic())
+            return
         supervisor.start(*plan.stores)
         await supervisor.wait_up([s.name for s in plan.stores], deadline - time.monotonic())
         supervisor.start(*plan.services)
@@ -297,7 +312,9 @@ class LocalStack:
         process.ended.result()
         del self.supervisor.processes["prepare"]
 
-    def _earlier_ports(self) -> dict[str, int]:
+    def _preferred_ports(self) -> dict[str, int]:
+        if self._first_port is not None:
+            return {f"inference-{index}": self._first_port + index for index in range(64)}
         try:
             return ports_of(self.folder.read_stack())
         except NotFound:

@@ -83,6 +83,7 @@ def plan_stack(
     folder: RunFolder,
     *,
     with_trainer: bool,
+    servers_only: bool = False,
     preferred_ports: Mapping[str, int] | None = None,
     placement: Placement = LOCAL,
 ) -> StackPlan:
@@ -92,6 +93,7 @@ def plan_stack(
         config: Resolved and valid; a copy of it gets the endpoints.
         folder: Of the run.
         with_trainer: False: `areal up`.
+        servers_only: No service beside the inference servers: `areal serve`.
         preferred_ports: Ports of an earlier run of this trial, by process name.
         placement: Where things run.
 
@@ -104,6 +106,9 @@ def plan_stack(
     planner = _Planner(config, folder, picker, placement)
     plan = StackPlan(config, ports=picker)
     security = place_secrets(config, folder)
+    if servers_only:
+        _plan_servers(plan, planner)
+        return plan
     if not config.offline:
         _plan_services(plan, planner, security)
     elif not with_trainer:
@@ -118,6 +123,16 @@ def plan_stack(
     return plan
 
 
+def _plan_servers(plan: StackPlan, planner: _Planner) -> None:
+    """The inference servers of `allocation_mode`."""
+    config = plan.config
+    count = parse_allocation(config.allocation_mode).inference_replicas
+    plan.make_inference = planner.inference
+    plan.capacity = count if config.stack.gpus_per_node else None
+    for _ in range(count):
+        plan.add_inference()
+
+
 def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> None:
     """Everything but the trainer."""
     config, endpoints = plan.config, plan.config.endpoints
@@ -130,11 +145,7 @@ def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> No
         plan.stores.append(nats_spec(folder, picker.pick("nats"), security.nats_token, placement))
         endpoints.nats = f"nats://{plan.stores[-1].address}"
     if not endpoints.inference:
-        count = parse_allocation(config.allocation_mode).inference_replicas
-        plan.make_inference = planner.inference
-        plan.capacity = count if config.stack.gpus_per_node else None
-        for _ in range(count):
-            plan.add_inference()
+        _plan_servers(plan, planner)
     endpoints.weight_store = endpoints.weight_store or planner.weight_store()
     for name, (module, key) in _SERVICES.items():
         if not getattr(endpoints, key):

@@ -1,0 +1,133 @@
+"""OpenAI's and Anthropic's routes of a server, for people and tools; training uses /generate.
+
+POST /v1/chat/completions ── messages ──> chat template ──> ids ──> the engine ──> text, tool calls
+
+SGLang has them as well. A stream is sent when the answer is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+from starlette.types import Receive
+
+from areal.agents.calls import Calls
+from areal.agents.fields import body_of, number
+from areal.agents.routes import handle
+from areal.agents.session import Model, Session
+from areal.errors import InvalidInput
+from areal.tokenizer import Tokenizer
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.workflows.rendering import TemplateRenderer
+from areal_inference.api import GenerateCall, parse_generate
+from areal_inference.decode.request import Request
+from areal_inference.frontend import Frontend
+from areal_inference.http_api.generation import abort_on_disconnect, abort_unfinished
+from areal_inference.http_api.requests import guarded, read_body
+
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+
+
+def chat_routes(frontend: Frontend) -> list[StarletteRoute]:
+    """The routes that speak text."""
+    chat = _Chat(frontend)
+    return [
+        StarletteRoute("/v1/models", guarded(chat.serve), methods=["GET"]),
+        *(StarletteRoute(path, guarded(chat.serve), methods=["POST"]) for path in _POSTS),
+    ]
+
+
+class _Chat:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self._frontend.config.model_path))
+
+    async def serve(self, http: HttpRequest) -> Response:
+        """One request, in a session of its own: conversations are kept by those who have them."""
+        content = await read_body(http)
+
+        async def session(_: str) -> Session:
+            return self._session(content if http.method == "POST" else b"{}", http.receive)
+
+        reply = await handle(session, http.method, http.url.path, http.headers, content)
+        kind = "text/event-stream" if reply.stream else "application/json"
+        return Response(reply.body, reply.status, dict(reply.headers), media_type=kind)
+
+    def _session(self, content: bytes, receive: Receive) -> Session:
+        frontend = self._frontend
+        if frontend.tokenizer is None:
+            raise InvalidInput("this server has no tokenizer: expected /generate with input_ids")
+        room = frontend.context_length
+
+        async def generate(request: LLMRequest) -> list[LLMResponse]:
+            return await self._generate(request, receive)
+
+        model = Model(
+            frontend.config.served_model_name or frontend.config.model_path,
+            generate,
+            self._tokenizer,
+            TemplateRenderer(self._tokenizer),
+            _sampling(body_of(content), room),
+        )
+        return Session(uuid.uuid4().hex, model, Calls())
+
+    async def _generate(self, request: LLMRequest, receive: Receive) -> list[LLMResponse]:
+        frontend, sampling = self._frontend, request.gconfig
+        limits = frontend.limits
+        room = min(limits.context_length, limits.max_total_tokens) - len(request.input_ids)
+        params: dict[str, Any] = {
+            "n": sampling.n_samples,
+            "max_new_tokens": max(1, min(sampling.max_new_tokens, room)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        body = {"input_ids": request.input_ids, "sampling_params": params, "return_logprob": True}
+        call = parse_generate(body, limits, None)
+        frontend.start(call)
+        watch = asyncio.create_task(abort_on_disconnect(frontend, call, receive))
+        try:
+            for one in call.requests:
+                await one.woken.wait()
+        finally:
+            watch.cancel()
+            abort_unfinished(frontend, call)
+            frontend.finished(call)
+        return _responses(call)
+
+
+def _sampling(body: Mapping[str, Any], room: int) -> GenerationHyperparameters:
+    """What the caller asks for: here, other than in training, that is what counts."""
+    temperature, top_p = number(body, "temperature"), number(body, "top_p")
+    return GenerationHyperparameters(
+        max_new_tokens=room,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+    )
+
+
+def _responses(call: GenerateCall) -> list[LLMResponse]:
+    return [_response(request) for request in call.requests]
+
+
+def _response(request: Request) -> LLMResponse:
+    reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+    kind = (request.finish or {}).get("type", "abort")
+    count = len(request.output_ids)
+    return LLMResponse(
+        request.input_ids,
+        request.output_ids,
+        request.logprobs,
+        [-1] * count,  # no one trains on these
+        reasons.get(kind, StopReason.ABORT),
+    )

@@ -1,0 +1,116 @@
+"""`areal serve MODEL`: inference servers alone, for people and programs that ask a model.
+
+find the model ──> fetch it, if it is elsewhere ──> start servers ──> print URLs ──┐
+                                                     Ctrl-C, SIGTERM, a failure ───┤
+                                                                                   v
+                                                                                 stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+
+from areal.chassis.logging import configure_logging
+from areal.config.experiment import BaseExperimentConfig
+from areal.errors import CannotStart
+from areal_launch.clusters.base import Cluster, Placement
+from areal_launch.commands.stack import Resolved, resolve_up
+from areal_launch.processes.process import Node
+from areal_launch.run_folder import RunFolder
+from areal_launch.stack.events import EventLog, StackEvent
+from areal_launch.stack.local import LocalStack
+from areal_launch.stack.plan import inference_command
+from areal_launch.view.output import say
+
+
+def serve_model(model: str, overrides: list[str], *, servers: int, port: int, gpus: int) -> int:
+    """Serves until Ctrl-C; returns the exit code.
+
+    Args:
+        model: A folder, a name of the Hub, or an address in an object store.
+        overrides: Of the experiment file; `model.context_length` and `stack.*` matter here.
+        servers: How many.
+        port: Of the first; each next one takes the next, or any that is free.
+        gpus: Of each server; 0: on CPUs.
+
+    Raises:
+        CannotStart: There is no such model, no SGLang, or its run folder is in use.
+    """
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", model).strip("-.")[-60:] or "model"
+    settings = [
+        f"model.path={model}",
+        "experiment_name=serve",
+        f"trial_name={name}",
+        f"allocation_mode=sglang:d{servers}t{max(gpus, 1)}+fsdp:d1",
+        f"stack.gpus_per_node={servers * gpus}",
+    ]
+    resolved = resolve_up(None, None, [*settings, *overrides])
+    if gpus and not inference_command(resolved.config):
+        raise CannotStart(
+            "--gpus: there is no SGLang beside this environment; make it with `make sglang-gpu`, "
+            "or say how to start it: stack.inference_command='python -m sglang.launch_server'"
+        )
+    return asyncio.run(_serve(resolved, port, _Servers(servers, gpus)))
+
+
+class _Servers(Cluster):
+    """This machine: the first GPUs are the servers', as there is no trainer."""
+
+    def __init__(self, servers: int, gpus: int) -> None:
+        self._nodes = tuple(
+            Node(gpus=tuple(range(index * gpus, (index + 1) * gpus))) for index in range(servers)
+        )
+
+    async def open(self, config: BaseExperimentConfig) -> Placement:
+        """See `Cluster`."""
+        return Placement(inference=self._nodes)
+
+
+async def _serve(resolved: Resolved, port: int, cluster: Cluster) -> int:
+    folder = RunFolder(resolved.config.run_dir)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    log = folder.log_of("launcher").open("a", buffering=1)
+    configure_logging("launcher", resolved.config.namespace, stream=log)
+    events = EventLog()
+    events.listen(_tell)
+    stack = LocalStack(
+        resolved.config, events, with_trainer=False, cluster=cluster, first_port=port
+    )
+    interrupt = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt.set)
+    await stack.open()
+    failed = True
+    try:
+        working = asyncio.create_task(_work(stack, resolved))
+        interrupted = asyncio.create_task(interrupt.wait())
+        await asyncio.wait({working, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        failed = False
+    finally:
+        for task in (working, interrupted):
+            task.cancel()
+        await asyncio.gather(working, interrupted, return_exceptions=True)
+        say("stopping")
+        await stack.stop(failed=failed)
+        log.close()
+    return 0
+
+
+async def _work(stack: LocalStack, resolved: Resolved) -> None:
+    """Starts, says where, and waits; raises StackFailure when a server cannot be kept alive."""
+    say(f"starting {resolved.config.model.path}; its logs are in {stack.folder.logs}")
+    await stack.start(prepare=resolved.prepare, source=resolved.source)
+    for spec in stack.plan.inference:
+        say(f"serving {spec.url}/v1  (OpenAI and Anthropic; SGLang's protocol at {spec.url})")
+    say(f"API key: areal token --run {stack.folder.path}")
+    say("Ctrl-C stops it")
+    await stack.wait()
+
+
+def _tell(event: StackEvent) -> None:
+    if event.level in ("warning", "error"):
+        say(f"{event.process}: {event.text}")
