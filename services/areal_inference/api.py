@@ -6,15 +6,20 @@ both become HTTP 400, in SGLang's two shapes. Messages are one line and name fie
 
 from __future__ import annotations
 
+import base64
+import binascii
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import getrandbits
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.errors import InvalidInput
 from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from areal_inference.model.vision import See
 
 MAX_SEQUENCES = 4096
 """Most sequences one /generate call may start."""
@@ -59,7 +64,6 @@ _OWN_PARAMS = {
 }
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
-    "image_data": (None, []),
     "audio_data": (None, []),
     "video_data": (None, []),
     "top_logprobs_num": (None, 0),
@@ -119,7 +123,10 @@ class GenerateCall:
 
 
 def parse_generate(
-    body: Any, limits: Limits, encode: Callable[[str], list[int]] | None
+    body: Any,
+    limits: Limits,
+    encode: Callable[[str], list[int]] | None,
+    see: See | None = None,
 ) -> GenerateCall:
     """Check a decoded /generate body and make its requests.
 
@@ -127,6 +134,7 @@ def parse_generate(
         body: the decoded JSON value.
         limits: of the running model.
         encode: the tokenizer, or None when there is none.
+        see: makes patches of images; None: the model sees nothing.
 
     Raises:
         SchemaError: malformed.
@@ -149,10 +157,17 @@ def parse_generate(
     stream = _boolean(body, "stream", default=False)
     rids = _per_prompt(body, "rid", len(prompts), batched, str, None)
     extra_keys = _per_prompt(body, "extra_key", len(prompts), batched, str, None)
+    files = _images(body, len(prompts), batched, see)
     now = time.time()
     requests: list[Request] = []
-    for prompt, raw, rid, extra_key in zip(prompts, params_list, rids, extra_keys, strict=True):
-        _check_prompt(prompt, limits)
+    for given, raw, rid, extra_key, images in zip(
+        prompts, params_list, rids, extra_keys, files, strict=True
+    ):
+        _check_prompt(given, limits)
+        prompt, seen = given, None
+        if images and see is not None:
+            prompt, seen = see(given, images)
+            _check_prompt(prompt, limits)
         base = rid or f"{getrandbits(128):032x}"
         for index in range(n):
             requests.append(
@@ -164,6 +179,7 @@ def parse_generate(
                     logprob_start=min(start, len(prompt) - 1) if return_logprob else -1,
                     stream=stream,
                     received_at=now,
+                    seen=seen,
                 )
             )
     return GenerateCall(
@@ -193,6 +209,36 @@ def _prompts(
         raise SchemaError("input_ids: expected a list of token ids or a list of such lists")
     batched = bool(ids) and isinstance(ids[0], list)
     return (ids if batched else [ids]), batched
+
+
+def _images(body: dict[str, Any], count: int, batched: bool, see: See | None) -> list[list[bytes]]:
+    """The files of each prompt's images: `image_data` is a list, or a list of one per prompt."""
+    given = body.get("image_data") or []
+    if not given:
+        return [[] for _ in range(count)]
+    if see is None:
+        raise RequestError("image_data: this model sees no images")
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list):
+        raise SchemaError("image_data: expected a list of images")
+    nested = [each if isinstance(each, list) else [each] for each in given]
+    if not batched:
+        nested = [[file for each in nested for file in each]]
+    if len(nested) != count:
+        raise SchemaError(f"image_data: {len(nested)} values for {count} prompts")
+    return [[_file(file) for file in each] for each in nested]
+
+
+def _file(value: Any) -> bytes:
+    """The bytes of an image: a data URL, or base64 alone."""
+    if not isinstance(value, str):
+        raise SchemaError("image_data: expected data URLs")
+    if value.startswith(("http:", "https:", "file:", "/")):
+        raise RequestError("image_data: this engine fetches nothing, expected a data URL")
+    try:
+        return base64.b64decode(value.rpartition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise SchemaError(f"image_data: not base64: {error}") from None
 
 
 def _check_prompt(ids: Any, limits: Limits) -> None:

@@ -23,6 +23,7 @@ from areal_inference.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from areal_inference.decode.runner import ModelRunner
+    from areal_inference.model.vision import See
 
 _DEFAULT_CACHE_BYTES = 1 << 30
 _STUCK_AFTER_S = 60.0
@@ -50,6 +51,7 @@ class Frontend:
         self.context_length = _context_length(config, model)
         self.max_total_tokens = _max_total_tokens(config, model, self.context_length)
         self.tokenizer = _load_tokenizer(config)
+        self.see = _sight(config, model)
         self.limits = Limits.of(model, self.context_length, self.max_total_tokens)
         self.boot_id = uuid.uuid4().hex
         self.started_at = time.time()
@@ -220,6 +222,14 @@ def _max_total_tokens(config: InferenceConfig, model: ModelConfig, context_lengt
     element = {"float32": 4, "bfloat16": 2}[config.dtype]
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
     return min(config.max_running_requests * context_length, _DEFAULT_CACHE_BYTES // per_token)
+
+
+def _sight(config: InferenceConfig, model: ModelConfig) -> See | None:
+    if model.vision is None:
+        return None
+    from areal_inference.model.vision import make_see
+
+    return make_see(Path(config.model_path), model)
 
 
 def _load_tokenizer(config: InferenceConfig) -> Any:

@@ -40,6 +40,9 @@ OPTIONAL = {
     # Whoever chooses a tracker installs it.
     ("areal.training.tracker", "tensorboardx"),
     ("areal.training.tracker", "wandb"),
+    # A model that sees says that it needs them.
+    ("areal_inference.model.vision", "pillow"),
+    ("areal_inference.model.vision", "transformers"),
 }
 
 

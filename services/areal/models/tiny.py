@@ -23,6 +23,9 @@ ASSISTANT_TOKEN, END_TOKEN = "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, END_TOKEN)
 PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID = range(256, 261)
 VOCAB_SIZE = 261
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image|>", "<|video|>"
+IMAGE_ID, VIDEO_ID = 261, 262
+"""Of the model that sees."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,6 +33,16 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+_SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}",
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{{ '<|image|>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}",
 )
 
 
@@ -46,8 +59,8 @@ def _byte_characters() -> list[str]:
     return characters
 
 
-def make_byte_tokenizer() -> Any:
-    """Make the 261-token `tokenizers.Tokenizer`; needs no torch."""
+def make_byte_tokenizer(more: tuple[str, ...] = ()) -> Any:
+    """Make the 261-token `tokenizers.Tokenizer`, with more special tokens; needs no torch."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
@@ -57,16 +70,23 @@ def make_byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *more)]
     )
     return tokenizer
 
 
-def save_tokenizer(directory: str | Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch."""
+def save_tokenizer(directory: str | Path, *, sees: bool = False) -> None:
+    """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
+
+    Args:
+        directory: made if missing.
+        sees: with the tokens of an image and of a video.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    make_byte_tokenizer().save(str(directory / "tokenizer.json"))
+    make_byte_tokenizer((IMAGE_TOKEN, VIDEO_TOKEN) if sees else ()).save(
+        str(directory / "tokenizer.json")
+    )
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": END_TOKEN,
@@ -76,7 +96,7 @@ def save_tokenizer(directory: str | Path) -> None:
         "unk_token": END_TOKEN,
         "model_max_length": 2048,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": _SEEING_TEMPLATE if sees else CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -134,4 +154,71 @@ def make_tiny_model(
     )
     model.save_pretrained(directory)
     save_tokenizer(directory)
+    return directory
+
+
+def make_tiny_seeing_model(directory: str | Path, *, seed: int = 0) -> Path:
+    """Write a freshly initialized Qwen2-VL: the tiny model's decoder beside a small vision tower.
+
+    Patches are 4 x 4 pixels, four of them make a token: an image of 16 x 16 pixels is 4 tokens.
+
+    Args:
+        directory: made if missing; its files are overwritten.
+        seed: of the weights; the caller's random state is left alone.
+
+    Returns:
+        The directory, with preprocessor_config.json beside what `make_tiny_model` writes.
+    """
+    import torch
+    from transformers import (
+        GenerationConfig,
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessorPil,
+    )
+
+    directory = Path(directory)
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": VIDEO_ID + 1,
+            "hidden_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 384,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [8, 4, 4],
+            },
+            "bos_token_id": None,
+            "eos_token_id": END_ID,
+            "pad_token_id": PAD_ID,
+            "dtype": "float32",
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": 128,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        },
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2VLForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
+    )
+    model.save_pretrained(directory)
+    Qwen2VLImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 64, "longest_edge": 4096}
+    ).save_pretrained(directory)
+    save_tokenizer(directory, sees=True)
     return directory

@@ -209,4 +209,6 @@ class Measurement:
                 {"reward": t.reward, "finish_reason": t.finish_reason, "text": t.completion_text}
                 for t in record.group.trajectories
             ]
-            self._answers.append({"task_id": task.task_id, "data": task.data, "answers": answers})
+            # As rewards get it: files of images would not fit into a line.
+            data = {name: value for name, value in task.data.items() if name != "images"}
+            self._answers.append({"task_id": task.task_id, "data": data, "answers": answers})

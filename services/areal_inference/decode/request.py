@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_inference.model.vision import Seen
 
 _GREEDY_BELOW = 1e-6
 
@@ -55,6 +58,8 @@ class Request:
     """Wake the HTTP side every `stream_interval` tokens, not only at the end."""
     received_at: float = 0.0
     """Unix seconds."""
+    seen: Seen | None = None
+    """The images of the prompt, which `input_ids` has as many tokens for as they have features."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -83,7 +88,8 @@ class Request:
 
     def prompt_key(self) -> tuple[str | None, bytes]:
         """Equal for requests that may share the work on their prompt."""
-        return self.extra_key, array("q", self.input_ids).tobytes()
+        images = b"" if self.seen is None else self.seen.digest
+        return self.extra_key, images + array("q", self.input_ids).tobytes()
 
 
 def abort_reason(message: str) -> dict[str, Any]:

@@ -83,7 +83,9 @@ class ModelRunner:
             hidden = None
             if width:
                 padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
-                hidden = self.model.prefill(self.cache, [r.row for r in group], padded)
+                hidden = self.model.prefill(
+                    self.cache, [r.row for r in group], padded, [r.seen for r in group]
+                )
             for index, request in enumerate(group):
                 if request.logprob_start >= 0 and request.input_logprobs is None:
                     row = hidden[index] if hidden is not None else None
@@ -112,7 +114,12 @@ class ModelRunner:
         last = [r.output_ids[-1] if r.output_ids else r.input_ids[-1] for r in requests]
         positions = [r.length - 1 for r in requests]
         span = min(round_up(max(positions) + 1), self.cache.length)
-        logits = self.model.decode(self.cache, torch.tensor(last), torch.tensor(positions), span)
+        shifts = None
+        if any(r.seen is not None for r in requests):
+            shifts = torch.tensor([0 if r.seen is None else r.seen.shift for r in requests])
+        logits = self.model.decode(
+            self.cache, torch.tensor(last), torch.tensor(positions), span, shifts
+        )
         generated = [len(r.output_ids) for r in requests]
         tokens, logprobs = sample(logits, self._sampling, generated, self._generator)
         return tokens.tolist(), logprobs.tolist()

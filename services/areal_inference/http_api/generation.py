@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -23,7 +24,10 @@ def generate_route(frontend: Frontend) -> Route:
 
     @guarded
     async def generate(http: HttpRequest) -> Response:
-        call = parse_generate(await read_json(http), frontend.limits, encode)
+        body = await read_json(http)
+        parse = partial(parse_generate, body, frontend.limits, encode, frontend.see)
+        sees = isinstance(body, dict) and body.get("image_data")
+        call = await asyncio.to_thread(parse) if sees else parse()
         frontend.start(call)
         if call.stream:
             return StreamingResponse(stream(call), media_type="text/event-stream")

@@ -96,7 +96,7 @@ class _Info:
                 "reasoning_parser": None,
                 "tool_call_parser": None,
                 "disaggregation_mode": "null",
-                "has_image_understanding": False,
+                "has_image_understanding": frontend.model.vision is not None,
                 "has_audio_understanding": False,
                 "model_type": frontend.model.model_type,
                 "architectures": [frontend.model.architecture],

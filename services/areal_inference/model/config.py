@@ -9,7 +9,9 @@ from typing import Any
 
 from areal.errors import InvalidInput
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "LlamaForCausalLM")
+SEEING = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+"""A vision tower beside a Qwen2 decoder."""
+ARCHITECTURES = ("Qwen2ForCausalLM", "LlamaForCausalLM", *SEEING)
 
 
 class ModelError(InvalidInput):
@@ -27,8 +29,21 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """What a model that sees has beside its decoder."""
+
+    image_token_id: int
+    merge: int
+    """So many patches in height, and in width, make one token."""
+    sections: tuple[int, ...]
+    """Rotary frequencies that turn by time, by height and by width."""
+    settings: dict[str, Any]
+    """Of the tower, as in config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a Qwen2 or Llama decoder.
+    """Shape of a Qwen2 or Llama decoder, and what it sees with.
 
     Example:
         hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=261
@@ -51,6 +66,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     eos_token_ids: frozenset[int]
+    vision: VisionConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -63,7 +79,7 @@ class ModelConfig:
             raise ModelError(f"model path {folder}: no such folder")
         raw = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        eos = _ids(raw.get("eos_token_id"))
+        eos = _ids(raw.get("eos_token_id")) | _ids(raw.get("text_config", {}).get("eos_token_id"))
         if generation.is_file():
             eos |= _ids(_read_json(generation).get("eos_token_id"))
         return cls._from_raw(folder, raw, eos)
@@ -76,14 +92,18 @@ class ModelConfig:
                 f"model path {folder}: architecture {architecture}, expected one of "
                 f"{', '.join(ARCHITECTURES)}"
             )
-        qwen2 = architecture == "Qwen2ForCausalLM"
+        qwen2 = architecture != "LlamaForCausalLM"
+        vision, model_type = None, str(raw.get("model_type", ""))
+        if architecture in SEEING:  # its decoder is described beside it, or in a section
+            raw = {**raw, **raw.get("text_config", {}), **_tied(raw)}
+            vision = _vision(folder, raw)
         _refuse_unsupported(folder, raw)
         try:
             heads = int(raw["num_attention_heads"])
             theta, scaling = _rope(folder, raw)
             return cls(
                 architecture=architecture,
-                model_type=str(raw.get("model_type", "")),
+                model_type=model_type,
                 hidden_size=int(raw["hidden_size"]),
                 intermediate_size=int(raw["intermediate_size"]),
                 num_layers=int(raw["num_hidden_layers"]),
@@ -100,9 +120,30 @@ class ModelConfig:
                 qkv_bias=qwen2 or bool(raw.get("attention_bias")),
                 o_bias=not qwen2 and bool(raw.get("attention_bias")),
                 eos_token_ids=eos,
+                vision=vision,
             )
         except KeyError as error:
             raise ModelError(f"{folder / 'config.json'}: missing key {error}") from None
+
+
+def _tied(raw: dict[str, Any]) -> dict[str, Any]:
+    """The word of the whole model counts, not that of its decoder's section."""
+    key = "tie_word_embeddings"
+    return {key: raw[key]} if key in raw else {}
+
+
+def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    try:
+        settings = dict(raw["vision_config"])
+        return VisionConfig(
+            image_token_id=int(raw["image_token_id"]),
+            merge=int(settings.get("spatial_merge_size", 2)),
+            sections=tuple(int(size) for size in rope["mrope_section"]),
+            settings=settings,
+        )
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'}: missing key {error}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -141,7 +182,7 @@ def _rope(folder: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"
-    if kind == "default":
+    if kind == "default" or (kind == "mrope" and "mrope_section" in values):
         return theta, None
     if kind != "llama3":
         raise ModelError(

@@ -7,6 +7,7 @@ Layout of the weights: see `areal_inference.model.weights`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from areal_inference.model.config import ModelConfig
 from areal_inference.model.kv_cache import KVCache
+from areal_inference.model.vision import Seen, features
 from areal_inference.model.weights import LayerWeights, Weights
 
 
@@ -31,7 +33,9 @@ class Model:
         self.weights = weights
         self._rotary = _rotary_table(config, max_length)
 
-    def prefill(self, cache: KVCache, rows: list[int], ids: Tensor) -> Tensor:
+    def prefill(
+        self, cache: KVCache, rows: list[int], ids: Tensor, seen: Sequence[Seen | None] = ()
+    ) -> Tensor:
         """Write the keys and values of whole prompts into cache rows.
 
         Args:
@@ -39,6 +43,7 @@ class Model:
             rows: cache row of each prompt.
             ids: [prompts, length] int64, padded on the right (attention is causal, so padding
                 only writes positions that are masked until they are overwritten).
+            seen: the images of each prompt; empty: none has any.
 
         Returns:
             Final hidden states [prompts, length, hidden], normalized: `logits` takes them.
@@ -48,6 +53,9 @@ class Model:
         heads, kv_heads = config.num_heads, config.num_kv_heads
         rotary = self._rotary[:length].view(1, length, 1, -1)
         hidden = F.embedding(ids.reshape(-1), self.weights.embed)
+        if any(each is not None for each in seen):
+            rotary = torch.stack([self._turns(each, length) for each in seen]).unsqueeze(2)
+            self._put_images(hidden.view(count, length, -1), seen)
         for index, layer in enumerate(self.weights.layers):
             qkv = self._qkv(layer, hidden).view(count, length, -1, config.head_dim)
             _rotate(qkv[:, :, : heads + kv_heads], rotary)
@@ -64,7 +72,29 @@ class Model:
             )
         return self._norm(hidden, self.weights.final_norm).view(count, length, -1)
 
-    def decode(self, cache: KVCache, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
+    def _turns(self, seen: Seen | None, length: int) -> Tensor:
+        """Rotary factors of the first tokens of a sequence, [length, head_dim / 2]."""
+        if seen is None:
+            return self._rotary[:length]
+        vision = self.config.vision
+        assert vision is not None, "of a model that sees"
+        turned = self._rotary[seen.rotary_positions(length)]
+        by_axis = torch.split(turned, list(vision.sections), dim=-1)
+        return torch.cat([part[axis] for axis, part in enumerate(by_axis)], dim=-1)
+
+    def _put_images(self, hidden: Tensor, seen: Sequence[Seen | None]) -> None:
+        for row, each in enumerate(seen):
+            if each is not None and self.weights.tower is not None:
+                hidden[row, each.places] = features(self.weights.tower, each)
+
+    def decode(
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        positions: Tensor,
+        span: int,
+        shifts: Tensor | None = None,
+    ) -> Tensor:
         """Advance rows 0..n-1 by one token each.
 
         Args:
@@ -72,6 +102,7 @@ class Model:
             tokens: [n] int64, the token at positions[i].
             positions: [n] int64.
             span: attend over this many positions, > max(positions).
+            shifts: [n] int64, rotary positions less positions; None: they are the same.
 
         Returns:
             Logits [n, vocab] float32.
@@ -80,7 +111,8 @@ class Model:
         count = tokens.shape[0]
         rotated = config.num_heads + config.num_kv_heads
         group = config.num_heads // config.num_kv_heads
-        rotary = self._rotary[positions].unsqueeze(1)
+        turned = positions if shifts is None else positions + shifts
+        rotary = self._rotary[turned].unsqueeze(1)
         rows = torch.arange(count)
         hidden = F.embedding(tokens, self.weights.embed)
         mask = torch.zeros(count, span, dtype=hidden.dtype)

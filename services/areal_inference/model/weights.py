@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
@@ -34,6 +34,7 @@ from areal_inference.model.sources import (
     open_changes,
     open_source,
 )
+from areal_inference.model.vision import make_tower
 
 __all__ = ["LayerWeights", "WeightError", "Weights", "load_weights", "model_shapes"]
 
@@ -45,6 +46,7 @@ _TRANSPOSED_ROWS = 64
 """Rows moved at once between a matrix and its transpose: the lines of both stay in the cache, which
 makes it four times as fast as moving the matrix in one call."""
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_TOWER = "visual."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Weights:
     final_norm: Tensor  # [H]
     layers: tuple[LayerWeights, ...]
     views: dict[str, _View]
+    tower: nn.Module | None = None
+    """Of a model that sees: transformers' vision tower, whose parameters are views too."""
 
     sums: dict[str, str] = field(default_factory=dict)
     """Checksums of what the set holds; empty until asked for."""
@@ -276,6 +280,11 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, hidden)
+    if config.vision is not None:
+        with torch.device("meta"):
+            tower = make_tower(config, torch.float32)
+        assert tower is not None, "of a model that sees"
+        shapes |= {f"{_TOWER}{name}": tuple(p.shape) for name, p in tower.named_parameters()}
     return shapes
 
 
@@ -352,8 +361,13 @@ def _allocate(
     for index, layer in enumerate(layers):
         for name, target in _layer_targets(layer, config):
             targets[f"model.layers.{index}.{name}"] = target
+    tower = make_tower(config, dtype)
+    if tower is not None:
+        targets |= {f"{_TOWER}{name}": p.data for name, p in tower.named_parameters()}
     views = {name: _View(targets[name], shape) for name, shape in expected.items()}
-    return Weights(embed=embed, head=head, final_norm=final_norm, layers=layers, views=views)
+    return Weights(
+        embed=embed, head=head, final_norm=final_norm, layers=layers, views=views, tower=tower
+    )
 
 
 def _layer_targets(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
