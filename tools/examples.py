@@ -32,11 +32,14 @@ _PAIRS = (
     "the_model_saved"
 )
 _LOOPS = "tests/e2e/test_recipe_loops.py"
+_SEEING = "tests/e2e/test_judged_and_seeing_recipes.py"
 
 # Name of a file in examples/ -> its test.
 MINIATURES = {
     "arithmetic_grpo": f"{_LOOPS}::test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_"
     "and_no_more[2]",
+    "clevr_count": f"{_SEEING}::test_clevr_count_when_run_then_servers_and_trainer_see_the_same_"
+    "and_the_tower_learns",
     "distill": f"{_INTEGRATION}/test_distill_recipe.py::test_distill_when_run_and_resumed_then_the_"
     "student_nears_its_teacher[keys0]",
     "dpo": f"{_PAIRS}[dpo-keys0]",
@@ -55,6 +58,7 @@ MINIATURES = {
     "ppo_critic": f"{_LOOPS}::test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_"
     "alone_and_resumes",
     "reward_model": f"{_PAIRS}[reward_model-keys4]",
+    "tldr": f"{_SEEING}::test_tldr_when_run_then_answers_have_the_scores_of_the_reward_model",
 }
 
 

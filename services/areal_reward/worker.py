@@ -188,6 +188,8 @@ class Worker:
         found = self._functions.get(key)
         if found is None:
             self._progress.set(LOADING)
+            if not reward.recipe_digest:  # code of ours: the limit counts from what it loads
+                self._set_limits(self._fence, self._fence)
             found = resolve(reward, self._loaded() if reward.recipe_digest else None)
             if len(self._functions) >= _MAX_FUNCTIONS:
                 self._functions.clear()

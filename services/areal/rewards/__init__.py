@@ -8,10 +8,12 @@ from typing import Any, cast
 
 from areal.errors import InvalidInput, nearest
 
-# name -> (module, function); a module is imported when its reward is first asked for.
+# name -> (module, function); a module is imported when its reward is first asked for, one that
+# needs torch by no one else. A class is made once in each process, with the fixed arguments.
 BUILTIN = {
     "math": ("areal.rewards.math", "math_reward"),
     "multiple_choice": ("areal.rewards.multiple_choice", "multiple_choice_reward"),
+    "reward_model": ("areal.engines.reward_scorer", "RewardModel"),
     "regex": ("areal.rewards.regex", "regex_reward"),
 }
 
@@ -20,9 +22,16 @@ def builtin_reward(name: str) -> Callable[..., Any]:
     """The built-in reward function of that name.
 
     Raises:
-        InvalidInput: There is none; names the nearest one.
+        InvalidInput: There is none, which names the nearest one; or it needs a package that is not
+            installed here.
     """
     if name not in BUILTIN:
         raise InvalidInput(f"reward {name!r}: no such built-in{nearest(name, BUILTIN)}")
     module, function = BUILTIN[name]
-    return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
+    try:
+        return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            f"reward {name!r}: needs the package {error.name!r}, which is not installed where "
+            "areal-reward runs"
+        ) from None

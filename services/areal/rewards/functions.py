@@ -28,8 +28,13 @@ class RewardFunction:
     """
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        """Reads the signature; raises InvalidInput for a fixed argument it does not accept."""
+        """Reads the signature; raises InvalidInput for a fixed argument it does not accept.
+
+        A class is made with the fixed arguments; its object is then called.
+        """
         self.name = name
+        if inspect.isclass(function):
+            function, kwargs = _made(name, function, kwargs), {}
         self._function = function
         self._kwargs = kwargs
         self.is_async = inspect.iscoroutinefunction(
@@ -81,6 +86,21 @@ class RewardFunction:
     def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls it; the value may be an awaitable."""
         return self._function(*args, **kwargs)
+
+
+def _made(name: str, kind: type, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """An object of a reward that is a class."""
+    parameters = inspect.signature(kind).parameters
+    for key in kwargs:
+        if key not in parameters:
+            raise InvalidInput(
+                f"reward {name!r}: has no argument {key!r}{nearest(key, parameters)}"
+            )
+    missing = [key for key, p in parameters.items() if p.default is p.empty and key not in kwargs]
+    if missing:
+        raise InvalidInput(f"reward {name!r}: expected reward_kwargs with {', '.join(missing)}")
+    made: Callable[..., Any] = kind(**kwargs)
+    return made
 
 
 def resolve(reward: pb.RewardSpec, recipe: ModuleType | None) -> RewardFunction:

@@ -1,0 +1,58 @@
+"""Posts and their summaries: a task for a reward model that a tiny model learns within minutes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from areal.errors import InvalidInput
+
+_WORDS = ("bee", "fog", "fox", "ice", "oak", "owl", "sea", "sun")
+_MOST = 20_000
+
+
+def posts(count: int, seed: int) -> list[dict[str, Any]]:
+    """Posts of seven words, of which one comes three times: that word is the summary.
+
+    Args:
+        count: Rows; no post comes twice.
+        seed: Decides which.
+
+    Raises:
+        InvalidInput: There are not that many posts.
+
+    Example:
+        >>> posts(1, seed=0)[0]
+        {'messages': [{'role': 'user', 'content': 'ice owl sun bee owl owl oak'}], 'summary': 'owl'}
+    """
+    if not 0 < count <= _MOST:
+        raise InvalidInput(f"posts(count={count}): expected 1 to {_MOST}")
+    generator = random.Random(f"posts:{seed}")  # noqa: S311 - problems, not secrets
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < count:
+        topic, *others = generator.sample(_WORDS, 5)
+        words = [topic] * 3 + others
+        generator.shuffle(words)
+        text = " ".join(words)
+        rows[text] = {"messages": [{"role": "user", "content": text}], "summary": topic}
+    return list(rows.values())
+
+
+def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """What a person would say of two summaries of each post: the right word, and nothing else.
+
+    Half of the rejected ones name another word of the post, half ramble: one to three more words.
+
+    Example:
+        >>> preferred(posts(1, seed=0), seed=0)[0]["rejected"]
+        'bee'
+    """
+    generator = random.Random(f"preferred:{seed}")  # noqa: S311 - problems, not secrets
+    pairs = []
+    for row in rows:
+        right, post = row["summary"], row["messages"][0]["content"]
+        others = [word for word in post.split() if word != right]
+        more = " ".join(generator.sample(post.split(), generator.randint(1, 3)))
+        rejected = generator.choice(others) if generator.random() < 0.5 else f"{right} {more}"
+        pairs.append({"prompt": row["messages"], "chosen": right, "rejected": rejected})
+    return pairs
