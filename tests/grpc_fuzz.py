@@ -126,7 +126,11 @@ def _scalar(spec: FieldDescriptor, words: Words) -> st.SearchStrategy[Any]:
 def _fill(draw: Any, message: Message, spec: FieldDescriptor, words: Words, depth: int) -> None:
     """Gives one field a random value."""
     name = spec.name
-    if spec.message_type is not None:
+    if spec.message_type is not None and spec.message_type.GetOptions().map_entry:
+        key, value = (spec.message_type.fields_by_name[part] for part in ("key", "value"))
+        pairs = st.dictionaries(_scalar(key, words), _scalar(value, words), max_size=3)
+        getattr(message, name).update(draw(pairs))
+    elif spec.message_type is not None:
         many = draw(st.sampled_from([1, 1, 2, 3])) if spec.is_repeated else 1
         for _ in range(many):
             inner = getattr(message, name).add() if spec.is_repeated else getattr(message, name)

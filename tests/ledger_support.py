@@ -256,7 +256,11 @@ class Book:
         for key in await self.redis.keys(f"{self.prefix}task:*"):
             task = await self.redis.hgetall(key)
             group = await self.redis.strlen(key.replace(b"}:task:", b"}:group:"))
-            parts = (task.get(name, b"") for name in (b"body", b"partial", b"traceback"))
+            parts = [task.get(name, b"") for name in (b"body", b"partial", b"traceback")]
+            calls = await self.redis.keys(key.replace(b"}:task:", b"}:calls:") + b"/*")
+            for each in calls:
+                fields = await self.redis.hgetall(each)
+                parts += [value for name, value in fields.items() if name != b"calls"]
             held[task[b"purpose"]] += RECORD_BYTES + sum(map(len, parts)) + group
         return held[b"train"], held[b"serve"]
 

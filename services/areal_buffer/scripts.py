@@ -40,7 +40,8 @@ _AWAY = (
     TryAgainError,
 )
 _PARTS = {"take": ("take_named.lua", "take.lua")} | {
-    name: ("memory.lua", f"{name}.lua") for name in ("submit", "complete", "return", "sweep")
+    name: ("memory.lua", f"{name}.lua")
+    for name in ("submit", "complete", "return", "sweep", "open", "session")
 }
 NAMES = (
     "submit",
@@ -61,6 +62,8 @@ NAMES = (
     "retry",
     "drop",
     "stats",
+    "open",
+    "session",
 )
 
 

@@ -14,6 +14,7 @@ from areal_buffer.metrics import BufferMetrics
 from areal_buffer.records import MemoryGauge
 from areal_buffer.redis_store import RedisStore
 from areal_buffer.servicer import BufferService
+from areal_buffer.sessions import SessionStore
 from areal_buffer.sweeper import Sweeper
 
 
@@ -28,7 +29,8 @@ class BufferServer(Server):
         metrics = BufferMetrics(context.registry)
         store = RedisStore(self._redis, config, context.waits)
         ledger = Ledger(store, wakes, memory, context.waits)
-        self._service = BufferService(ledger, store, memory, metrics, config)
+        sessions = SessionStore(self._redis, config, memory, context.waits)
+        self._service = BufferService(ledger, store, sessions, memory, metrics, config)
         self._sweeper = Sweeper(store, wakes, memory, metrics, config.sweep_interval_ms / 1000)
         context.waits.watch(self._sweeper.waits)
 

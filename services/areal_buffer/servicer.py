@@ -23,6 +23,7 @@ from areal_buffer.ledger import Ledger
 from areal_buffer.metrics import BufferMetrics
 from areal_buffer.records import Completion, MemoryGauge
 from areal_buffer.redis_store import RedisStore
+from areal_buffer.sessions import SessionStore, check_open, check_update
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,12 +38,14 @@ class BufferService(BufferServiceServicer):
         self,
         ledger: Ledger,
         store: RedisStore,
+        sessions: SessionStore,
         memory: MemoryGauge,
         metrics: BufferMetrics,
         config: BufferConfig,
     ) -> None:
         self._ledger = ledger
         self._store = store
+        self._sessions = sessions
         self._memory = memory
         self._metrics = metrics
         self._config = config
@@ -320,6 +323,23 @@ class BufferService(BufferServiceServicer):
         """Takes dead letters off the list."""
         ids = check.check_task_ids(request.task_ids)
         return pb.DropDeadLettersResponse(dropped=await self._store.drop_dead_letters(ids))
+
+    async def OpenSession(
+        self, request: pb.OpenSessionRequest, context: Context
+    ) -> pb.OpenSessionResponse:
+        version = await self._sessions.open(*check_open(request))
+        return pb.OpenSessionResponse(policy_version=version)
+
+    async def GetSession(
+        self, request: pb.GetSessionRequest, context: Context
+    ) -> pb.GetSessionResponse:
+        attempt = check.check_number(request.attempt, "attempt", 0)
+        return await self._sessions.read(check.check_task_id(request.task_id), attempt)
+
+    async def UpdateSession(
+        self, request: pb.UpdateSessionRequest, context: Context
+    ) -> pb.UpdateSessionResponse:
+        return await self._sessions.update(check_update(request))
 
     @staticmethod
     def _lease(lease: pb.LeaseRef) -> tuple[str, int]:

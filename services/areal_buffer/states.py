@@ -9,6 +9,8 @@ submitted -> queued -> running -> completed -> batched -> trained
 |  +-- retried by a person --- dead_lettered
 |  +-- submitted again, its result read and released --- delivered
 +-> completed / delivered / rejected: the lease had expired, the work came late
+
+A session, which an agent outside runs, begins as running, and expires where it would be queued.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ TRANSITIONS: dict[S, frozenset[S]] = {
         {
             S.BATCHED,
             S.QUEUED,  # too stale: generated again
+            S.EXPIRED,  # the same, of a session: no one can run it again
             S.CANCELLED,
             S.DEAD_LETTERED,  # too stale too often
         }

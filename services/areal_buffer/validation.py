@@ -78,10 +78,10 @@ def check_number(value: int, field: str, at_least: int) -> int:
     return value
 
 
-def check_digest(digest: str) -> str:
+def check_digest(digest: str, field: str = "recipe_digest") -> str:
     """Of a recipe, or empty; raises InvalidInput."""
     if digest and not _DIGEST.fullmatch(digest):
-        raise InvalidInput(f"recipe_digest {digest[:80]!r}: expected sha256 in hex")
+        raise InvalidInput(f"{field} {digest[:80]!r}: expected sha256 in hex")
     return digest
 
 

@@ -20,6 +20,7 @@ from areal.chassis import tracing
 from areal.chassis.http_tracing import TracedRequests
 from areal.chassis.waits import Waits
 from areal.clients.buffer.admin import BufferAdmin
+from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
 from areal.errors import (
     ArealError,
@@ -29,6 +30,7 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
+from areal_gateway.agents import add_agents
 from areal_gateway.config import GatewayConfig
 from areal_gateway.login import DashboardAuth, Sessions, log_in
 from areal_gateway.metrics import GatewayMetrics, RequestCount
@@ -64,6 +66,7 @@ def build_app(
     waits: Waits,
     config: GatewayConfig,
     sessions: Sessions | None = None,
+    agents: BufferSessions | None = None,
 ) -> FastAPI:
     """Makes the application.
 
@@ -75,6 +78,7 @@ def build_app(
         waits: The watchdog's record.
         config: Limits.
         sessions: Who is let in; None: everyone.
+        agents: The ledger's, behind /v1/sessions; None: it answers 503.
     """
     app = FastAPI(
         title="AReaL gateway",
@@ -95,6 +99,7 @@ def build_app(
     _add_state(app, run, metrics, config)
     _add_tasks(app, rollout)
     _add_dead_letters(app, dead_letters)
+    add_agents(app, rollout, agents, config)
     return app
 
 

@@ -29,6 +29,8 @@ class GatewayConfig:
     """A request body."""
     max_streams: int = 256
     """Event streams open at once."""
+    generation_s: float = 600.0
+    """What one model call may take."""
     drain_s: float = 5.0
     """For running requests when the service stops."""
 
@@ -38,6 +40,7 @@ class GatewayConfig:
         return cls(
             namespace=experiment.namespace,
             endpoints=experiment.endpoints,
+            generation_s=experiment.rollout.request_timeout_s,
             facts={
                 "experiment": experiment.experiment_name,
                 "trial": experiment.trial_name,

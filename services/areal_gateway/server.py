@@ -11,6 +11,7 @@ from areal.chassis.service import Server, ServiceContext, run_service, split_add
 from areal.clients.base import Client
 from areal.clients.buffer.admin import BufferAdmin
 from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.rollout import RolloutClient
 from areal.clients.trainer import TrainerClient
@@ -52,6 +53,7 @@ class GatewayServer(Server):
             context.waits,
             config,
             sessions,
+            BufferSessions(buffer) if buffer else None,
         )
         if sessions is None:
             app.add_middleware(OwnPagesOnly, security=security)

@@ -6,12 +6,13 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal.chassis.process import PROCESS_VARIABLE, open_files
 from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
+from areal.types import GenerationHyperparameters
 from areal_rollout.generation.connections import RESERVED_FILES
 
 
@@ -64,6 +65,8 @@ class RolloutConfig:
     tokenizer_dir: Path = Path()
     model_dir: Path = Path()
     context_length: int = 0
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """How sessions of agents outside sample."""
 
     @classmethod
     def from_experiment(cls, experiment: GRPOConfig) -> RolloutConfig:
@@ -98,6 +101,7 @@ class RolloutConfig:
             tokenizer_dir=experiment.tokenizer_dir,
             model_dir=Path(experiment.model.path),
             context_length=experiment.model.context_length,
+            gconfig=experiment.gconfig,
         )
 
 

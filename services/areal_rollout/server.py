@@ -8,6 +8,7 @@ from functools import partial
 
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.buffer.connection import BufferConnection
+from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.buffer.tasks import BufferRecipes, BufferTasks
 from areal.clients.buffer.worker import BufferWorker
 from areal.clients.reward import RewardClient
@@ -25,6 +26,7 @@ from areal_rollout.load_watch import LoadWatch
 from areal_rollout.metrics import RolloutMetrics
 from areal_rollout.server_refresh import ServerRefresh
 from areal_rollout.servicer import RolloutService
+from areal_rollout.sessions import Sessions
 from areal_rollout.workflows import WorkflowCache
 
 
@@ -42,7 +44,8 @@ class RolloutServer(Server):
         self._announcements = own(Announcements(config.nats, config.namespace, nats_token))
         self._metrics, self._table = RolloutMetrics(context.registry), ServerTable()
         self._workflows = WorkflowCache(BufferRecipes(buffer).get_recipe)
-        self._service = RolloutService(BufferTasks(buffer), self._workflows.get)
+        self._sessions = Sessions(BufferSessions(buffer), self._worker, config)
+        self._service = RolloutService(BufferTasks(buffer), self._workflows.get, self._sessions)
         self._executor: Executor | None = None
 
     def registrations(self) -> Sequence[Registration]:
@@ -74,6 +77,7 @@ class RolloutServer(Server):
             tokenizer=tokenizer,
             observer=metrics,
         )
+        self._sessions.start(generation, tokenizer)
         refresh = ServerRefresh(table, self._weight_sync.list_changes)
         load_watch = LoadWatch(self._trainer, table.__len__, executor.busy_s, metrics.recommended)
         self._context.waits.watch(executor.waits)

@@ -14,6 +14,7 @@ from areal.types import WorkflowSpec
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 from areal.v1 import trajectory_pb2
+from areal_rollout.sessions import Sessions
 
 _MAX_TASKS = 10_000
 _WAIT_S = 20.0
@@ -25,16 +26,21 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     """One method per RPC."""
 
     def __init__(
-        self, buffer: BufferTasks, check_workflow: Callable[[WorkflowSpec], Awaitable[object]]
+        self,
+        buffer: BufferTasks,
+        check_workflow: Callable[[WorkflowSpec], Awaitable[object]],
+        sessions: Sessions,
     ) -> None:
         """Takes what it calls.
 
         Args:
             buffer: Keeps the tasks.
             check_workflow: Builds a workflow, or raises InvalidInput.
+            sessions: Answers agents outside.
         """
         self._buffer = buffer
         self._check_workflow = check_workflow
+        self._sessions = sessions
 
     async def SubmitTasks(  # noqa: N802
         self, request: pb.SubmitTasksRequest, context: Context
@@ -90,6 +96,17 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             list(request.task_ids), reason=request.reason or "cancelled by a client"
         )
         return pb.CancelTasksResponse(cancelled=cancelled)
+
+    async def CallSession(  # noqa: N802
+        self, request: pb.CallSessionRequest, context: Context
+    ) -> pb.CallSessionResponse:
+        """One HTTP request of an agent."""
+        reply = await self._sessions.serve(
+            request.session_id, request.method, request.path, request.headers, request.content
+        )
+        return pb.CallSessionResponse(
+            status=reply.status, body=reply.body, stream=reply.stream, headers=reply.headers
+        )
 
 
 def _limit(items: Sequence[object], field: str) -> None:

@@ -38,6 +38,10 @@ class T:
     worker: str = ""
     old: bool = False
     """It ended so long ago that it may be released for room."""
+    session: bool = False
+    ended: bool = False
+    """The only attempt of a session."""
+    calls: int = 0
     read: int = 0
     """1: its result has been read; 2: so long ago that it may be released; 3: it was."""
 
@@ -208,7 +212,48 @@ class Model:
         self.check(task, token)
         task.state = "rejected"
 
+    def open(self, task_id: str, purpose: str, full: bool) -> int:
+        if known := self.tasks.get(task_id):
+            if not known.session:
+                raise InvalidInput
+            return known.floor
+        running = self.having("running") + self.having("running", "serve")
+        room = self.serve_room() if purpose == "serve" else self.headroom()
+        if room <= 0 or len(running) >= self.concurrent:
+            raise CapacityExceeded
+        if full:
+            self.make_room()
+            raise CapacityExceeded
+        self.seq += 1
+        self.token += 1
+        task = T(task_id, purpose, self.seq, "running", self.token, floor=self.v, session=True)
+        self.tasks[task_id] = task
+        return self.v
+
+    def update(self, task_id: str, token: int, what: str) -> tuple[int, int]:
+        task = self.find(task_id)
+        if not task.session:
+            raise NotFound
+        if what == "end" and task.done == token:
+            return 0, 0
+        if task.state != "running" or task.token != token:
+            raise LeaseLost
+        if what == "end":
+            task.ended = True
+            return 0, 0
+        if task.ended:
+            raise LeaseLost
+        if what == "begin":
+            task.calls += 1
+            return task.calls - 1, 1
+        if what == "record" and not task.calls:
+            raise NotFound
+        return 0, 1
+
     def end_attempt(self, task: T, cause: str) -> None:
+        if task.session:
+            task.state, task.partial = "expired", b""
+            return
         task.attempts += cause == "workflow_error"
         task.infra += cause == "infrastructure"
         task.regen += cause == "too_stale"

@@ -19,7 +19,7 @@ from areal_buffer.servicer import BufferService
 def servicer_of(book: Book) -> Any:
     """Its calls that do not wait, without gRPC around them."""
     memory, metrics = MemoryGauge(1 << 40), BufferMetrics(CollectorRegistry())
-    return BufferService(None, book.store, memory, metrics, ledger_config(""))  # type: ignore[arg-type]
+    return BufferService(None, book.store, None, memory, metrics, ledger_config(""))  # type: ignore[arg-type]
 
 
 async def test_submit_when_it_takes_several_scripts_then_only_the_last_seals(

@@ -24,6 +24,7 @@ from tests.ledger_support import (
     Book,
     complete,
     finished,
+    ledger_config,
     new_task,
     open_book,
     return_lease,
@@ -33,12 +34,17 @@ from tests.ledger_support import (
 from areal.chassis.waits import Waits
 from areal.errors import ArealError
 from areal.types import Purpose
+from areal.v1 import buffer_service_pb2 as pb
 from areal.weights.manifest import PolicyVersion
+from areal_buffer.records import MemoryGauge
+from areal_buffer.sessions import SessionStore
 from areal_weight_sync.store.redis import RedisStore
 
 IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
 STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))
 EXAMPLES = int(os.environ.get("LEDGER_MODEL_EXAMPLES", "60"))
+
+ENDS = ("delivered", "rejected", "cancelled", "expired")
 
 task_ids = st.sampled_from(IDS)
 flags = st.booleans()
@@ -75,6 +81,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.versions = RedisStore(self.book.redis, self.book.namespace, 3600.0, Waits())
         self.run(self.versions.acquire())
         self.model = Model(2, 1, 100)
+        config = ledger_config("", namespace=self.book.namespace)
+        self.memory = MemoryGauge(EMPTY)
+        self.sessions = SessionStore(self.book.redis, config, self.memory, Waits())
         self.issued: list[tuple[str, int]] = []
         self.late: list[tuple[str, int]] = []
         self.agreed = False
@@ -173,6 +182,48 @@ class LedgerMachine(RuleBasedStateMachine):
         wanted = [i for i in taken if self.model.tasks[i].want == self.model.want != ""]
         released = before + len(taken) - len(self.model.having("running"))
         assert len(taken) - len(wanted) <= max(0, room + released)  # L4
+
+    @rule(task_id=task_ids, full=seldom)
+    def open_session(self, task_id: str, full: bool) -> None:
+        purpose = purpose_of(task_id)
+        self.memory.limit_bytes = FULL if full else EMPTY
+        known, room = self.model.tasks.get(task_id), self.model.headroom()
+        version = self.same(
+            lambda: self.model.open(task_id, purpose.value, full),
+            self.sessions.open(new_task(task_id, purpose), ["a" * 64], 60_000),
+        )
+        if known is None and not isinstance(version, type):
+            assert room > 0 or purpose is Purpose.SERVE  # L4
+            self.issued.append((task_id, self.model.token))
+
+    @precondition(lambda self: any(t.session for t in self.model.tasks.values()))
+    @rule(
+        at=st.integers(0, 5),
+        older=seldom,
+        what=st.sampled_from(["begin", "begin", "record", "reward", "end"]),
+    )
+    def update_session(self, at: int, older: bool, what: str) -> None:
+        sessions = [t for t in self.model.tasks.values() if t.session]
+        task = sessions[-1 - at % len(sessions)]
+        token = max(1, task.token - older)
+        request = pb.UpdateSessionRequest(lease=pb.LeaseRef(task_id=task.id, token=token))
+        if what == "begin":
+            prompt = pb.SessionPrompt(token_ids=[1, 2])
+            change = pb.SessionBegin(call_id=f"c{task.calls}", answers=1, prompt=prompt)
+            request.begin.CopyFrom(change)
+        elif what == "record":
+            request.record.answer.token_ids.append(3)
+        elif what == "reward":
+            request.reward.value = 0.5
+        else:
+            request.end.SetInParent()
+        self.memory.limit_bytes = EMPTY
+
+        async def call() -> tuple[int, int]:
+            done = await self.sessions.update(request)
+            return done.number, done.open_attempts
+
+        self.same(lambda: self.model.update(task.id, token, what), call())
 
     def lease_at(self, at: int) -> tuple[str, int]:
         return self.issued[-1 - at % len(self.issued)]
@@ -376,7 +427,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Results were read long enough ago to be released for room, or tasks ended so."""
         for task in self.model.tasks.values():
             task.read = 2 if task.read == 1 else task.read
-            task.old |= ended and task.state in ("delivered", "rejected", "cancelled")
+            task.old |= ended and task.state in ENDS
             task.old |= ended and task.dropped
         self.run(self.book.pass_time("read", *["results"] * ended))
         if full:

@@ -33,8 +33,8 @@ class CallStore(Protocol):
         """These answers left for the agent."""
         ...
 
-    async def reward(self, number: int, value: float) -> None:
-        """The reward of one answer; raises NotFound."""
+    async def reward(self, number: int | None, value: float) -> None:
+        """The reward of one answer, or (None) of the whole session; raises NotFound."""
         ...
 
 
@@ -44,6 +44,8 @@ class Calls:
     def __init__(self) -> None:
         self._calls: list[Call] = []
         self._ended_by: dict[str, int] = {}
+        self.outcome: float | None = None
+        """The reward that the agent posted for all of it."""
 
     async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
         """See `CallStore`."""
@@ -70,8 +72,11 @@ class Calls:
         for number in numbers:
             self._calls[number] = replace(self._calls[number], delivered=True)
 
-    async def reward(self, number: int, value: float) -> None:
+    async def reward(self, number: int | None, value: float) -> None:
         """See `CallStore`."""
+        if number is None:
+            self.outcome = value
+            return
         if not 0 <= number < len(self._calls):
             raise NotFound(f"answer {number}: the session has {len(self._calls)}")
         self._calls[number] = replace(self._calls[number], reward=value)

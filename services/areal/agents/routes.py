@@ -25,6 +25,7 @@ from areal.errors import (
     ArealError,
     CapacityExceeded,
     InvalidInput,
+    LeaseLost,
     NotFound,
     Unauthenticated,
     Unavailable,
@@ -36,10 +37,15 @@ _STATUS: dict[type[ArealError], tuple[int, str]] = {
     InvalidInput: (400, "invalid_request_error"),
     Unauthenticated: (401, "authentication_error"),
     NotFound: (404, "not_found_error"),
+    LeaseLost: (410, "session_ended"),
     CapacityExceeded: (429, "rate_limit_error"),
     Unavailable: (503, "overloaded_error"),
     WaitTimeout: (504, "timeout_error"),
 }
+
+
+Answering = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers a route of its own."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ async def handle(
     path: str,
     headers: Mapping[str, str],
     content: bytes,
+    own: Mapping[tuple[str, str], Answering] | None = None,
 ) -> Reply:
     """Answers a request; every error of ours becomes the API's own.
 
@@ -70,6 +77,7 @@ async def handle(
         path: Begins with /v1 once, twice (SDKs differ in what they append) or not at all.
         headers: Names in any case.
         content: The body.
+        own: Other routes, by method and path: body of a request to body of the answer.
     """
     names = {name.lower(): value for name, value in headers.items()}
     while path.startswith("/v1/"):
@@ -77,6 +85,8 @@ async def handle(
     try:
         key = names.get("authorization", "").removeprefix("Bearer ") or names.get("x-api-key", "")
         session = await find(key)
+        if answering := (own or {}).get((method, path)):
+            return _json(await answering(body_of(content) if content.strip() else {}))
         return await _route(session, method, path, names, content)
     except ArealError as error:
         status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
@@ -147,13 +157,10 @@ async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     if value is None:
         raise InvalidInput("reward: expected a number, got none")
     known = get(body, "completion_id", str)
-    if known is None:
-        session.outcome = value
-    else:
-        found = _NUMBER.search(known)
-        if found is None:
-            raise InvalidInput(f"completion_id {known[:80]!r}: expected the id of an answer")
-        await session.calls.reward(int(found[1]), value)
+    found = _NUMBER.search(known) if known is not None else None
+    if known is not None and found is None:
+        raise InvalidInput(f"completion_id {known[:80]!r}: expected the id of an answer")
+    await session.calls.reward(int(found[1]) if found else None, value)
     return _json({})
 
 

@@ -44,8 +44,6 @@ class Session:
         self.calls = calls
         self.failure: ArealError | None = None
         """Why the model did not answer the latest call, where that was no fault of the agent's."""
-        self.outcome: float | None = None
-        """The reward that the agent posted for all of it."""
 
     async def chat(self, request: ChatRequest, *, retry: bool = False) -> list[Answer]:
         """Answers a chat request `n` times.

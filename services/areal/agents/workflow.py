@@ -87,4 +87,4 @@ class AgentWorkflow(RolloutWorkflow):
                 # The agent fell over a model that could not answer: that is not its fault.
                 raise session.failure from error
             raise
-        return calls.merged(session.outcome if reward is None else float(reward)).trajectories
+        return calls.merged(calls.outcome if reward is None else float(reward)).trajectories

@@ -22,6 +22,8 @@ class RolloutClient(Client):
         "SubmitTasks": CallPolicy(60.0, 30.0),
         "GetTasks": CallPolicy(30.0, 30.0),
         "CancelTasks": CallPolicy(60.0, 30.0),
+        # Its agent tries again itself.
+        "CallSession": CallPolicy(30.0, idempotent=False),
     }
 
     @cached_property
@@ -68,6 +70,17 @@ class RolloutClient(Client):
         async with aclosing(stream) as responses:
             async for response in responses:
                 yield record_from_pb(response.record)
+
+    async def call_session(
+        self, request: pb.CallSessionRequest, *, wait_s: float
+    ) -> pb.CallSessionResponse:
+        """Answers an agent's HTTP request; its own errors are in the answer's status.
+
+        Args:
+            request: As it came.
+            wait_s: How long a generation may take.
+        """
+        return await self.call(self._stub.CallSession, request, wait_s=wait_s)
 
     async def cancel_tasks(self, task_ids: Sequence[str], *, reason: str = "") -> int:
         """Cancels live tasks; returns how many were."""

@@ -1436,3 +1436,390 @@ class DropDeadLettersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropDeadLettersResponse: _TypeAlias = DropDeadLettersResponse  # noqa: Y015
+
+@_typing.final
+class OpenSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    KEY_DIGESTS_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def task(self) -> _trajectory_pb2.Task:
+        """Its workflow is for people; it expires by `idle` alone."""
+
+    @_builtins.property
+    def key_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """sha256 in hex of the API key of each attempt: 1 to 64 attempts make the group."""
+
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        task: _trajectory_pb2.Task | None = ...,
+        key_digests: _abc.Iterable[_builtins.str] | None = ...,
+        idle: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "key_digests", b"key_digests", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class OpenSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class GetSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    attempt: _builtins.int
+    """From 0."""
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionPrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RETRY_FIELD_NUMBER: _builtins.int
+    extends: _builtins.int
+    """The call whose prompt and answer come first; absent: none."""
+    retry: _builtins.bool
+    """The client's SDK says that it asked before."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What follows."""
+
+    def __init__(
+        self,
+        *,
+        extends: _builtins.int | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        retry: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "extends", b"extends"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "extends", b"extends", "retry", b"retry", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__extends: _TypeAlias = _typing.Literal["extends"]  # noqa: Y015
+    _WhichOneofArgType__extends: _TypeAlias = _typing.Literal["_extends", b"_extends"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__extends) -> _WhichOneofReturnType__extends | None: ...
+
+Global___SessionPrompt: _TypeAlias = SessionPrompt  # noqa: Y015
+
+@_typing.final
+class SessionAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    stop_reason: _builtins.str
+    text: _builtins.str
+    turn: _builtins.str
+    """Digest of the conversation that it ends; may be empty."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As doubles: bit for bit what was sampled."""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+        stop_reason: _builtins.str = ...,
+        text: _builtins.str = ...,
+        turn: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionAnswer: _TypeAlias = SessionAnswer  # noqa: Y015
+
+@_typing.final
+class SessionCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """In the order of arrival, from 0."""
+    reward: _builtins.float
+    @_builtins.property
+    def prompt(self) -> Global___SessionPrompt: ...
+    @_builtins.property
+    def answer(self) -> Global___SessionAnswer:
+        """Absent: there is none yet, or the call failed."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        prompt: Global___SessionPrompt | None = ...,
+        answer: Global___SessionAnswer | None = ...,
+        reward: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "number", b"number", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___SessionCall: _TypeAlias = SessionCall  # noqa: Y015
+
+@_typing.final
+class GetSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    KEY_DIGEST_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """No request may start on a server below this version."""
+    key_digest: _builtins.str
+    attempts: _builtins.int
+    """Attempts of the task."""
+    ended: _builtins.bool
+    """Whether this attempt has ended."""
+    outcome: _builtins.float
+    """Its reward."""
+    @_builtins.property
+    def record(self) -> _trajectory_pb2.TaskRecord: ...
+    @_builtins.property
+    def lease(self) -> Global___LeaseRef: ...
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionCall]: ...
+    def __init__(
+        self,
+        *,
+        record: _trajectory_pb2.TaskRecord | None = ...,
+        lease: Global___LeaseRef | None = ...,
+        policy_version: _builtins.int = ...,
+        key_digest: _builtins.str = ...,
+        attempts: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+        outcome: _builtins.float | None = ...,
+        calls: _abc.Iterable[Global___SessionCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "lease", b"lease", "outcome", b"outcome", "record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "ended", b"ended", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
+    _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome) -> _WhichOneofReturnType__outcome | None: ...
+
+Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionBegin(_message.Message):
+    """A prompt that is to be answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    """Idempotency key of this request."""
+    answers: _builtins.int
+    @_builtins.property
+    def prompt(self) -> Global___SessionPrompt: ...
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        answers: _builtins.int = ...,
+        prompt: Global___SessionPrompt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "call_id", b"call_id", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionBegin: _TypeAlias = SessionBegin  # noqa: Y015
+
+@_typing.final
+class SessionRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def answer(self) -> Global___SessionAnswer: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        answer: Global___SessionAnswer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015
+
+@_typing.final
+class SessionReward(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Absent: the reward of the whole attempt."""
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        number: _builtins.int | None = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_number", b"_number", "number", b"number"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_number", b"_number", "number", b"number", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__number: _TypeAlias = _typing.Literal["number"]  # noqa: Y015
+    _WhichOneofArgType__number: _TypeAlias = _typing.Literal["_number", b"_number"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__number) -> _WhichOneofReturnType__number | None: ...
+
+Global___SessionReward: _TypeAlias = SessionReward  # noqa: Y015
+
+@_typing.final
+class SessionEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEnd: _TypeAlias = SessionEnd  # noqa: Y015
+
+@_typing.final
+class UpdateSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    @_builtins.property
+    def lease(self) -> Global___LeaseRef: ...
+    @_builtins.property
+    def begin(self) -> Global___SessionBegin: ...
+    @_builtins.property
+    def record(self) -> Global___SessionRecord: ...
+    @_builtins.property
+    def reward(self) -> Global___SessionReward: ...
+    @_builtins.property
+    def end(self) -> Global___SessionEnd: ...
+    def __init__(
+        self,
+        *,
+        lease: Global___LeaseRef | None = ...,
+        attempt: _builtins.int = ...,
+        begin: Global___SessionBegin | None = ...,
+        record: Global___SessionRecord | None = ...,
+        reward: Global___SessionReward | None = ...,
+        end: Global___SessionEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "lease", b"lease", "record", b"record", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "begin", b"begin", "change", b"change", "end", b"end", "lease", b"lease", "record", b"record", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "record", "reward", "end"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___UpdateSessionRequest: _TypeAlias = UpdateSessionRequest  # noqa: Y015
+
+@_typing.final
+class UpdateSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OPEN_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """begin: the number of the first answer."""
+    open_attempts: _builtins.int
+    """Attempts that have not ended."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        open_attempts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "open_attempts", b"open_attempts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSessionResponse: _TypeAlias = UpdateSessionResponse  # noqa: Y015

@@ -138,6 +138,21 @@ class BufferServiceStub:
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersResponse.FromString,
                 _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/areal.v1.BufferService/OpenSession',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/areal.v1.BufferService/GetSession',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
+        self.UpdateSession = channel.unary_unary(
+                '/areal.v1.BufferService/UpdateSession',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.UpdateSessionRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.UpdateSessionResponse.FromString,
+                _registered_method=True)
 
 
 class BufferServiceServicer:
@@ -289,6 +304,29 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSession(self, request, context):
+        """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+        admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
+        under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """One attempt of such a task, with its model calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateSession(self, request, context):
+        """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BufferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -391,6 +429,21 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.DropDeadLetters,
                     request_deserializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersRequest.FromString,
                     response_serializer=areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.OpenSessionRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.GetSessionRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'UpdateSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSession,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.UpdateSessionRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.UpdateSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -937,6 +990,87 @@ class BufferService:
             '/areal.v1.BufferService/DropDeadLetters',
             areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersRequest.SerializeToString,
             areal_dot_v1_dot_buffer__service__pb2.DropDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.BufferService/OpenSession',
+            areal_dot_v1_dot_buffer__service__pb2.OpenSessionRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.BufferService/GetSession',
+            areal_dot_v1_dot_buffer__service__pb2.GetSessionRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.BufferService/UpdateSession',
+            areal_dot_v1_dot_buffer__service__pb2.UpdateSessionRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.UpdateSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -81,6 +81,15 @@ class BufferServiceStub:
     """Queues dead letters again with fresh attempts."""
     DropDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]
     """Takes dead letters off the list for good; they stay counted as dead-lettered."""
+    OpenSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]
+    """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+    admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
+    under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+    """
+    GetSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetSessionRequest, _buffer_service_pb2.GetSessionResponse]
+    """One attempt of such a task, with its model calls."""
+    UpdateSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.UpdateSessionRequest, _buffer_service_pb2.UpdateSessionResponse]
+    """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended."""
 
 @_typing.type_check_only
 class BufferServiceAsyncStub(BufferServiceStub):
@@ -135,6 +144,15 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """Queues dead letters again with fresh attempts."""
     DropDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]  # type: ignore[assignment]
     """Takes dead letters off the list for good; they stay counted as dead-lettered."""
+    OpenSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]  # type: ignore[assignment]
+    """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+    admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
+    under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+    """
+    GetSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetSessionRequest, _buffer_service_pb2.GetSessionResponse]  # type: ignore[assignment]
+    """One attempt of such a task, with its model calls."""
+    UpdateSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.UpdateSessionRequest, _buffer_service_pb2.UpdateSessionResponse]  # type: ignore[assignment]
+    """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended."""
 
 class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
@@ -306,5 +324,32 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.DropDeadLettersResponse, _abc.Awaitable[_buffer_service_pb2.DropDeadLettersResponse]]:
         """Takes dead letters off the list for good; they stay counted as dead-lettered."""
+
+    @_abc_1.abstractmethod
+    def OpenSession(
+        self,
+        request: _buffer_service_pb2.OpenSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.OpenSessionResponse, _abc.Awaitable[_buffer_service_pb2.OpenSessionResponse]]:
+        """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+        admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
+        under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+        """
+
+    @_abc_1.abstractmethod
+    def GetSession(
+        self,
+        request: _buffer_service_pb2.GetSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.GetSessionResponse, _abc.Awaitable[_buffer_service_pb2.GetSessionResponse]]:
+        """One attempt of such a task, with its model calls."""
+
+    @_abc_1.abstractmethod
+    def UpdateSession(
+        self,
+        request: _buffer_service_pb2.UpdateSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.UpdateSessionResponse, _abc.Awaitable[_buffer_service_pb2.UpdateSessionResponse]]:
+        """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended."""
 
 def add_BufferServiceServicer_to_server(servicer: BufferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

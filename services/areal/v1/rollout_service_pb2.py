@@ -25,13 +25,17 @@ _sym_db = _symbol_database.Default()
 from areal.v1 import trajectory_pb2 as areal_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61real/v1/rollout_service.proto\x12\x08\x61real.v1\x1a\x19\x61real/v1/trajectory.proto\"3\n\x12SubmitTasksRequest\x12\x1d\n\x05tasks\x18\x01 \x03(\x0b\x32\x0e.areal.v1.Task\">\n\x13SubmitTasksResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.areal.v1.SubmitResult\"A\n\x0fGetTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x1c\n\x14include_trajectories\x18\x02 \x01(\x08\"9\n\x10GetTasksResponse\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.areal.v1.TaskRecord\"C\n\x11WatchTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x1c\n\x14include_trajectories\x18\x02 \x01(\x08\":\n\x12WatchTasksResponse\x12$\n\x06record\x18\x01 \x01(\x0b\x32\x14.areal.v1.TaskRecord\"6\n\x12\x43\x61ncelTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"(\n\x13\x43\x61ncelTasksResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x03\x32\xb6\x02\n\x0eRolloutService\x12J\n\x0bSubmitTasks\x12\x1c.areal.v1.SubmitTasksRequest\x1a\x1d.areal.v1.SubmitTasksResponse\x12\x41\n\x08GetTasks\x12\x19.areal.v1.GetTasksRequest\x1a\x1a.areal.v1.GetTasksResponse\x12I\n\nWatchTasks\x12\x1b.areal.v1.WatchTasksRequest\x1a\x1c.areal.v1.WatchTasksResponse0\x01\x12J\n\x0b\x43\x61ncelTasks\x12\x1c.areal.v1.CancelTasksRequest\x1a\x1d.areal.v1.CancelTasksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61real/v1/rollout_service.proto\x12\x08\x61real.v1\x1a\x19\x61real/v1/trajectory.proto\"3\n\x12SubmitTasksRequest\x12\x1d\n\x05tasks\x18\x01 \x03(\x0b\x32\x0e.areal.v1.Task\">\n\x13SubmitTasksResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.areal.v1.SubmitResult\"A\n\x0fGetTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x1c\n\x14include_trajectories\x18\x02 \x01(\x08\"9\n\x10GetTasksResponse\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.areal.v1.TaskRecord\"C\n\x11WatchTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x1c\n\x14include_trajectories\x18\x02 \x01(\x08\":\n\x12WatchTasksResponse\x12$\n\x06record\x18\x01 \x01(\x0b\x32\x14.areal.v1.TaskRecord\"6\n\x12\x43\x61ncelTasksRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"(\n\x13\x43\x61ncelTasksResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x03\"\xc3\x01\n\x12\x43\x61llSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12:\n\x07headers\x18\x04 \x03(\x0b\x32).areal.v1.CallSessionRequest.HeadersEntry\x12\x0f\n\x07\x63ontent\x18\x05 \x01(\x0c\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb0\x01\n\x13\x43\x61llSessionResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06stream\x18\x03 \x01(\x08\x12;\n\x07headers\x18\x04 \x03(\x0b\x32*.areal.v1.CallSessionResponse.HeadersEntry\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x82\x03\n\x0eRolloutService\x12J\n\x0bSubmitTasks\x12\x1c.areal.v1.SubmitTasksRequest\x1a\x1d.areal.v1.SubmitTasksResponse\x12\x41\n\x08GetTasks\x12\x19.areal.v1.GetTasksRequest\x1a\x1a.areal.v1.GetTasksResponse\x12I\n\nWatchTasks\x12\x1b.areal.v1.WatchTasksRequest\x1a\x1c.areal.v1.WatchTasksResponse0\x01\x12J\n\x0b\x43\x61ncelTasks\x12\x1c.areal.v1.CancelTasksRequest\x1a\x1d.areal.v1.CancelTasksResponse\x12J\n\x0b\x43\x61llSession\x12\x1c.areal.v1.CallSessionRequest\x1a\x1d.areal.v1.CallSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'areal.v1.rollout_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CALLSESSIONREQUEST_HEADERSENTRY']._loaded_options = None
+  _globals['_CALLSESSIONREQUEST_HEADERSENTRY']._serialized_options = b'8\001'
+  _globals['_CALLSESSIONRESPONSE_HEADERSENTRY']._loaded_options = None
+  _globals['_CALLSESSIONRESPONSE_HEADERSENTRY']._serialized_options = b'8\001'
   _globals['_SUBMITTASKSREQUEST']._serialized_start=71
   _globals['_SUBMITTASKSREQUEST']._serialized_end=122
   _globals['_SUBMITTASKSRESPONSE']._serialized_start=124
@@ -48,6 +52,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELTASKSREQUEST']._serialized_end=497
   _globals['_CANCELTASKSRESPONSE']._serialized_start=499
   _globals['_CANCELTASKSRESPONSE']._serialized_end=539
-  _globals['_ROLLOUTSERVICE']._serialized_start=542
-  _globals['_ROLLOUTSERVICE']._serialized_end=852
+  _globals['_CALLSESSIONREQUEST']._serialized_start=542
+  _globals['_CALLSESSIONREQUEST']._serialized_end=737
+  _globals['_CALLSESSIONREQUEST_HEADERSENTRY']._serialized_start=691
+  _globals['_CALLSESSIONREQUEST_HEADERSENTRY']._serialized_end=737
+  _globals['_CALLSESSIONRESPONSE']._serialized_start=740
+  _globals['_CALLSESSIONRESPONSE']._serialized_end=916
+  _globals['_CALLSESSIONRESPONSE_HEADERSENTRY']._serialized_start=691
+  _globals['_CALLSESSIONRESPONSE_HEADERSENTRY']._serialized_end=737
+  _globals['_ROLLOUTSERVICE']._serialized_start=919
+  _globals['_ROLLOUTSERVICE']._serialized_end=1305
 # @@protoc_insertion_point(module_scope)

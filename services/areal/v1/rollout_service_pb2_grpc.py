@@ -55,6 +55,11 @@ class RolloutServiceStub:
                 request_serializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksResponse.FromString,
                 _registered_method=True)
+        self.CallSession = channel.unary_unary(
+                '/areal.v1.RolloutService/CallSession',
+                request_serializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -90,6 +95,13 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CallSession(self, request, context):
+        """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CancelTasks,
                     request_deserializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksRequest.FromString,
                     response_serializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksResponse.SerializeToString,
+            ),
+            'CallSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CallSession,
+                    request_deserializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class RolloutService:
             '/areal.v1.RolloutService/CancelTasks',
             areal_dot_v1_dot_rollout__service__pb2.CancelTasksRequest.SerializeToString,
             areal_dot_v1_dot_rollout__service__pb2.CancelTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CallSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.RolloutService/CallSession',
+            areal_dot_v1_dot_rollout__service__pb2.CallSessionRequest.SerializeToString,
+            areal_dot_v1_dot_rollout__service__pb2.CallSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

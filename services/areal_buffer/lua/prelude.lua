@@ -7,6 +7,7 @@
 --   group:<id>         string  serialized TrajectoryGroup
 --   staged:<n>         string  the same on its way in: within one transaction only
 --   queue:<which>      zset    queued tasks by sequence number; which: train, serve, wanted
+--   calls:<id>/<n>     hash    what the agent of a session did in attempt n, while its task runs
 --   running:<purpose>  zset    running tasks by lease expiry (ms)
 --   floors             zset    running train tasks by the oldest version their tokens may have
 --   completed          zset    train groups by (head version, sequence number)
@@ -161,8 +162,8 @@ end
 local function wait_for(kind) set(META, 'waiting:' .. kind, '1') end
 
 local FIELDS = {'state', 'purpose', 'seq', 'token', 'done_token', 'floor', 'want', 'deadline',
-  'head', 'lengths', 'reason', 'cause', 'trainer', 'since', 'size', 'journal', 'payload'}
-local NUMBERS = {seq = true, token = true, done_token = true, floor = true, deadline = true,
+  'head', 'lengths', 'reason', 'cause', 'trainer', 'since', 'size', 'journal', 'payload', 'sessions'}
+local NUMBERS = {sessions = true, seq = true, token = true, done_token = true, floor = true, deadline = true,
   head = true, since = true, size = true, journal = true, payload = true}
 
 -- The record's small fields, or nil. Absent numbers are 0, absent strings ''.
@@ -193,7 +194,15 @@ local function enter_queue(task)
   if task.deadline > 0 then put('deadlines', task.id, int(task.deadline)) end
 end
 
+-- A task with sessions is run by agents outside, once; `sessions`: its attempts.
+local function calls_key(task, attempt) return P .. 'calls:' .. task.id .. '/' .. int(attempt) end
+
+local function drop_calls(task)
+  for attempt = 0, (task.sessions or 0) - 1 do delete(calls_key(task, attempt)) end
+end
+
 local function drop_journal(task)
+  drop_calls(task)
   if task.journal == 0 then return end
   call('HDEL', task.key, 'partial', 'journal')
   hold(task.purpose, -task.journal)
@@ -202,6 +211,7 @@ end
 
 -- Leaves the small record.
 local function drop_body(task)
+  drop_calls(task)
   call('HDEL', task.key, 'body', 'partial', 'journal', 'failed_servers', 'traceback')
   call('HSET', task.key, 'size', RECORD)
   hold(task.purpose, RECORD - task.size - task.journal)
@@ -348,6 +358,9 @@ local ATTEMPTS = {
 -- cause is reached. An empty cause counts against nothing. `site`: what workflow errors that are
 -- alike share.
 local function end_attempt(task, cause, detail, traceback, site)
+  if task.sessions > 0 then  -- no one could run it again
+    return move(task, 'expired', {'cause', cause, 'reason', detail})
+  end
   if cause ~= '' then
     local limit = ATTEMPTS[cause]
     if cause == 'workflow_error' then

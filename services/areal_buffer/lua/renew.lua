@@ -5,10 +5,10 @@ local expiry = NOW + CONFIG.lease_ttl_ms
 local headroom, slots, serve_slots
 for i = 2, #ARGV, 2 do
   local id, token = ARGV[i], ARGV[i + 1]
-  local values = call('HMGET', P .. 'task:' .. id, 'state', 'token', 'purpose', 'revoked')
+  local values = call('HMGET', P .. 'task:' .. id, 'state', 'token', 'purpose', 'revoked', 'idle')
   local kept = values[2] == token and values[1] == 'running'
   if kept then
-    put('running:' .. values[3], id, int(expiry))
+    put('running:' .. values[3], id, int(values[5] and NOW + values[5] or expiry))
   elseif values[2] == token and values[1] == 'queued' and not values[4] then
     -- Expired but not yet given away: the worker continues, if there is room again.
     if not slots then

@@ -38,7 +38,9 @@ for i = 4, #ARGV, 6 do
     task = released and read_task(id) or {id = id, key = P .. 'task:' .. id, purpose = purpose,
       state = 'new', want = '', size = 0}
     if task.state ~= 'new' then
-      call('HDEL', task.key, 'attempts', 'infra', 'regen', 'cause', 'reason', 'deadline', 'revoked', 'trainer')
+      call('HDEL', task.key, 'attempts', 'infra', 'regen', 'cause', 'reason', 'deadline', 'revoked', 'trainer',
+        'sessions', 'keys', 'idle')
+      task.sessions = 0
     end
     task.seq, task.deadline, task.trainer = seq, deadline, ARGV[1] ~= '0' and '1' or ''
     move(task, 'queued', record)

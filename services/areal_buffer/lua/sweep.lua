@@ -12,15 +12,17 @@ for _, purpose in ipairs({'train', 'serve'}) do
   local running = P .. 'running:' .. purpose
   if math.abs(gap) > 2 * CONFIG.sweep_interval_ms then
     for _, id in ipairs(look('ZRANGE', running, 0, -1)) do
-      call('ZADD', running, int(NOW + CONFIG.lease_ttl_ms), id)
+      local idle = call('HGET', P .. 'task:' .. id, 'idle')
+      call('ZADD', running, int(NOW + (idle or CONFIG.lease_ttl_ms)), id)
       extended = extended + 1
     end
   end
   for _, id in ipairs(look('ZRANGEBYSCORE', running, '-inf', int(NOW), 'LIMIT', 0, 500)) do
     local task = read_task(id)
-    local worker = call('HGET', task.key, 'worker') or ''
-    end_attempt(task, 'infrastructure', 'lease expired: worker ' .. worker .. ' was silent for ' ..
-      int(CONFIG.lease_ttl_ms / 1000) .. ' s')
+    local found = call('HMGET', task.key, 'worker', 'idle')
+    local who = found[2] and 'session expired: its agent' or 'lease expired: worker ' .. (found[1] or '')
+    end_attempt(task, 'infrastructure', who .. ' was silent for ' ..
+      int((found[2] or CONFIG.lease_ttl_ms) / 1000) .. ' s')
     requeued = requeued + 1
   end
 end

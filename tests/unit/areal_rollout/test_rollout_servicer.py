@@ -42,7 +42,7 @@ def task(name: str) -> trajectory_pb2.Task:
 
 async def test_submit_when_the_workflow_is_good_then_the_message_passes_undecoded() -> None:
     buffer = Buffer()
-    servicer = RolloutService(buffer, check)  # type: ignore[arg-type]
+    servicer = RolloutService(buffer, check, None)  # type: ignore[arg-type]
     answer = await servicer.SubmitTasks(pb.SubmitTasksRequest(tasks=[task("rlvr")]), None)
     assert buffer.submitted == [task("rlvr")]
     assert [(each.task_id, each.accepted) for each in answer.results] == [("a", True)]
@@ -50,14 +50,14 @@ async def test_submit_when_the_workflow_is_good_then_the_message_passes_undecode
 
 async def test_submit_when_the_workflow_has_no_name_then_it_is_the_built_in_one() -> None:
     buffer = Buffer()
-    servicer = RolloutService(buffer, check)  # type: ignore[arg-type]
+    servicer = RolloutService(buffer, check, None)  # type: ignore[arg-type]
     await servicer.SubmitTasks(pb.SubmitTasksRequest(tasks=[task("")]), None)
     assert buffer.submitted[0].workflow.name == "rlvr"
 
 
 async def test_submit_when_one_workflow_is_bad_then_nothing_is_submitted() -> None:
     buffer = Buffer()
-    servicer = RolloutService(buffer, check)  # type: ignore[arg-type]
+    servicer = RolloutService(buffer, check, None)  # type: ignore[arg-type]
     request = pb.SubmitTasksRequest(tasks=[task("rlvr"), task("other")])
     with pytest.raises(InvalidInput, match=r"^tasks\[1\] 'a': workflow.name 'other'"):
         await servicer.SubmitTasks(request, None)
@@ -65,7 +65,7 @@ async def test_submit_when_one_workflow_is_bad_then_nothing_is_submitted() -> No
 
 
 async def test_get_when_records_have_groups_then_they_pass_undecoded() -> None:
-    servicer = RolloutService(Buffer(), check)  # type: ignore[arg-type]
+    servicer = RolloutService(Buffer(), check, None)  # type: ignore[arg-type]
     request = pb.GetTasksRequest(task_ids=["a"], include_trajectories=True)
     (record,) = (await servicer.GetTasks(request, None)).records
     assert (record.reason, record.group.traceparent) == ("kept", "not checked here")

@@ -36,6 +36,10 @@ class BufferConnection(Client):
         "GetRecipe": CallPolicy(30.0, 60.0),
         "RetryDeadLetters": CallPolicy(60.0),
         "DropDeadLetters": CallPolicy(60.0),
+        # Behind a request of an agent, which tries again itself.
+        "OpenSession": CallPolicy(10.0, 5.0),
+        "GetSession": CallPolicy(10.0, 5.0),
+        "UpdateSession": CallPolicy(10.0, 15.0),
     }
 
     @cached_property

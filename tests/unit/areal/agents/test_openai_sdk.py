@@ -265,7 +265,7 @@ async def test_reward_when_posted_then_for_all_or_for_one_answer():
         body = {"reward": 1, "completion_id": "chatcmpl-s0-9"}
         with pytest.raises(openai.NotFoundError, match="the session has 2"):
             await llm.post("/reward", body=body, cast_to=object)
-        [trajectory] = calls.merged(session.outcome).trajectories
+        [trajectory] = calls.merged(session.calls.outcome).trajectories
     assert [r for r in trajectory.rewards.tolist() if r] == [0.25, 1.0]
 
 

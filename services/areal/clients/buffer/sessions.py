@@ -1,0 +1,46 @@
+"""Calls of BufferService for tasks that agents outside run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal.clients.base import to_duration
+from areal.clients.buffer.connection import Role
+from areal.protocol.trajectories import task_to_pb
+from areal.types import Task
+from areal.v1 import buffer_service_pb2 as pb
+
+
+class BufferSessions(Role):
+    """Opens sessions and records them; all state is the ledger's, so any process may serve any."""
+
+    async def open(self, task: Task, key_digests: Sequence[str], idle_s: float) -> int:
+        """Begins a task with one attempt for each key; returns its policy version.
+
+        Args:
+            task: Its id is the idempotency key, together with the keys.
+            key_digests: sha256 in hex of the API key of each attempt.
+            idle_s: It expires when its agents are silent for so long.
+
+        Raises:
+            CapacityExceeded: Admission would let no episode start; says when to try again.
+        """
+        request = pb.OpenSessionRequest(
+            task=task_to_pb(task), key_digests=key_digests, idle=to_duration(idle_s)
+        )
+        return (await self._call(self._stub.OpenSession, request)).policy_version
+
+    async def get(self, task_id: str, attempt: int) -> pb.GetSessionResponse:
+        """An attempt with its calls; raises NotFound."""
+        request = pb.GetSessionRequest(task_id=task_id, attempt=attempt)
+        return await self._call(self._stub.GetSession, request)
+
+    async def update(self, request: pb.UpdateSessionRequest) -> pb.UpdateSessionResponse:
+        """Records what an agent did; idempotent.
+
+        Raises:
+            LeaseLost: The session or this attempt has ended.
+            NotFound: There is no such session, attempt or answer.
+            CapacityExceeded: Memory is near its limit: try again later.
+        """
+        return await self._call(self._stub.UpdateSession, request)

@@ -1,0 +1,60 @@
+-- ARGV: id, token, attempt, then what its agent did:
+--   begin, call id, answers, prompt, memory limit, bytes that the calls of a task may have
+--   record, number, answer
+--   reward, number ('': of the attempt), value
+--   end
+-- Returns {number of the first answer, attempts that have not ended}.
+local task, token, attempt, what = task_or_fail(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+if task.sessions <= attempt then fail('NotFound', 'session ' .. task.id .. '-' .. int(attempt) .. ': unknown') end
+local key = calls_key(task, attempt)
+if what == 'end' and task.done_token == token and token > 0 then return {0, 0} end
+if task.state ~= 'running' or task.token ~= token then
+  fail('LeaseLost', 'session ' .. task.id .. ' is ' .. task.state .. (task.reason ~= '' and ': ' .. task.reason or ''))
+end
+local ended = call('HEXISTS', key, 'ended') == 1
+if ended and what ~= 'end' then fail('LeaseLost', 'session ' .. task.id .. '-' .. int(attempt) .. ' has ended') end
+put('running:' .. task.purpose, task.id, int(NOW + tonumber(call('HGET', task.key, 'idle'))))
+
+local added = 0
+local function write(field, value)
+  if call('HSETNX', key, field, value) == 1 then added = added + #value end
+end
+local number = 0
+if what == 'begin' then
+  local begun = 'begun:' .. ARGV[5]
+  number = tonumber(call('HGET', key, begun) or -1)
+  if number < 0 then
+    local bytes = #ARGV[7]
+    if task.journal + bytes > tonumber(ARGV[9]) then
+      fail('InvalidInput', 'session ' .. task.id .. ': its calls have ' .. int(task.journal + bytes) ..
+        ' bytes: at most ' .. ARGV[9])
+    end
+    if not make_room(tonumber(ARGV[8]) - bytes) then
+      fail('CapacityExceeded', 'the ledger is near its memory limit' .. again())
+    end
+    number = call('HINCRBY', key, 'calls', tonumber(ARGV[6])) - tonumber(ARGV[6])
+    write(begun, int(number))
+    write(int(number) .. ':prompt', ARGV[7])
+    for more = number + 1, number + tonumber(ARGV[6]) - 1 do write(int(more) .. ':same', int(number)) end
+  end
+elseif what == 'end' then
+  write('ended', '1')
+else
+  local calls = tonumber(call('HGET', key, 'calls') or 0)
+  if ARGV[5] ~= '' and tonumber(ARGV[5]) >= calls then
+    fail('NotFound', 'answer ' .. ARGV[5] .. ': the session has ' .. int(calls))
+  end
+  if what == 'record' then write(ARGV[5] .. ':answer', ARGV[6])
+  else
+    local field = ARGV[5] == '' and 'outcome' or ARGV[5] .. ':reward'
+    added = added + #ARGV[6] - call('HSTRLEN', key, field)
+    call('HSET', key, field, ARGV[6])
+  end
+end
+if added ~= 0 then
+  call('HSET', task.key, 'journal', int(task.journal + added))
+  hold(task.purpose, added)
+end
+local open = task.sessions
+for each = 0, task.sessions - 1 do open = open - call('HEXISTS', calls_key(task, each), 'ended') end
+return {number, open}

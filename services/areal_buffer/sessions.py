@@ -1,0 +1,151 @@
+"""Tasks that agents outside run: opened, recorded call by call, read by whichever process serves.
+
+A session is a task under a lease of its own: `open` submits and leases it in one transition, every
+recorded call renews the lease, `complete` (the same as for any episode) or `sweep` ends it. Its
+calls are in hashes of the task, one for each attempt, until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+from areal.chassis.waits import Waits
+from areal.clients.connections import redis_prefix
+from areal.errors import InvalidInput, NotFound
+from areal.v1 import buffer_service_pb2 as pb
+from areal_buffer import replies
+from areal_buffer import validation as check
+from areal_buffer.config import BufferConfig
+from areal_buffer.records import MemoryGauge, NewTask
+from areal_buffer.scripts import Argument, Scripts, translate
+
+MAX_ATTEMPTS = 64
+MAX_ANSWERS = 128
+_MIN_IDLE_MS, _MAX_IDLE_MS = 100, 7 * 24 * 3600 * 1000
+_FIELDS = ("sessions", "keys", "token", "floor")
+
+
+class SessionStore:
+    """Sessions in Redis. Raises what a script refused with, Unavailable while Redis is away."""
+
+    def __init__(
+        self, client: redis.Redis, config: BufferConfig, memory: MemoryGauge, waits: Waits
+    ) -> None:
+        self._redis, self._config, self._memory = client, config, memory
+        self._prefix = redis_prefix(config.namespace)
+        self._scripts = Scripts(client, config, self._prefix, waits)
+
+    async def open(self, task: NewTask, key_digests: Sequence[str], idle_ms: int) -> int:
+        """Begins a task; returns its policy version.
+
+        Raises:
+            InvalidInput: Another task has this id.
+            CapacityExceeded: No episode could start now either; says when to try again.
+        """
+        limit = self._memory.limit_bytes
+        args: list[Argument] = [task.task_id, task.purpose.value, task.body, idle_ms, limit]
+        return int(await self._scripts.run("open", *args, *key_digests))
+
+    async def update(self, request: pb.UpdateSessionRequest) -> pb.UpdateSessionResponse:
+        """Records what an agent did; see `check_update`."""
+        change: list[Argument]
+        match request.WhichOneof("change"):
+            case "begin":
+                begin = request.begin
+                prompt = begin.prompt.SerializeToString()
+                limits = (self._memory.limit_bytes, self._config.max_group_bytes)
+                change = ["begin", begin.call_id, begin.answers, prompt, *limits]
+            case "record":
+                answer = request.record.answer.SerializeToString()
+                change = ["record", request.record.number, answer]
+            case "reward":
+                reward = request.reward
+                number = reward.number if reward.HasField("number") else ""
+                change = ["reward", number, repr(reward.value)]
+            case _:
+                change = ["end"]
+        lease = request.lease
+        number, left = await self._scripts.run(
+            "session", lease.task_id, lease.token, request.attempt, *change
+        )
+        return pb.UpdateSessionResponse(number=int(number), open_attempts=int(left))
+
+    async def read(self, task_id: str, attempt: int) -> pb.GetSessionResponse:
+        """An attempt as it is now; raises NotFound."""
+        try:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hmget(f"{self._prefix}task:{task_id}", [*replies.RECORD_FIELDS, *_FIELDS])
+                pipe.hgetall(f"{self._prefix}calls:{task_id}/{attempt}")
+                found, calls = await pipe.execute()
+        except RedisError as error:
+            raise translate(error) from None
+        row = dict(zip([*replies.RECORD_FIELDS, *_FIELDS], found, strict=True))
+        attempts = int(row["sessions"] or 0)
+        if attempt >= attempts:
+            raise NotFound(f"session {task_id}-{attempt}: unknown, or released since it ended")
+        response = pb.GetSessionResponse(
+            record=replies.task_record(task_id, row, None),
+            lease=pb.LeaseRef(task_id=task_id, token=int(row["token"] or 0)),
+            policy_version=int(row["floor"] or 0),
+            key_digest=replies.text(row["keys"]).split(",")[attempt],
+            attempts=attempts,
+            ended=b"ended" in calls,
+            outcome=float(calls[b"outcome"]) if b"outcome" in calls else None,
+        )
+        for number in range(int(calls.get(b"calls", 0))):
+            first = int(calls.get(b"%d:same" % number, number))
+            call = response.calls.add(number=number)
+            call.prompt.ParseFromString(calls[b"%d:prompt" % first])
+            if (answer := calls.get(b"%d:answer" % number)) is not None:
+                call.answer.ParseFromString(answer)
+            if (reward := calls.get(b"%d:reward" % number)) is not None:
+                call.reward = float(reward)
+        return response
+
+
+def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]:
+    """Task, digests of keys, idle time in ms; raises InvalidInput."""
+    task = check.check_task(request.task)
+    if task.time_to_live_ms is not None or task.position is not None:
+        raise InvalidInput(f"task {task.task_id!r}: a session has no time_to_live and no position")
+    if not 1 <= len(request.key_digests) <= MAX_ATTEMPTS:
+        raise InvalidInput(
+            f"key_digests: got {len(request.key_digests)}, expected 1 to {MAX_ATTEMPTS}"
+        )
+    for digest in request.key_digests:
+        if not digest or check.check_digest(digest, "key_digests") != digest:
+            raise InvalidInput("key_digests '': expected sha256 in hex")
+    idle_ms = request.idle.ToMilliseconds()
+    if not _MIN_IDLE_MS <= idle_ms <= _MAX_IDLE_MS:
+        raise InvalidInput(f"idle {idle_ms / 1000:g} s: expected 0.1 s to 7 days")
+    return task, list(request.key_digests), idle_ms
+
+
+def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
+    """The request, if it is one; raises InvalidInput."""
+    check.check_task_id(request.lease.task_id, "lease.task_id")
+    check.check_number(request.lease.token, "lease.token", 1)
+    check.check_number(request.attempt, "attempt", 0)
+    match request.WhichOneof("change"):
+        case "begin":
+            check.check_task_id(request.begin.call_id, "begin.call_id")
+            if not 1 <= request.begin.answers <= MAX_ANSWERS:
+                raise InvalidInput(
+                    f"begin.answers {request.begin.answers}: expected 1 to {MAX_ANSWERS}"
+                )
+        case "record":
+            answer = request.record.answer
+            check.check_number(request.record.number, "record.number", 0)
+            sizes = {len(answer.token_ids), len(answer.logprobs), len(answer.versions)}
+            if len(sizes) > 1:
+                raise InvalidInput("record.answer: ids, logprobs and versions differ in number")
+        case "reward":
+            check.check_number(request.reward.number, "reward.number", 0)
+            if request.reward.value - request.reward.value != 0:
+                raise InvalidInput(f"reward.value {request.reward.value}: expected a finite number")
+        case None:
+            raise InvalidInput("change: expected begin, record, reward or end")
+    return request

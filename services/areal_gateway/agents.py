@@ -1,0 +1,100 @@
+"""Sessions of agents outside: opened here, their calls passed on to a rollout worker.
+
+    POST /v1/sessions ── the gateway's token ──> ids, base URLs, API keys
+    /sessions/ID/…    ── the session's own key ──> what `areal.agents.routes` serves
+
+All state is the ledger's: any gateway and any worker serve any request of any session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import uuid
+from typing import Any, Literal
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from areal.clients.buffer.sessions import BufferSessions
+from areal.clients.rollout import RolloutClient
+from areal.errors import Unavailable
+from areal.types import Purpose, Task, WorkflowSpec
+from areal.v1.rollout_service_pb2 import CallSessionRequest
+from areal_gateway.config import GatewayConfig
+
+# What a worker reads of a request.
+_HEADERS = ("authorization", "x-api-key", "x-stainless-retry-count")
+
+
+class OpenIn(BaseModel):
+    """A session to open."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: dict[str, Any] = Field(default_factory=dict)
+    """What the agent works on: kept with the trajectories, for people."""
+    n: int = Field(default=1, ge=1, le=64)
+    """Attempts at the task, each a session of its own. They are one group: their rewards are
+    compared with each other."""
+    ttl_s: float | None = Field(default=None, ge=0.1, le=7 * 24 * 3600)
+    """The task expires when no call comes for so long; null: twice rollout.request_timeout_s."""
+    purpose: Literal["train", "serve"] = "train"
+    """`serve`: recorded, and not trained on."""
+
+
+def add_agents(
+    app: FastAPI,
+    rollout: RolloutClient | None,
+    sessions: BufferSessions | None,
+    config: GatewayConfig,
+) -> None:
+    """Adds the routes; without rollout service or ledger they answer 503."""
+
+    @app.post("/v1/sessions", tags=["sessions"])
+    async def open_session(request: Request, body: OpenIn | None = None) -> Response:
+        """Opens a session for an agent, or n of them; 429 with Retry-After where it must wait."""
+        if sessions is None:
+            raise Unavailable("endpoints.buffer '': this gateway has no ledger")
+        body = body or OpenIn()
+        task_id = f"session-{uuid.uuid4().hex}"
+        keys = [f"sk-{secrets.token_urlsafe(24)}" for _ in range(body.n)]
+        task = Task(task_id, Purpose(body.purpose), WorkflowSpec("session"), body.task)
+        digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+        idle_s = body.ttl_s or 2 * config.generation_s
+        version = await sessions.open(task, digests, idle_s)
+        opened = [
+            {
+                "id": f"{task_id}-{attempt}",
+                "base_url": f"{request.base_url}sessions/{task_id}-{attempt}/v1",
+                "api_key": key,
+            }
+            for attempt, key in enumerate(keys)
+        ]
+        answer = {
+            **opened[0],
+            "task_id": task_id,
+            "policy_version": version,
+            "ttl_s": idle_s,
+            "sessions": opened,
+        }
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+    async def call(session_id: str, request: Request, path: str = "") -> Response:
+        """A request of the session's agent, which has the session's own key."""
+        if rollout is None:
+            raise Unavailable("endpoints.rollout '': this gateway has no rollout service")
+        passed = CallSessionRequest(
+            session_id=session_id,
+            method=request.method,
+            path=f"/{path}" if path else "",
+            headers={name: request.headers[name] for name in _HEADERS if name in request.headers},
+            content=await request.body(),
+        )
+        reply = await rollout.call_session(passed, wait_s=2 * config.generation_s)
+        kind = "text/event-stream" if reply.stream else "application/json"
+        return Response(reply.body, reply.status, dict(reply.headers), kind)
+
+    for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
+        app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

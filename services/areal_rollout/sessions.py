@@ -1,0 +1,200 @@
+"""Serves agents outside: their requests come through a gateway, their state is the ledger's.
+
+    agent ── HTTP ──> gateway ── CallSession ──> this worker ──> the model
+                                                     │  GetSession, UpdateSession
+                                                     v
+                                                   ledger
+
+| request           | reads                  | writes                                     |
+|-------------------|------------------------|--------------------------------------------|
+| a model call      | the session's calls    | prompt before, answer after generation     |
+| POST /reward      | its state              | a reward                                   |
+| POST /end         | all attempts, the last | the mark; the group, once all have ended   |
+| GET               | its state              | nothing                                    |
+
+Nothing is kept between requests: any worker serves any of them. One that dies in a call leaves a
+prompt without an answer, which is no part of any trajectory; the agent's SDK asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+from areal.agents.fields import number
+from areal.agents.routes import Reply, handle
+from areal.agents.session import Model, Session
+from areal.agents.tree import merge
+from areal.clients.buffer.sessions import BufferSessions
+from areal.errors import (
+    InvalidInput,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    WorkflowError,
+)
+from areal.protocol.leases import Lease, Return, ReturnCause
+from areal.protocol.trajectories import STATE_FROM_PB, task_from_pb
+from areal.tokenizer import Tokenizer
+from areal.types import (
+    LLMRequest,
+    LLMResponse,
+    StopReason,
+    TaskState,
+    Trajectory,
+    TrajectoryGroup,
+)
+from areal.v1 import buffer_service_pb2 as pb
+from areal.workflows.rendering import TemplateRenderer
+from areal_rollout.config import RolloutConfig
+from areal_rollout.interfaces import Buffer, Generation
+from areal_rollout.ledger_calls import LedgerCalls
+from areal_rollout.results import Rejected, judge
+
+_DONE = (TaskState.COMPLETED, TaskState.BATCHED, TaskState.TRAINED, TaskState.DELIVERED)
+_WORKER = "session"
+
+
+class Sessions:
+    """Answers the requests of all sessions; `start` it once there is a model."""
+
+    def __init__(self, sessions: BufferSessions, buffer: Buffer, config: RolloutConfig) -> None:
+        """Takes what it calls.
+
+        Args:
+            sessions: Where their calls are.
+            buffer: Takes finished groups.
+            config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
+        """
+        self._sessions, self._buffer, self._config = sessions, buffer, config
+        self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
+
+    def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
+        """From now on there is a model."""
+        self._model = generation, tokenizer, TemplateRenderer(tokenizer)
+
+    async def serve(
+        self, session_id: str, method: str, path: str, headers: Mapping[str, str], content: bytes
+    ) -> Reply:
+        """Answers one request; errors become the answer's status."""
+        calls: LedgerCalls
+
+        async def find(key: str) -> Session:
+            nonlocal calls
+            calls = await self._find(session_id, key)
+            return Session(session_id, self._of(calls.found.policy_version), calls)
+
+        async def state(_: dict[str, Any]) -> dict[str, Any]:
+            return _state(session_id, calls.found)
+
+        async def end(body: dict[str, Any]) -> dict[str, Any]:
+            return {"id": session_id, "state": await self._end(calls, number(body, "reward"))}
+
+        more = {("GET", ""): state, ("POST", "/end"): end}
+        return await handle(find, method, path.rstrip("/"), headers, content, more)
+
+    async def _find(self, session_id: str, key: str) -> LedgerCalls:
+        """What the ledger has of a session; raises Unauthenticated, NotFound."""
+        task_id, _, attempt = session_id.rpartition("-")
+        if not task_id or not attempt.isdecimal() or len(attempt) > 4:
+            raise NotFound(f"session {session_id[:80]!r}: unknown")
+        found = await self._sessions.get(task_id, int(attempt))
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        if not hmac.compare_digest(digest, found.key_digest):
+            raise Unauthenticated("API key: it is not that of this session")
+        return LedgerCalls(self._sessions, found, int(attempt))
+
+    def _of(self, min_version: int) -> Model:
+        """The model as a session opened at this version may see it."""
+        if self._model is None:
+            raise Unavailable("the rollout worker is starting: try again in 1 s")
+        generation, tokenizer, renderer = self._model
+
+        async def generate(request: LLMRequest) -> list[LLMResponse]:
+            responses = [
+                LLMResponse(list(request.input_ids), [], [], [], StopReason.ABORT)
+                for _ in range(request.gconfig.n_samples)
+            ]
+            await generation.generate(request, responses, min_version=min_version, avoid=())
+            return responses
+
+        return Model("areal", generate, tokenizer, renderer, self._config.gconfig)
+
+    # ------------------------------------------------------------ ending
+
+    async def _end(self, calls: LedgerCalls, reward: float | None) -> str:
+        """Ends an attempt, and with the last one the task; returns the task's state."""
+        found = calls.found
+        task_id = found.record.task.task_id
+        state = STATE_FROM_PB[found.record.state]
+        if state in _DONE or state is TaskState.REJECTED:
+            return state.value
+        calls.check_open()
+        if not found.ended:
+            if reward is not None:
+                await calls.reward(None, reward)
+                found.outcome = reward
+            await asyncio.to_thread(_trajectories, calls)  # what cannot be trained is told
+        if await calls.end():
+            return state.value
+        attempts = [await self._sessions.get(task_id, each) for each in range(found.attempts)]
+        trajectories = [
+            trajectory
+            for index, each in enumerate(attempts)
+            for trajectory in await asyncio.to_thread(
+                _trajectories, LedgerCalls(self._sessions, each, index)
+            )
+        ]
+        return await self._complete(task_id, found, trajectories)
+
+    async def _complete(
+        self, task_id: str, found: pb.GetSessionResponse, trajectories: list[Trajectory]
+    ) -> str:
+        token = found.lease.token
+        task = task_from_pb(found.record.task)
+        for index, trajectory in enumerate(trajectories):
+            trajectory.trajectory_id = f"{task_id}.{token}.{index}"
+        group = TrajectoryGroup(task_id, trajectories, task.traceparent)
+        lease = Lease(task, token, found.policy_version, 0.0)
+        end = judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
+        if isinstance(end, Rejected):
+            await self._buffer.reject_task(task_id, token, end.reason)
+            return TaskState.REJECTED.value
+        try:
+            await self._buffer.complete_task(task_id, token, group, _WORKER)
+        except InvalidInput as error:
+            detail = f"the ledger refuses the group: {error}"
+            await self._buffer.return_task(
+                task_id, token, Return(ReturnCause.WORKFLOW_ERROR, detail)
+            )
+            raise
+        state = STATE_FROM_PB[(await self._sessions.get(task_id, 0)).record.state]
+        return state.value
+
+
+def _state(session_id: str, found: pb.GetSessionResponse) -> dict[str, Any]:
+    """What a GET shows."""
+    return {
+        "id": session_id,
+        "task_id": found.record.task.task_id,
+        "state": STATE_FROM_PB[found.record.state].value,
+        "reason": found.record.reason,
+        "attempts": found.attempts,
+        "ended": found.ended,
+        "calls": len(found.calls),
+        "reward": found.outcome if found.HasField("outcome") else None,
+        "policy_version": found.policy_version,
+    }
+
+
+def _trajectories(calls: LedgerCalls) -> list[Trajectory]:
+    """Those of one attempt; raises InvalidInput if nothing of it can be trained."""
+    found = calls.found
+    outcome = found.outcome if found.HasField("outcome") else None
+    try:
+        return merge(calls.calls(), outcome).trajectories
+    except WorkflowError as error:
+        raise InvalidInput(f"{error}: expected at least one answered call") from None

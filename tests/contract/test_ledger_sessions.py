@@ -1,0 +1,223 @@
+"""Tasks that agents outside run: leased when opened, renewed by calls, never run again."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from tests.ledger_support import EMPTY, FULL, Book, ledger_config, new_task
+
+from areal.chassis.waits import Waits
+from areal.errors import CapacityExceeded, InvalidInput, LeaseLost, NotFound
+from areal.types import Purpose
+from areal.v1 import buffer_service_pb2 as pb
+from areal_buffer.records import MemoryGauge
+from areal_buffer.sessions import SessionStore
+
+KEYS = ["a" * 64, "b" * 64]
+
+
+class Sessions:
+    """The store beside a book, with the shortest ways to say what a test does."""
+
+    def __init__(self, book: Book) -> None:
+        config = ledger_config("", namespace=book.namespace)
+        self.book, self.memory = book, MemoryGauge(EMPTY)
+        self.store = SessionStore(book.redis, config, self.memory, Waits())
+
+    async def open(self, task_id: str, purpose: Purpose = Purpose.TRAIN, attempts: int = 1) -> int:
+        return await self.store.open(new_task(task_id, purpose), KEYS[:attempts], 60_000)
+
+    async def update(self, task_id: str, attempt: int = 0, **change: object) -> tuple[int, int]:
+        lease = (await self.store.read(task_id, attempt)).lease
+        request = pb.UpdateSessionRequest(lease=lease, attempt=attempt, **change)  # type: ignore[arg-type]
+        done = await self.store.update(request)
+        return done.number, done.open_attempts
+
+    async def begin(self, task_id: str, *ids: int, answers: int = 1, call_id: str = "") -> int:
+        prompt = pb.SessionPrompt(token_ids=ids)
+        begin = pb.SessionBegin(call_id=call_id or uuid.uuid4().hex, answers=answers, prompt=prompt)
+        return (await self.update(task_id, begin=begin))[0]
+
+    async def record(self, task_id: str, number: int, *ids: int, version: int = 0) -> None:
+        answer = pb.SessionAnswer(
+            token_ids=ids, logprobs=[-0.5] * len(ids), versions=[version] * len(ids)
+        )
+        await self.update(task_id, record=pb.SessionRecord(number=number, answer=answer))
+
+    async def end(self, task_id: str, attempt: int = 0) -> int:
+        return (await self.update(task_id, attempt, end=pb.SessionEnd()))[1]
+
+    async def token(self, task_id: str) -> int:
+        return (await self.store.read(task_id, 0)).lease.token
+
+
+@pytest.fixture
+def sessions(book: Book) -> Sessions:
+    return Sessions(book)
+
+
+async def test_session_when_opened_then_it_runs_and_no_worker_gets_it(book, sessions):
+    await book.register()
+    await sessions.open("s")
+    assert await book.state("s") == "running"
+    assert await book.lease(5) == {}
+    assert await book.counts() == {"running": 1}
+    stats = await book.store.stats()
+    assert stats.admission_headroom == 3
+
+
+async def test_session_when_opened_again_then_it_is_the_same_one(book, sessions):
+    await sessions.open("s", attempts=2)
+    token = await sessions.token("s")
+    await sessions.open("s", attempts=2)
+    assert (await sessions.token("s"), await book.counts()) == (token, {"running": 1})
+    with pytest.raises(InvalidInput, match="there is a task of this name"):
+        await sessions.open("s")
+    await book.submit("t")
+    with pytest.raises(InvalidInput, match="there is a task of this name"):
+        await sessions.open("t")
+
+
+async def test_session_when_opened_beyond_the_staleness_bound_then_told_when_to_try_again(
+    book, sessions
+):
+    await book.register(size=2, eta=0)
+    await sessions.open("a")
+    await sessions.open("b")
+    with pytest.raises(
+        CapacityExceeded, match=r"admission: 2 running .*try again in 1 s"
+    ) as caught:
+        await sessions.open("c")
+    assert caught.value.retry_after_s == 1
+    await sessions.open("serves", Purpose.SERVE)
+    sessions.memory.limit_bytes = FULL
+    with pytest.raises(CapacityExceeded, match="memory limit; try again"):
+        await sessions.open("d", Purpose.SERVE)
+
+
+async def test_calls_when_recorded_twice_then_kept_once_and_in_order(book, sessions):
+    await sessions.open("s")
+    first = await sessions.begin("s", 1, 2, answers=2, call_id="x")
+    assert first == await sessions.begin("s", 1, 2, answers=2, call_id="x") == 0
+    assert await sessions.begin("s", 3) == 2
+    await sessions.record("s", 1, 7, 8, version=4)
+    await sessions.record("s", 1, 9)
+    reward = pb.SessionReward(number=1, value=0.25)
+    await sessions.update("s", reward=reward)
+    await sessions.update("s", reward=pb.SessionReward(value=1.5))
+    found = await sessions.store.read("s", 0)
+    assert [list(call.prompt.token_ids) for call in found.calls] == [[1, 2], [1, 2], [3]]
+    assert [call.HasField("answer") for call in found.calls] == [False, True, False]
+    assert list(found.calls[1].answer.token_ids) == [7, 8]
+    assert list(found.calls[1].answer.versions) == [4, 4]
+    assert (found.calls[1].reward, found.outcome, found.ended) == (0.25, 1.5, False)
+    with pytest.raises(NotFound, match="answer 3: the session has 3"):
+        await sessions.record("s", 3, 1)
+    assert await book.held() == await book.recount()
+
+
+async def test_session_when_calls_come_then_its_lease_is_renewed(book, sessions):
+    await sessions.open("s")
+    running = f"{book.prefix}running:train"
+    await book.redis.zadd(running, {"s": 1})
+    await sessions.begin("s", 1)
+    await book.store.sweep()
+    assert await book.state("s") == "running"
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_session_when_its_agent_is_silent_then_it_expires_by_name(book, sessions, purpose):
+    await sessions.open("s", purpose)
+    number = await sessions.begin("s", 1)
+    await book.expire_lease("s")
+    assert await book.counts() == {"expired": 1}
+    found = await sessions.store.read("s", 0)
+    assert found.record.reason == "session expired: its agent was silent for 60 s"
+    assert not found.calls
+    with pytest.raises(LeaseLost, match="session s is expired: session expired: its agent was"):
+        await sessions.record("s", number, 2)
+    assert await book.lease(5) == {}
+    assert await book.held() == await book.recount()
+
+
+async def test_leases_when_an_outage_ends_then_a_session_has_its_own_lifetime(book, sessions):
+    await sessions.store.open(new_task("s"), KEYS[:1], 3_600_000)
+    await book.redis.zadd(f"{book.prefix}running:train", {"s": 1})
+    await book.redis.hset(f"{book.prefix}meta", "last_sweep", 1)
+    assert (await book.store.sweep()).extended == 1
+    expiry = await book.redis.zscore(f"{book.prefix}running:train", "s")
+    seconds, _ = await book.redis.time()
+    assert 3_500 < expiry / 1000 - seconds < 3_700
+
+
+async def test_session_when_all_attempts_have_ended_then_completed_and_trained_once(book, sessions):
+    await book.register(size=1)
+    await sessions.open("s", attempts=2)
+    await sessions.record("s", await sessions.begin("s", 1), 2)
+    assert await sessions.end("s") == 1
+    assert await sessions.end("s") == 1
+    with pytest.raises(LeaseLost, match="session s-0 has ended"):
+        await sessions.begin("s", 1)
+    assert await sessions.end("s", 1) == 0
+    token = await sessions.token("s")
+    assert await book.complete("s", token)
+    assert not await book.complete("s", token)
+    assert await sessions.end("s") == 0
+    assert await book.held() == await book.recount()
+    assert await book.take(1) == ("taken", ["s"])
+    await book.store.commit(book.incarnation, 1, 1)
+    assert await book.counts() == {"trained": 1}
+
+
+async def test_session_when_it_is_too_stale_then_it_expires_and_is_not_queued(book, sessions):
+    await book.register(size=1, eta=1)
+    await sessions.open("first")
+    await sessions.open("late")
+    assert await book.complete("first", await sessions.token("first"))
+    assert await book.take(1) == ("taken", ["first"])
+    assert (await book.take(2))[0] == "waiting"
+    await sessions.open("fresh")
+    assert await book.complete("fresh", await sessions.token("fresh"), version=1)
+    assert (await book.take(2))[0] == "waiting"  # for the late one
+    await book.pass_straggler_deadline()
+    assert await book.take(2) == ("taken", ["fresh"])
+    assert await book.state("late") == "expired"
+    assert await book.lease(5) == {}
+    assert await book.held() == await book.recount()
+
+
+async def test_session_when_its_group_is_too_stale_then_it_expires_and_is_not_queued(
+    book, sessions
+):
+    await book.register(size=1, eta=1)
+    for task_id in ("first", "second"):
+        await sessions.open(task_id)
+        assert await book.complete(task_id, await sessions.token(task_id))
+    assert await book.take(1) == ("taken", ["first"])
+    await book.register(1, size=1, eta=0)
+    assert (await book.take(2))[0] == "waiting"
+    assert await book.counts() == {"batched": 1, "expired": 1}
+    assert (await sessions.store.read("second", 0)).record.reason.startswith("head version 0")
+    assert await book.held() == await book.recount()
+
+
+async def test_session_when_it_is_cancelled_or_returned_then_nothing_of_it_is_left(book, sessions):
+    for task_id in ("c", "r"):
+        await sessions.open(task_id)
+        await sessions.begin(task_id, 1, 2, 3)
+    await book.store.cancel(["c"], None, reason="enough", incarnation=0)
+    returned = await book.return_lease("r", await sessions.token("r"), "workflow_error")
+    assert (await book.state("c"), returned) == ("cancelled", "expired")
+    assert not await book.redis.keys(f"{book.prefix}calls:*")
+    assert await book.held() == await book.recount()
+
+
+async def test_calls_when_they_are_too_large_then_refused_in_one_line(book, sessions):
+    await sessions.open("s")
+    sessions.memory.limit_bytes = FULL
+    with pytest.raises(CapacityExceeded, match="memory limit; try again"):
+        await sessions.begin("s", 1)
+    sessions.memory.limit_bytes = EMPTY
+    with pytest.raises(InvalidInput, match=r"its calls have \d+ bytes: at most 1000000"):
+        await sessions.begin("s", *range(2**20, 2**20 + 400_000))

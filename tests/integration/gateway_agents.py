@@ -1,0 +1,74 @@
+"""What drives sessions through gateways: a stack with several of them, and a small client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.integration.stack_tools import eventually
+from tests.rollout_stack import Stack, free_port, start_stack
+
+
+@contextmanager
+def agents_stack(
+    folder: Path, gateways: int, **rollout: object
+) -> Iterator[tuple[Stack, list[str]]]:
+    """A whole generation side with a rollout worker and gateways; yields it and their URLs."""
+    with start_stack(folder, **rollout) as whole:  # type: ignore[arg-type]
+        ends = whole.config.endpoints
+        whole.service("rollout", ends.rollout)
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(gateways)]
+        for number, address in enumerate(addresses):
+            whole.service("gateway", address, f"gateway-{number}")
+        whole.wait("rollout", ends.rollout)
+        eventually(
+            lambda: whole.metric("rollout", "areal_rollout_serving_servers") == len(ends.inference),
+            "the rollout worker knows every server",
+            60.0,
+        )
+        urls = [f"http://{address}" for address in addresses]
+        for url in urls:
+            eventually(lambda url=url: serves(url), f"{url} serves", 60.0)  # type: ignore[misc]
+        yield whole, urls
+
+
+def serves(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=5.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+RETRYABLE = (408, 409, 429, 500, 502, 503, 504)
+
+
+class Refused(Exception):
+    """An answer that no retry would change."""
+
+
+async def request(
+    urls: list[str], method: str, path: str, key: str = "", body: Any = None, tries: int = 200
+) -> Any:
+    """As a careful client asks: any gateway, again while that may help."""
+    last = ""
+    for _ in range(tries):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with httpx.AsyncClient(timeout=60.0) as http:
+                url = random.choice(urls) + path
+                reply = await http.request(method, url, json=body, headers=headers)
+        except httpx.HTTPError as error:
+            last = repr(error)
+        else:
+            if reply.status_code == 200:
+                return reply.json()
+            last = f"{reply.status_code} {reply.text}"
+            if reply.status_code not in RETRYABLE:
+                raise Refused(last)
+        await asyncio.sleep(0.3)
+    raise AssertionError(f"{method} {path}: {last}")

@@ -1,0 +1,161 @@
+"""Agents outside drive sessions through two gateways, with unchanged SDKs, and are trained."""
+
+from __future__ import annotations
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+from tests.buffer_client import BufferClient
+from tests.integration.gateway_agents import Refused, agents_stack, request
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    with agents_stack(tmp_path_factory.mktemp("stack"), 2, lease_ttl_s=3.0) as started:
+        yield started
+
+
+@pytest.fixture
+def urls(stack):
+    return stack[1]
+
+
+@pytest.fixture
+async def ledger(stack):
+    client = BufferClient(stack[0].config.endpoints.buffer)
+    yield client
+    await client.close()
+
+
+async def register(ledger, size=1, eta=4):
+    stats = await ledger.get_stats()
+    trainer = await ledger.register_trainer(
+        resume_step=stats.last_taken_step,
+        batch_size=size,
+        max_head_offpolicyness=eta,
+        max_concurrent_rollouts=64,
+    )
+    return trainer.incarnation, trainer.last_taken_step + 1
+
+
+async def batch(ledger, incarnation, step):
+    taken = await ledger.take_batch(incarnation, step, 30.0)
+    ids = [group.task_id for group in taken.groups]
+    assert ids, taken.waiting_for
+    groups = await ledger.fetch_groups(incarnation, step, ids)
+    await ledger.commit_step(incarnation, step, step)
+    return groups
+
+
+def swapped(urls, base_url):
+    """The same session at the other gateway."""
+    first, second = urls
+    return base_url.replace(first, second) if first in base_url else base_url.replace(second, first)
+
+
+async def test_chat_when_two_gateways_share_a_session_then_its_ids_are_trained(urls, ledger):
+    incarnation, step = await register(ledger)
+    opened = await request(urls, "POST", "/v1/sessions", body={"task": {"question": "1+1="}})
+    key, base = opened["api_key"], opened["base_url"]
+    messages = [{"role": "user", "content": "1+1="}]
+    said: list[float] = []
+    for turn in range(3):
+        async with openai.AsyncOpenAI(base_url=base, api_key=key) as llm:
+            answer = await llm.chat.completions.create(
+                model="any", messages=messages, logprobs=True, max_tokens=12
+            )
+        choice = answer.choices[0]
+        said += [each.logprob for each in choice.logprobs.content]
+        messages += [choice.message, {"role": "user", "content": f"again {turn}"}]
+        base = swapped(urls, base)
+    path = f"/sessions/{opened['id']}"
+    state = await request(urls, "GET", path, key)
+    assert (state["state"], state["calls"], state["reward"]) == ("running", 3, None)
+    await request(urls, "POST", f"{path}/reward", key, {"reward": 0.5})
+    ended = await request(urls, "POST", f"{path}/end", key)
+    assert ended == {"id": opened["id"], "state": "completed"}
+    assert await request(urls, "POST", f"{path}/end", key) == ended
+    [group] = await batch(ledger, incarnation, step)
+    assert group.task_id == opened["task_id"]
+    [trajectory] = group.trajectories
+    sampled = trajectory.behavior_logprobs[trajectory.loss_mask]
+    np.testing.assert_array_equal(sampled, np.asarray(said, np.float32))
+    assert trajectory.reward == 0.5
+    [record] = await ledger.get_tasks([opened["task_id"]])
+    assert record.state == "trained"
+    with pytest.raises(Refused, match=r"410 .*is trained"):
+        await request(urls, "POST", f"{path}/v1/chat/completions", key, {"messages": messages[:1]})
+
+
+async def test_messages_and_tokens_when_called_then_recorded_as_sampled(urls, ledger):
+    opened = await request(urls, "POST", "/v1/sessions", body={"purpose": "serve"})
+    key, base = opened["api_key"], opened["base_url"]
+    async with anthropic.AsyncAnthropic(base_url=base, api_key=key) as llm:
+        message = await llm.messages.create(
+            model="any", max_tokens=8, messages=[{"role": "user", "content": "2+2="}]
+        )
+        async with llm.messages.stream(
+            model="any", max_tokens=8, messages=[{"role": "user", "content": "3+3="}]
+        ) as stream:
+            streamed = await stream.get_final_message()
+    assert message.usage.output_tokens
+    assert streamed.usage.output_tokens
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 6, "n": 2}}
+    path = f"/sessions/{opened['id']}"
+    tokens = await request(urls, "POST", f"{path}/inference/v1/generate", key, body)
+    ended = await request(urls, "POST", f"{path}/end", key, {"reward": 1})
+    assert ended["state"] == "delivered"
+    [record] = await ledger.get_tasks([opened["task_id"]], include_groups=True)
+    outputs = [each.input_ids[each.loss_mask].tolist() for each in record.group.trajectories]
+    assert len(outputs) == 4
+    assert outputs[2:] == [choice["token_ids"] for choice in tokens["choices"]]
+
+
+async def test_attempts_when_several_then_one_group_once_all_have_ended(urls, ledger):
+    incarnation, step = await register(ledger)
+    opened = await request(urls, "POST", "/v1/sessions", body={"n": 3})
+    assert len(opened["sessions"]) == 3
+    for number, session in enumerate(opened["sessions"]):
+        path, key = f"/sessions/{session['id']}", session["api_key"]
+        call = {"prompt": "1+1=", "max_tokens": 4}
+        await request(urls, "POST", f"{path}/v1/completions", key, call)
+        ended = await request(urls, "POST", f"{path}/end", key, {"reward": number})
+        assert ended["state"] == ("completed" if number == 2 else "running")
+    [group] = await batch(ledger, incarnation, step)
+    assert [each.reward for each in group.trajectories] == [0.0, 1.0, 2.0]
+
+
+async def test_open_when_the_staleness_bound_is_reached_then_429_says_when(urls, ledger):
+    incarnation, step = await register(ledger, size=1, eta=0)
+    await ledger.confirm_version(incarnation, step - 1)  # no model call follows
+    opened = await request(urls, "POST", "/v1/sessions")
+    async with httpx.AsyncClient() as http:
+        reply = await http.post(f"{urls[0]}/v1/sessions", json={})
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
+    assert "admission: 1 running" in reply.json()["error"]
+    assert await ledger.cancel_tasks([opened["task_id"]], reason="enough") == 1
+    with pytest.raises(Refused, match=r"410 .*is cancelled: enough"):
+        await request(urls, "POST", f"/sessions/{opened['id']}/end", opened["api_key"])
+
+
+async def test_session_when_the_request_is_wrong_then_refused_in_one_line(urls, ledger):
+    await register(ledger)
+    opened = await request(urls, "POST", "/v1/sessions", body={"ttl_s": 1.0})
+    path, key = f"/sessions/{opened['id']}", opened["api_key"]
+    with pytest.raises(Refused, match=r"401 .*not that of this session"):
+        await request(urls, "GET", path, "sk-another")
+    with pytest.raises(Refused, match=r"404 .*unknown"):
+        await request(urls, "GET", "/sessions/session-0-0", key)
+    with pytest.raises(Refused, match=r"404 .*there is no such route"):
+        await request(urls, "POST", f"{path}/v1/embeddings", key, {})
+    with pytest.raises(Refused, match=r"400 .*no token was sampled"):
+        await request(urls, "POST", f"{path}/end", key, {"reward": 1})
+    with pytest.raises(Refused, match=r"400 .*n 65: input should be"):
+        await request(urls, "POST", "/v1/sessions", body={"n": 65})
+
+    assert await ledger.wait_tasks([opened["task_id"]], 30.0)
+    assert (await request(urls, "GET", path, key))["state"] == "expired"
+    with pytest.raises(Refused, match=r"410 .*its agent was silent for 1 s"):
+        await request(urls, "POST", f"{path}/v1/completions", key, {"prompt": "1"})
