@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
 from tests.offline_rig import EXAMPLES, Example
+from transformers import AutoModelForSequenceClassification
 
 from areal.config.experiment import GRPOConfig, save_config
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
+from areal.training.checkpoints import CheckpointFolder
 from areal.training.offline_session import OfflineSession
 
 LIMIT_S = 600
@@ -90,6 +96,56 @@ def test_pairs_when_learned_for_some_steps_then_heldout_loss_is_recorded_and_the
     assert example.rows[-1]["train/loss_tokens"] == 6, "what is counted are pairs"
     assert 0 <= example.results["heldout_accuracy"] <= 1
     assert (example.config.run_dir / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("keys", [(), ("actor.lora={}",)])
+def test_reward_model_when_a_checkpoint_is_exported_then_it_is_the_saved_classifier(
+    tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    keys = (*FEW, "total_train_steps=2", "checkpoint.freq_steps=2", *keys)
+    example = Example("reward_model", tmp_path, *keys).run()
+    run_dir = example.config.run_dir
+    [checkpoint] = [each.path for each in CheckpointFolder(run_dir / "checkpoints", keep=1).list()]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "areal.engines.export_checkpoint", str(example.file)),
+            *(str(checkpoint), str(tmp_path / "exported"), str(tmp_path)),
+        ],
+        env={**os.environ, "PYTHONPATH": str(SERVICES), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ids = torch.tensor([[65, 66, 67, 68, 69]])
+    scores = [_scores(folder, ids) for folder in (run_dir / "model", tmp_path / "exported")]
+    assert scores[0].abs().sum() > 0, "the head has learned something"
+    assert torch.equal(*scores)
+    if example.config.actor.lora is not None:
+        adapter = json.loads(
+            (tmp_path / "exported" / "adapter" / "adapter_config.json").read_text()
+        )
+        assert adapter["task_type"] == "SEQ_CLS"
+        base = _classifier(example.config.model.path)
+        adapted = PeftModel.from_pretrained(base, tmp_path / "exported" / "adapter")
+        torch.testing.assert_close(_logits(adapted, ids), scores[0], rtol=1e-5, atol=1e-6)
+
+
+def _classifier(folder: Path | str) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    )
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def _scores(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    return _logits(_classifier(folder), ids)
 
 
 def test_rollouts_when_there_are_no_servers_then_refused(tmp_path: Path) -> None:

@@ -107,6 +107,25 @@ class _DigestingWriter(FileSystemWriter):
         return written
 
 
+def holds_scalar_model(directory: Path) -> bool:
+    """Whether its model has a head of one number, as a reward model has.
+
+    Raises:
+        InvalidInput: not a complete checkpoint.
+    """
+    return "model.hf.score.weight" in _saved(directory)
+
+
+def _saved(directory: Path) -> dict[str, Any]:
+    """What a checkpoint knows of its tensors, by name."""
+    for name in (STATE_FILE, METADATA_FILE):
+        if not (directory / name).is_file():
+            raise InvalidInput(
+                f"checkpoint {str(directory)!r} has no {name}: expected a finished one"
+            )
+    return FileSystemReader(directory).read_metadata().state_dict_metadata
+
+
 def load(
     directory: Path, tensors: dict[str, torch.Tensor], process_group: dist.ProcessGroup, rank: int
 ) -> dict[str, Any]:
@@ -118,13 +137,8 @@ def load(
     Raises:
         InvalidInput: not a complete checkpoint, or one of another model.
     """
-    for name in (STATE_FILE, METADATA_FILE):
-        if not (directory / name).is_file():
-            raise InvalidInput(
-                f"checkpoint {str(directory)!r} has no {name}: expected a finished one"
-            )
+    saved = _saved(directory)
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())
-    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
     for name in [name for name in tensors if name.startswith("random.") and name not in saved]:
         # Written by fewer ranks: this rank continues with the random state it has.
         del tensors[name]

@@ -16,6 +16,7 @@ import torch
 
 from areal.config.experiment import GRPOConfig, load_service_config
 from areal.config.training import TrainEngineConfig
+from areal.engines.checkpoint import holds_scalar_model
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import lora
 from areal.errors import ArealError, InvalidInput
@@ -40,7 +41,13 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
         )
     adapters = config.actor.lora
     engine = FSDPEngine(
-        TrainEngineConfig(path=source, dtype="float32", optimizer=None, lora=adapters)
+        TrainEngineConfig(
+            path=source,
+            dtype="float32",
+            optimizer=None,
+            lora=adapters,
+            scalar=holds_scalar_model(checkpoint),
+        )
     )
     engine.initialize()
     try:

@@ -45,7 +45,7 @@ def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=_chosen(hf, config.targets),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_scalar(hf) else "CAUSAL_LM",
     )
     inject_adapter_in_model(chosen, hf, low_cpu_mem_usage=True)
     for _, module in _adapted(hf):
@@ -162,6 +162,8 @@ def write(hf: Any, folder: Path, base: str) -> None:
 
     config = hf.peft_config[_ADAPTER]
     config.base_model_name_or_path = base
+    if is_scalar(hf):  # peft then reads the head, which was trained whole, with the adapters
+        config.modules_to_save = ["score"]
     config.save_pretrained(str(folder))
     tensors = {
         f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": parameter.detach().contiguous()
