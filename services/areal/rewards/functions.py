@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.errors import InvalidInput, nearest
+from areal.errors import InvalidInput, Unavailable, nearest
 from areal.protocol.trajectories import parse_json_object
 from areal.rewards import builtin_reward
 from areal.v1 import reward_service_pb2 as pb
@@ -148,6 +148,8 @@ def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:
     """The result for what a function raised; names the last line passed, of its `file` if any."""
     if isinstance(error, InvalidInput):
         return failure(pb.SCORE_ERROR_INVALID, str(error))
+    if isinstance(error, Unavailable):  # what the function needs is away: try the task again
+        return failure(pb.SCORE_ERROR_CRASH, f"{name}: {error}")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _calls(f.filename)]
     last = ([f for f in frames if f.filename == file] or frames)[-1:]
     where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)

@@ -31,7 +31,7 @@ class _ScoreErrorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreError
     SCORE_ERROR_TIMEOUT: _ScoreError.ValueType  # 2
     """Longer than the time limit; the worker was ended."""
     SCORE_ERROR_CRASH: _ScoreError.ValueType  # 3
-    """The worker died (memory limit, crash)."""
+    """The worker died (memory limit, crash), or what the function needs is away (Unavailable)."""
     SCORE_ERROR_INVALID: _ScoreError.ValueType  # 4
     """Unknown function or recipe, or arguments that do not fit."""
 
@@ -44,7 +44,7 @@ SCORE_ERROR_FUNCTION: ScoreError.ValueType  # 1
 SCORE_ERROR_TIMEOUT: ScoreError.ValueType  # 2
 """Longer than the time limit; the worker was ended."""
 SCORE_ERROR_CRASH: ScoreError.ValueType  # 3
-"""The worker died (memory limit, crash)."""
+"""The worker died (memory limit, crash), or what the function needs is away (Unavailable)."""
 SCORE_ERROR_INVALID: ScoreError.ValueType  # 4
 """Unknown function or recipe, or arguments that do not fit."""
 Global___ScoreError: _TypeAlias = ScoreError  # noqa: Y015
