@@ -19,11 +19,13 @@ from tests.integration.test_trainer_session import Actor, Session
 from tests.ledger_support import make_group
 from tests.redis_server import start_redis
 
+from areal.clients.buffer.sessions import BufferSessions
 from areal.config.experiment import GRPOConfig
 from areal.engines import rollout
 from areal.engines.rollout import RemoteSGLangEngine
-from areal.errors import NotFound, WaitTimeout
+from areal.errors import InvalidInput, NotFound, WaitTimeout
 from areal.training.session import TrainerSession
+from areal.types import Purpose, Task, WorkflowSpec
 from areal.weights.servers import SyncStatus
 from areal.workflows.rlvr import RLVRWorkflow
 
@@ -212,6 +214,33 @@ def test_prepare_batch_when_no_more_rows_can_be_submitted_then_it_waits_without_
             engine.prepare_batch(Rows(), RLVRWorkflow("math"))
         assert (engine._feeder.held_back is not None) == full
         assert len(looks) <= most
+
+
+async def agents_outside(address: str, count: int) -> None:
+    """Opens sessions, one after the other, and ends each with a group."""
+    client = BufferClient(address)
+    sessions = BufferSessions(client.connection)
+    for number in range(count):
+        task_id = f"session-{number}"
+        task = Task(task_id, Purpose.TRAIN, WorkflowSpec("session"), {})
+        version = await sessions.open(task, ["a" * 64], 60.0)
+        token = (await sessions.get(task_id, 0)).lease.token
+        await client.complete_task(task_id, token, make_group(task_id, version), "session")
+    await client.close()
+
+
+def test_prepare_batch_when_there_are_no_rows_then_sessions_of_agents_outside_are_taken(
+    trial: Trial,
+) -> None:
+    with trial.session() as session:
+        engine = RemoteSGLangEngine(trial.config.rollout)
+        with pytest.raises(InvalidInput, match=r"prepare_batch\(workflow\): expected one"):
+            engine.prepare_batch(Rows())
+        waiting = in_thread(lambda: engine.prepare_batch(None))
+        waits_for(session, "batch")
+        asyncio.run(agents_outside(trial.config.endpoints.buffer, BATCH))
+        batch = waiting.result(60)
+        assert set(batch["group_index"].tolist()) == set(range(BATCH))  # type: ignore[index]
 
 
 def test_batch_calls_when_the_ledger_is_full_then_they_wait_by_name_and_have_a_deadline(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from areal import errors
@@ -26,6 +27,18 @@ from areal.workflows.specs import describe_workflow, recipe_of
 
 # One poll while the ledger refuses rows: so soon may they be offered again.
 _HELD_BACK_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """Where the tasks of a batch come from."""
+
+    feeder: TaskFeeder
+    spec: WorkflowSpec
+
+    def refill(self) -> None:
+        """Submits rows until enough are queued."""
+        self.feeder.refill(self.spec)
 
 
 class RemoteSGLangEngine:
@@ -47,30 +60,41 @@ class RemoteSGLangEngine:
         self._feeder: TaskFeeder | None = None
         self._specs: dict[int, WorkflowSpec] = {}
 
-    def prepare_batch(self, dataloader: RowLoader, workflow: RolloutWorkflow) -> dict[str, Any]:
+    def prepare_batch(
+        self, dataloader: RowLoader | None, workflow: RolloutWorkflow | None = None
+    ) -> dict[str, Any]:
         """The next batch of B groups; generation of later ones continues meanwhile.
 
         Args:
-            dataloader: Rows to submit; iterated from where it stands.
+            dataloader: Rows to submit; iterated from where it stands. None: no rows: the groups
+                are those of agents outside, which open sessions at the gateway.
             workflow: How a row becomes trajectories; a class of the recipe or of the library.
+                None where there are no rows.
 
         Returns:
             This rank's share, packed (see `areal.algorithms.packing`).
 
         Raises:
-            InvalidInput: The workflow samples at another temperature than the trainer's.
+            InvalidInput: The workflow samples at another temperature than the trainer's, or there
+                are rows without a workflow.
             WaitTimeout: No batch within 3 x rollout.request_timeout_s; says what was missing.
         """
-        check_sampling(workflow, self.session.config.gconfig.temperature)
-        spec = self._describe(workflow)
-        feeder = self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
+        feeding: Feeding | None = None
+        if dataloader is not None:
+            if workflow is None:
+                raise errors.InvalidInput("prepare_batch(workflow): expected one, for the rows")
+            check_sampling(workflow, self.session.config.gconfig.temperature)
+            spec = self._describe(workflow)
+            self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
+            feeding = Feeding(self._feeder, spec)
         self.session.begin_step()
-        self.session.on_rank0(lambda: feeder.refill(spec))
+        if feeding is not None:
+            self.session.on_rank0(feeding.refill)
         # A batch that is at hand is computed with while the last version leaves: `upload_weights`
         # waits for a server to confirm that one. For a fresh batch (0) it must be served first.
         if not (self.session.publishing.pending and self.config.max_head_offpolicyness):
             self.session.confirm_version()
-        return self._take(spec, feeder)
+        return self._take(feeding)
 
     def rollout_batch(
         self, data: Iterable[Mapping[str, Any]], workflow: RolloutWorkflow
@@ -102,7 +126,7 @@ class RemoteSGLangEngine:
         while not session.on_rank0(submission.proceed):
             session.raise_if_stopped()
             session.save_checkpoint()  # commits, so that payloads can go
-        return self._take(spec, None, [task.task_id for task in tasks])
+        return self._take(None, [task.task_id for task in tasks])
 
     def evaluate(
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
@@ -139,16 +163,14 @@ class RemoteSGLangEngine:
             self._specs[id(workflow)] = spec
         return self._specs[id(workflow)]
 
-    def _take(
-        self, spec: WorkflowSpec, feeder: TaskFeeder | None, task_ids: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def _take(self, feeding: Feeding | None, task_ids: Sequence[str] = ()) -> dict[str, Any]:
         """Waits for the batch of the next step; returns this rank's share of it, packed."""
         from areal.engines.images import pack_groups_with_images
 
         session = self.session
         since = time.monotonic()
         while True:
-            taken = session.on_rank0(lambda: self._poll(spec, feeder, task_ids, since), Take)
+            taken = session.on_rank0(lambda: self._poll(feeding, task_ids, since), Take)
             if taken.state is TakeState.TAKEN:
                 break
             session.raise_if_stopped()
@@ -171,13 +193,13 @@ class RemoteSGLangEngine:
 
     def _poll(
         self,
-        spec: WorkflowSpec,
-        feeder: TaskFeeder | None,
+        feeding: Feeding | None,
         task_ids: Sequence[str],
         since: float,
     ) -> Take:
         """Asks for the batch once, and sees to the rows that are queued meanwhile (rank 0)."""
         session = self.session
+        feeder = feeding.feeder if feeding is not None else None
         full = feeder is not None and feeder.held_back is not None
         at_once = session.publishing.pending
         # `upload_weights` waited for the version before the one that is on its way.
@@ -198,8 +220,8 @@ class RemoteSGLangEngine:
                 hint="see `areal status` and the rollout and inference logs"
                 + ("; the ledger is full and refuses more tasks" if full else ""),
             )
-        if taken.state is TakeState.WAITING and feeder is not None:
-            feeder.refill_if_low(spec, taken.queued)
+        if taken.state is TakeState.WAITING and feeding is not None:
+            feeding.feeder.refill_if_low(feeding.spec, taken.queued)
         return taken
 
 

@@ -148,7 +148,11 @@ class _StandIn(metaclass=_Kind):
 class _Rollout(_StandIn):
     """Where rows and workflow are handed over; as `areal.engines.rollout.RemoteSGLangEngine`."""
 
-    def prepare_batch(self, dataloader: Iterable[Any], workflow: Any, *_: Any, **__: Any) -> Any:
+    def prepare_batch(
+        self, dataloader: Iterable[Any] | None, workflow: Any = None, *_: Any, **__: Any
+    ) -> Any:
+        if dataloader is None:  # agents outside: nothing to try
+            raise FirstBatch
         item = next(iter(dataloader), None)
         if item is None:
             raise InvalidInput("prepare_batch(dataloader): it has no rows")

@@ -266,3 +266,15 @@ def test_check_when_main_extends_engines_and_calls_rollout_batch_then_it_is_foll
             RemoteSGLangEngine(config.rollout).rollout_batch(ROWS, workflow_of(config))
     """)
     assert verdicts(findings) == ALL_OK
+
+
+def test_check_when_there_are_no_rows_then_agents_outside_are_expected(run: Check) -> None:
+    (only,) = run(
+        """
+        def main(argv):
+            config, _ = load_expr_config(argv, GRPOConfig)
+            RemoteSGLangEngine(config.rollout).prepare_batch(None)
+        """
+    )
+    assert (only["stage"], only["verdict"]) == ("dataset", "ok")
+    assert only["said"] == "no rows: agents outside open sessions at the gateway"
