@@ -160,12 +160,15 @@ class Stack:
 
 
 @contextmanager
-def start_stack(folder: Path, *, servers: int = 2, **rollout: object) -> Iterator[Stack]:
+def start_stack(
+    folder: Path, *, servers: int = 2, redis: str = "", **rollout: object
+) -> Iterator[Stack]:
     """Everything but a rollout service.
 
     Args:
         folder: For files, stores and logs.
         servers: Inference servers, with one tiny model.
+        redis: URL of a store that is there already; empty: one of its own.
         **rollout: Values of the configuration's rollout section.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +179,7 @@ def start_stack(folder: Path, *, servers: int = 2, **rollout: object) -> Iterato
         config.model.context_length = 2048
         for key, value in rollout.items():
             setattr(config.rollout, key, value)
-        config.endpoints.redis = stack.enter_context(start_redis(folder))
+        config.endpoints.redis = redis or stack.enter_context(start_redis(folder))
         config.endpoints.nats = stack.enter_context(start_nats(folder))
         for name in ("buffer", "reward", "weight_sync", "rollout"):
             setattr(config.endpoints, name, f"127.0.0.1:{free_port()}")

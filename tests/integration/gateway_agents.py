@@ -56,8 +56,10 @@ async def request(
 ) -> Any:
     """As a careful client asks: any gateway, again while that may help."""
     last = ""
-    for _ in range(tries):
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for number in range(tries):
+        headers = {"x-stainless-retry-count": str(number)}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         try:
             async with httpx.AsyncClient(timeout=60.0) as http:
                 url = random.choice(urls) + path

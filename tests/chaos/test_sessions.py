@@ -1,0 +1,176 @@
+"""Agents outside, while everything that serves them is killed: each is trained once, or by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.buffer_client import BufferClient
+from tests.integration.gateway_agents import Refused, agents_stack, request, serves
+from tests.integration.stack_tools import eventually
+from tests.redis_server import RedisServer
+from tests.rollout_stack import Stack
+
+from areal.errors import ArealError
+from areal.types import TrajectoryGroup
+
+AGENTS = int(os.environ.get("CHAOS_AGENTS", "60"))
+ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "2"))
+AT_ONCE = 20
+TURNS = 3
+IDLE_S = 60.0
+
+
+async def agent(urls: list[str], number: int) -> tuple[str, str]:
+    """One agent's whole life; returns its task and how its session ended, as far as it was told."""
+    body = {"task": {"number": number}, "ttl_s": IDLE_S}
+    opened = await request(urls, "POST", "/v1/sessions", body=body, tries=2000)
+    path, key, task_id = f"/sessions/{opened['id']}", opened["api_key"], opened["task_id"]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{number}+1="}]
+    try:
+        for _ in range(TURNS):
+            call = {"messages": messages, "max_tokens": 24}
+            answer = await request(urls, "POST", f"{path}/v1/chat/completions", key, call)
+            said = answer["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
+            await asyncio.sleep(random.uniform(0.0, 1.0))
+        ended = await request(urls, "POST", f"{path}/end", key, {"reward": number})
+    except Refused as refused:
+        # Nothing but the end of its session may be final.
+        if not str(refused).startswith("410 "):
+            raise
+        return task_id, "expired"
+    return task_id, ended["state"]
+
+
+class Trainer:
+    """Takes and commits batches of two until it is told to stop; the weights stay as they are."""
+
+    def __init__(self, address: str) -> None:
+        self._client = BufferClient(address)
+        self.trained: list[str] = []
+        self.groups: dict[str, TrajectoryGroup] = {}
+        self.stopping = False
+
+    async def run(self) -> None:
+        client = self._client
+        register = lambda: client.register_trainer(  # noqa: E731
+            resume_step=0,
+            batch_size=2,
+            max_head_offpolicyness=10 * AGENTS,
+            max_concurrent_rollouts=AT_ONCE,
+        )
+        incarnation, step = (await persist(register)).incarnation, 1
+        while True:
+            taken = await persist(
+                lambda: client.take_batch(incarnation, step, 1.0, confirmed_version=0)  # noqa: B023
+            )
+            ids = [group.task_id for group in taken.groups]
+            if not ids:
+                if taken.state == "exhausted":
+                    return
+                if self.stopping:
+                    await persist(lambda: client.submit_tasks([], seal=True))
+                continue
+            groups = await persist(lambda: client.fetch_groups(incarnation, step, ids))  # noqa: B023
+            self.trained += ids
+            self.groups |= {group.task_id: group for group in groups}
+            await persist(lambda: client.commit_step(incarnation, step, step))  # noqa: B023
+            step += 1
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+async def persist(call: Callable[[], Any], tries: int = 300) -> Any:
+    for _ in range(tries):
+        try:
+            return await call()
+        except ArealError as error:
+            last = error
+            await asyncio.sleep(0.2)
+    raise AssertionError(last)
+
+
+async def kill_all(whole: Stack, urls: list[str], redis: RedisServer, chance: random.Random) -> int:
+    """kill -9 of each process in turn, in any order; each is started again at once."""
+    ends, kills = whole.config.endpoints, 0
+
+    def service(name: str, address: str, process: str) -> None:
+        whole.processes[process].kill()
+        whole.service(name, address, process)
+
+    def store() -> None:
+        redis.kill()
+        redis.start()
+
+    def server() -> None:
+        whole.processes["inference-0"].kill()
+        whole.inference("inference-0", ends.inference[0])
+
+    victims: list[Callable[[], None]] = [
+        lambda: service("gateway", urls[0].removeprefix("http://"), "gateway-0"),
+        lambda: service("gateway", urls[1].removeprefix("http://"), "gateway-1"),
+        lambda: service("rollout", ends.rollout, "rollout"),
+        lambda: service("buffer", ends.buffer, "buffer"),
+        store,
+        server,
+    ]
+    for _ in range(ROUNDS):
+        for victim in chance.sample(victims, len(victims)):
+            await asyncio.sleep(chance.uniform(0.5, 3.0))
+            await asyncio.to_thread(victim)
+            kills += 1
+            for url in urls:
+                await asyncio.to_thread(eventually, lambda: serves(url), url, 120.0)  # noqa: B023
+    return kills
+
+
+@pytest.mark.timeout(540)
+async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_ended_by_name(
+    tmp_path: Path,
+) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", random.randrange(10**6)))
+    print(f"CHAOS_SEED={seed} CHAOS_AGENTS={AGENTS} CHAOS_ROUNDS={ROUNDS}")
+    redis = RedisServer(tmp_path / "redis", "always")
+    redis.start()
+    try:
+        with agents_stack(tmp_path, 2, redis=redis.url, lease_ttl_s=5.0) as (whole, urls):
+            trainer = Trainer(whole.config.endpoints.buffer)
+            training = asyncio.create_task(trainer.run())
+            agents = [asyncio.create_task(agent(urls, number)) for number in range(AGENTS)]
+            kills = await kill_all(whole, urls, redis, random.Random(seed))
+            told = await asyncio.wait_for(asyncio.gather(*agents), 300)
+            # An answer to POST /v1/sessions may have been lost: no one drives those, they expire.
+            trainer.stopping = True
+            await asyncio.wait_for(training, 2 * IDLE_S + 60)
+            client = BufferClient(whole.config.endpoints.buffer)
+            stats = await persist(client.get_stats)
+            records = await persist(lambda: client.get_tasks([task_id for task_id, _ in told]))
+            await client.close()
+            await trainer.close()
+    finally:
+        redis.kill()
+    counts = {state.value: tasks for state, tasks in stats.counts.items() if tasks}
+    print(f"{kills} kills; {Counter(state for _, state in told)}; {counts}")
+    assert set(counts) <= {"trained", "expired"}
+    assert sum(counts.values()) == stats.submitted
+    assert Counter(trainer.trained).most_common(1)[0][1] == 1
+    assert len(trainer.trained) == counts["trained"]
+    for number, ((task_id, state), record) in enumerate(zip(told, records, strict=True)):
+        assert record.state == ("expired" if state == "expired" else "trained"), record
+        if record.state == "expired":
+            assert record.reason
+            continue
+        [trajectory] = trainer.groups[task_id].trajectories
+        assert trajectory.reward == number
+        turns = np.diff(trajectory.loss_mask.astype(int), prepend=0)
+        assert int((turns == 1).sum()) == TURNS
+    assert counts["trained"] > 0.8 * AGENTS
