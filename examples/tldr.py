@@ -36,7 +36,7 @@ class Config(GRPOConfig):
     """Supervised steps of the writer end there: a third of the summaries are right then."""
     warm_start_steps: int = 300
     """Or here."""
-    judge_steps: int = 400
+    judge_steps: int = 500
     """On pairs, of the judge."""
 
 
@@ -58,6 +58,7 @@ def main(argv):
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)
+    reference = FSDPPPOActor(config.ref)  # the writer as it was: it should not learn to flatter
     workflow = RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": config.judge})
     truth = RLVRWorkflow(is_right, GenerationHyperparameters(max_new_tokens=12))
     dataloader = StatefulLoader(asked, seed=config.seed)
@@ -65,6 +66,7 @@ def main(argv):
     rollout.evaluate(heldout, truth, name="heldout_before")
     for _ in range(actor.get_version(), config.total_train_steps):
         batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        batch["reference_logprobs"] = reference.compute_logprobs(batch)
         actor.compute_advantages(batch)
         actor.ppo_update(batch)
         actor.upload_weights(WeightUpdateMeta.from_disk())

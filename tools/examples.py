@@ -57,6 +57,7 @@ MINIATURES = {
     "trains",
     "ppo_critic": f"{_LOOPS}::test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_"
     "alone_and_resumes",
+    "reasoning_gym": f"{_SEEING}::test_reasoning_gym_when_run_then_easy_questions_come_first",
     "reward_model": f"{_PAIRS}[reward_model-keys4]",
     "tldr": f"{_SEEING}::test_tldr_when_run_then_answers_have_the_scores_of_the_reward_model",
 }
@@ -108,6 +109,8 @@ def main() -> int:
             failed.append(name)
             print("\n".join(output.splitlines()[-40:]), flush=True)
         said = "[green]passed[/]" if passed else "[red]failed[/]"
+        if passed and " skipped" in output:
+            said = "[yellow]skipped: it needs a package that is not installed[/]"
         table.add_row(name, checked(MINIATURES[name]), said, f"{seconds:.0f}")
     console.print(table)
     if failed:

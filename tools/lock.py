@@ -39,12 +39,15 @@ BELOW: dict[str, tuple[str, ...]] = {
     "trainer.txt": (*_CONTROL, "inference.txt"),
     "dev.txt": _EVERYTHING,
     "ray.txt": (*_EVERYTHING, "dev.txt"),
+    "environments.txt": (*_EVERYTHING, "dev.txt"),
     "lock.txt": (),
 }
 # botocore, that moto's S3 server needs, excludes the python-dateutil that kubernetes asks for; all
 # it calls is `tz` and `parser`, which both have.
 # peft and accelerate ask for torch, which is apart.
 OVERRIDES = "python-dateutil>=3.0.0\ntorch ; python_version < '3'\n"
+_BESIDE = ("ray", "environments")
+"""Extras with a file of their own, which `make setup` does not install."""
 HEADER = "# Written by `make lock` from pyproject.toml.\n"
 
 
@@ -54,7 +57,7 @@ def wanted(pyproject: dict[str, Any]) -> dict[str, list[str]]:
     files = {
         "build.txt": pyproject["build-system"]["requires"],
         **split(project),
-        "ray.txt": project["optional-dependencies"]["ray"],
+        **{f"{name}.txt": project["optional-dependencies"][name] for name in _BESIDE},
         "lock.txt": pyproject["dependency-groups"]["lock"],
     }
     files["inference.txt"] = [

@@ -50,3 +50,17 @@ def test_clevr_count_when_run_then_servers_and_trainer_see_the_same_and_the_towe
     tower = [name for name in before if name.startswith("visual.")]
     changed = [name for name in tower if not torch.equal(before[name], after[name])]
     assert len(changed) > len(tower) // 2
+
+
+def test_reasoning_gym_when_run_then_easy_questions_come_first(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    stack = RunningStack(tmp_path / "runs" / "reasoning-gym" / "demo")
+    more = ("warm_start_steps=30", "train_questions=200", "heldout_questions=10")
+    recipe = str(EXAMPLES / "reasoning_gym.py")
+    summary, rows = run(stack, tmp_path, recipe, *SMALL, *more)
+    assert summary["status"] == "finished"
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert 0.0 <= summary["heldout_before"] <= 1.0
+    asked = [(row["tokens_total"] - row["train/loss_tokens"]) / row["samples"] for row in rows]
+    question = "State the final answer to the following arithmetic problem: 4 + 3 ="
+    assert asked == [len(question) + 2] * 3, "sums of two digits are the shortest"

@@ -75,6 +75,9 @@ class StatefulLoader:
         if not self._shuffle:
             return self.epoch, index, self.rows[index]
         if self._order is None or self._order_epoch != self.epoch:
-            generator = np.random.default_rng([self._seed, self.epoch])
-            self._order, self._order_epoch = generator.permutation(len(self.rows)), self.epoch
+            self._order, self._order_epoch = self._permutation(self.epoch), self.epoch
         return self.epoch, index, self.rows[int(self._order[index])]
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        """An epoch's order: the row at each place, by nothing that changes within a trial."""
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))

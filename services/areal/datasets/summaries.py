@@ -41,7 +41,8 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
 def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """What a person would say of two summaries of each post: the right word, and nothing else.
 
-    Half of the rejected ones name another word of the post, half ramble: one to three more words.
+    Half of the rejected ones name another word of the post; the others ramble, or stop too soon.
+    A judge that never saw the latter would like them: they are shorter still.
 
     Example:
         >>> preferred(posts(1, seed=0), seed=0)[0]["rejected"]
@@ -53,6 +54,8 @@ def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
         right, post = row["summary"], row["messages"][0]["content"]
         others = [word for word in post.split() if word != right]
         more = " ".join(generator.sample(post.split(), generator.randint(1, 3)))
-        rejected = generator.choice(others) if generator.random() < 0.5 else f"{right} {more}"
+        wrong = generator.choice(others)
+        cut = right[: generator.randint(0, 2)]
+        rejected = generator.choice((wrong, wrong, f"{right} {more}", cut))
         pairs.append({"prompt": row["messages"], "chosen": right, "rejected": rejected})
     return pairs

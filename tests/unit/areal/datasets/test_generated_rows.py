@@ -46,5 +46,8 @@ def test_preferred_when_made_then_the_rejected_summary_is_wrong_or_too_long() ->
     rows = posts(300, seed=0)
     pairs = preferred(rows, seed=0)
     assert [pair["chosen"] for pair in pairs] == [row["summary"] for row in rows]
-    kinds = Counter(pair["rejected"].startswith(pair["chosen"]) for pair in pairs)
-    assert min(kinds.values()) > 100
+    rejected = [pair["rejected"] for pair in pairs]
+    kinds = Counter((len(text) == 3 and " " not in text) or len(text) > 3 for text in rejected)
+    assert not any(pair["rejected"] == pair["chosen"] for pair in pairs)
+    assert kinds[True] > 150
+    assert kinds[False] > 30, "some stop too soon"

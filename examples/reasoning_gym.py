@@ -1,0 +1,117 @@
+r"""A task of reasoning-gym, from easy questions to hard ones.
+
+    pip install reasoning-gym==0.1.25
+    areal run examples/reasoning_gym.py                    # sums of two or three digits, on a CPU
+    areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
+        task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
+
+reasoning-gym makes the questions and scores the answers. Any of its tasks will do; `difficulty`
+says which questions come first.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal import (
+    EnvWorkflow,
+    FSDPPPOActor,
+    GenerationHyperparameters,
+    GRPOConfig,
+    RemoteSGLangEngine,
+    WeightUpdateMeta,
+    load_expr_config,
+)
+from areal.datasets.difficulty import CurriculumLoader
+from areal.workflows.gyms import reasoning_gym_rows
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    task: str = "chain_sum"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the task, as reasoning-gym calls them."""
+    train_questions: int = 1500
+    heldout_questions: int = 200
+    warm_start_loss: float = 1.0
+    """Supervised steps on answers end there: the model then knows the form."""
+    warm_start_steps: int = 400
+    """Or here."""
+
+
+def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
+    """Train and held-out rows; no question is in both."""
+    return reasoning_gym_rows(
+        config.task,
+        train=config.train_questions,
+        heldout=config.heldout_questions,
+        seed=config.seed,
+        **config.options,
+    )
+
+
+def difficulty(row: dict) -> float:
+    """Longer questions are harder ones, here."""
+    return len(row["prompt"])
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    train, heldout = rows_of(config)
+
+    rollout = RemoteSGLangEngine(config.rollout)
+    actor = FSDPPPOActor(config.actor)
+    environment = f"reasoning_gym:{config.task}"
+    workflow = EnvWorkflow(environment, config.gconfig)
+    once = GenerationHyperparameters(max_new_tokens=config.gconfig.max_new_tokens)
+    dataloader = CurriculumLoader(train, difficulty, seed=config.seed)
+
+    rollout.evaluate(heldout, EnvWorkflow(environment, once), name="heldout_before")
+    for _ in range(actor.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.upload_weights(WeightUpdateMeta.from_disk())
+    rollout.evaluate(heldout, EnvWorkflow(environment, once), name="heldout_after")
+
+
+# -- model: made on the spot, once -------------------------------------------------------------
+
+
+def prepare_model(config: Config) -> None:
+    """Makes the 0.6 M parameter Qwen2 and teaches it what an answer looks like."""
+    import random
+
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.engines.sft import FSDPLMEngine, pack_examples
+    from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
+
+    if (Path(config.model.path) / "model.safetensors").exists():
+        return
+    fresh = make_tiny_model(Path(f"{config.model.path}-fresh"), seed=config.seed)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.07)
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=config.warm_start_steps)
+    tokenizer = Tokenizer.load(fresh)
+    examples = [
+        (
+            tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}]),
+            [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id],
+        )
+        for row in rows_of(config)[0]
+    ]
+    rng, loss = random.Random(config.seed), 5.0
+    for step in range(config.warm_start_steps):
+        loss += 0.1 * (engine.train_lm(pack_examples(rng.sample(examples, 64)))["loss"] - loss)
+        if step % 25 == 0:
+            print(
+                f"warm start, step {step}: loss {loss:.2f} (until {config.warm_start_loss})",
+                flush=True,
+            )
+        if loss <= config.warm_start_loss:
+            break
+    engine.save(config.model.path)
+    engine.destroy()

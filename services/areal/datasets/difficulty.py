@@ -1,0 +1,120 @@
+"""Rows by how hard they are: easy ones first, or only those that a model can learn from.
+
+rows ──of_pass_rate──> neither always right nor always wrong
+rows ──CurriculumLoader──> from easy to hard in the first epoch, shuffled in each later one
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from areal.datasets.loader import StatefulLoader
+from areal.errors import InvalidInput
+
+_INDEX = re.compile(r"-(\d+)\Z")
+
+
+class CurriculumLoader(StatefulLoader):
+    """A `StatefulLoader` whose first epochs go from easy rows to hard ones.
+
+    As any other it resumes exactly: the order follows from rows, seed and epoch alone.
+
+    Example:
+        >>> CurriculumLoader(rows, lambda row: len(row["prompt"]), seed=1)
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        difficulty: Callable[[dict[str, Any]], float],
+        *,
+        seed: int = 0,
+        epochs: int = 1,
+    ) -> None:
+        """Asks each row's difficulty once.
+
+        Args:
+            rows: At least one.
+            difficulty: A number that is larger for harder rows; equal ones are shuffled.
+            seed: Of the orders, 0 or more.
+            epochs: So many go from easy to hard; later ones are shuffled.
+
+        Raises:
+            InvalidInput: As `StatefulLoader`, or `epochs` is negative.
+        """
+        super().__init__(rows, seed=seed)
+        if epochs < 0:
+            raise InvalidInput(f"curriculum epochs {epochs}: expected 0 or more")
+        self._difficulties = np.array([float(difficulty(row)) for row in rows])
+        self._epochs = epochs
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        shuffled = super()._permutation(epoch)
+        if epoch >= self._epochs:
+            return shuffled
+        return shuffled[np.argsort(self._difficulties[shuffled], kind="stable")]
+
+
+def of_pass_rate(
+    rows: Sequence[dict[str, Any]],
+    evaluation: str | Path,
+    *,
+    least: float = 0.05,
+    most: float = 0.95,
+) -> list[dict[str, Any]]:
+    """Rows whose answers were neither all right nor all wrong when they were evaluated.
+
+    A group whose rewards are all equal has no gradient (`group/zero_std`): such rows cost
+    generation and teach nothing.
+
+    Args:
+        rows: What was evaluated, in the same order.
+        evaluation: `evaluations/NAME-vVERSION.jsonl` of a run folder, as `areal eval` and
+            `rollout.evaluate` write it; `gconfig.n_samples` answers tell a row's rate.
+        least: Smallest mean reward of a row that is kept.
+        most: Largest.
+
+    Raises:
+        InvalidInput: The file is not there or no such file, it is of other rows, or no row is left.
+
+    Example:
+        >>> of_pass_rate(rows, "runs/eval/trial0/evaluations/reward-v0.jsonl", least=0.2)
+    """
+    rates = _pass_rates(Path(evaluation), len(rows))
+    kept = [rows[index] for index, rate in sorted(rates.items()) if least <= rate <= most]
+    if not kept:
+        raise InvalidInput(
+            f"{str(evaluation)!r}: no row has a mean reward of {least:g} to {most:g}"
+        )
+    return kept
+
+
+def _pass_rates(file: Path, count: int) -> dict[int, float]:
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidInput(f"evaluation {str(file)!r}: {error.strerror}") from None
+    rates = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            answered = orjson.loads(line)
+            index = int(_INDEX.search(answered["task_id"])[1])  # type: ignore[index]
+            rewards = [float(each["reward"]) for each in answered["answers"]]
+            rates[index] = sum(rewards) / len(rewards)
+        except (ValueError, KeyError, TypeError, ZeroDivisionError):
+            raise InvalidInput(
+                f"{file}:{number}: expected a line of rollout.evaluate's answers"
+            ) from None
+    if rates and max(rates) >= count:
+        raise InvalidInput(
+            f"evaluation {str(file)!r}: has row {max(rates)}, and there are {count} rows: expected "
+            "the rows that were evaluated"
+        )
+    return rates
