@@ -29,6 +29,7 @@ _EXPORTS = {
     "Trajectory": "areal.types",
     "WeightUpdateMeta": "areal.types",
     "load_expr_config": "areal.config.experiment",
+    "rubric": "areal.rewards.rubric",
     "shuffle_rewards": "areal.algorithms.controls",
 }
 
@@ -55,6 +56,7 @@ __all__ = [
     "WeightUpdateMeta",
     "load_expr_config",
     "make_trajectory",
+    "rubric",
     "shuffle_rewards",
 ]
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from areal.engines.ppo_critic import FSDPPPOCritic
     from areal.engines.rollout import RemoteSGLangEngine
     from areal.engines.train_api import TrainEngine
+    from areal.rewards.rubric import rubric
     from areal.types import (
         GenerationHyperparameters,
         LLMRequest,

@@ -184,6 +184,8 @@ class Trajectory:
     images: tuple[bytes, ...] = ()
     """Files of the images of its prompt, in order; each is one token of `input_ids`. All
     trajectories of a group have the same."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """What its reward is made of, before weights (`areal.rubric`); for people and metrics."""
 
     @property
     def reward(self) -> float:

@@ -14,12 +14,16 @@ from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import buffer_service_pb2
 
 RECIPE = b"""
+from areal import rubric
 from areal.rewards.judge import Judge
 
 judge = Judge("grader", timeout_s=3.0, max_calls=8)
 
 async def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
     return await judge(prompt=prompt, completion=completions)
+
+async def both(prompt, completions):
+    return rubric(right=await judge(prompt=prompt, completion=completions), digits=(1, 0.5))
 """
 DIGEST = hashlib.sha256(RECIPE).hexdigest()
 KEY = "sk-of-the-judge-1234"
@@ -54,6 +58,8 @@ async def test_judge_when_a_recipe_has_one_then_workers_ask_it_and_its_absence_i
             # What is known costs nothing, and stays known to the worker.
             assert await client.score("reward_fn", DIGEST, {}, items("5")) == [0.1]
             assert len(server.bodies) == 2
+            [whole] = await client.score("both", DIGEST, {}, items("5"))
+            assert (whole, whole.parts) == (0.6, {"right": 0.1, "digits": 1.0})
             more = await client.score("reward_fn", DIGEST, {}, items(*map(str, range(6, 13))))
             [spent] = [each for each in more if isinstance(each, ScoreFailure)]
             assert spent.error is ScoreError.FUNCTION

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import orjson
 
 from areal.clients.base import CallPolicy, Client, Policies
-from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import Score, ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
 
@@ -77,7 +77,7 @@ class RewardClient(Client):
 
 def _outcome(result: pb.ScoreResult) -> float | ScoreFailure:
     if result.WhichOneof("outcome") == "reward":
-        return result.reward
+        return Score(result.reward, result.parts) if result.parts else result.reward
     failure = result.failure
     return ScoreFailure(
         error=_ERROR_FROM_PB.get(failure.error, ScoreError.FUNCTION),

@@ -134,6 +134,7 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
             reward=trajectory.reward,
             finish_reason=trajectory.finish_reason,
             completion_text=trajectory.completion_text,
+            reward_parts=trajectory.reward_parts,
         )
     for name, dtype in _ARRAY_DTYPES.items():
         arrays: list[Any] = [
@@ -184,6 +185,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
                 _finish_reason(each),
                 each.completion_text,
                 images,
+                dict(each.reward_parts),
             )
         )
     return TrajectoryGroup(message.task_id, trajectories, message.traceparent)

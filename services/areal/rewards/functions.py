@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from areal.errors import InvalidInput, Unavailable, nearest
+from areal.protocol.scores import Score
 from areal.protocol.trajectories import parse_json_object
 from areal.rewards import builtin_reward
 from areal.v1 import reward_service_pb2 as pb
@@ -141,7 +142,7 @@ def outcome(name: str, value: Any, where: str = "") -> pb.ScoreResult:
             pb.SCORE_ERROR_FUNCTION,
             f"{name} returned {_short(value)}: expected a finite number{where}",
         )
-    return pb.ScoreResult(reward=number)
+    return pb.ScoreResult(reward=number, parts=value.parts if isinstance(value, Score) else None)
 
 
 def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:

@@ -43,7 +43,7 @@ from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
 from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.ledger import TrainerLedger
-from areal.training.ranks import Ranks
+from areal.training.ranks import Ranks, gather_json
 from areal.training.rollouts.writer import RolloutWriter
 from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
@@ -373,8 +373,23 @@ class TrainerSession(Ranks):
             "staleness/max": max(staleness),
             "replay": taken.replay,
             "queued": taken.queued,
+            **self._reward_parts(groups),
         }
         return groups
+
+    def _reward_parts(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """Mean of each part over the trajectories that have it, on all ranks alike. Collective."""
+        mine: dict[str, list[float]] = {}
+        for trajectory in (each for group in groups for each in group.trajectories):
+            for name, value in trajectory.reward_parts.items():
+                total = mine.setdefault(name, [0.0, 0.0])
+                total[0], total[1] = total[0] + value, total[1] + 1
+        sums: dict[str, list[float]] = {}
+        for rank in [mine] if self.world_size == 1 else gather_json(mine):
+            for name, (value, count) in rank.items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0], total[1] = total[0] + value, total[1] + count
+        return {f"reward/{name}": value / count for name, (value, count) in sorted(sums.items())}
 
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""

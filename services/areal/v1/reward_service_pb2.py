@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61real/v1/reward_service.proto\x12\x08\x61real.v1\"F\n\nRewardSpec\x12\x15\n\rrecipe_digest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bkwargs_json\x18\x03 \x01(\t\"n\n\tScoreItem\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x05\x12\x16\n\x0e\x63ompletion_ids\x18\x04 \x03(\x05\x12\x11\n\tdata_json\x18\x05 \x01(\t\"X\n\x0cScoreRequest\x12$\n\x06reward\x18\x01 \x01(\x0b\x32\x14.areal.v1.RewardSpec\x12\"\n\x05items\x18\x02 \x03(\x0b\x32\x13.areal.v1.ScoreItem\"W\n\x0cScoreFailure\x12#\n\x05\x65rror\x18\x01 \x01(\x0e\x32\x14.areal.v1.ScoreError\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"U\n\x0bScoreResult\x12\x10\n\x06reward\x18\x01 \x01(\x01H\x00\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.areal.v1.ScoreFailureH\x00\x42\t\n\x07outcome\"7\n\rScoreResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.areal.v1.ScoreResult*\x8c\x01\n\nScoreError\x12\x1b\n\x17SCORE_ERROR_UNSPECIFIED\x10\x00\x12\x18\n\x14SCORE_ERROR_FUNCTION\x10\x01\x12\x17\n\x13SCORE_ERROR_TIMEOUT\x10\x02\x12\x15\n\x11SCORE_ERROR_CRASH\x10\x03\x12\x17\n\x13SCORE_ERROR_INVALID\x10\x04\x32I\n\rRewardService\x12\x38\n\x05Score\x12\x16.areal.v1.ScoreRequest\x1a\x17.areal.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61real/v1/reward_service.proto\x12\x08\x61real.v1\"F\n\nRewardSpec\x12\x15\n\rrecipe_digest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bkwargs_json\x18\x03 \x01(\t\"n\n\tScoreItem\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x05\x12\x16\n\x0e\x63ompletion_ids\x18\x04 \x03(\x05\x12\x11\n\tdata_json\x18\x05 \x01(\t\"X\n\x0cScoreRequest\x12$\n\x06reward\x18\x01 \x01(\x0b\x32\x14.areal.v1.RewardSpec\x12\"\n\x05items\x18\x02 \x03(\x0b\x32\x13.areal.v1.ScoreItem\"W\n\x0cScoreFailure\x12#\n\x05\x65rror\x18\x01 \x01(\x0e\x32\x14.areal.v1.ScoreError\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\xb4\x01\n\x0bScoreResult\x12\x10\n\x06reward\x18\x01 \x01(\x01H\x00\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.areal.v1.ScoreFailureH\x00\x12/\n\x05parts\x18\x03 \x03(\x0b\x32 .areal.v1.ScoreResult.PartsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"7\n\rScoreResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.areal.v1.ScoreResult*\x8c\x01\n\nScoreError\x12\x1b\n\x17SCORE_ERROR_UNSPECIFIED\x10\x00\x12\x18\n\x14SCORE_ERROR_FUNCTION\x10\x01\x12\x17\n\x13SCORE_ERROR_TIMEOUT\x10\x02\x12\x15\n\x11SCORE_ERROR_CRASH\x10\x03\x12\x17\n\x13SCORE_ERROR_INVALID\x10\x04\x32I\n\rRewardService\x12\x38\n\x05Score\x12\x16.areal.v1.ScoreRequest\x1a\x17.areal.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'areal.v1.reward_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCOREERROR']._serialized_start=551
-  _globals['_SCOREERROR']._serialized_end=691
+  _globals['_SCORERESULT_PARTSENTRY']._loaded_options = None
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_options = b'8\001'
+  _globals['_SCOREERROR']._serialized_start=647
+  _globals['_SCOREERROR']._serialized_end=787
   _globals['_REWARDSPEC']._serialized_start=43
   _globals['_REWARDSPEC']._serialized_end=113
   _globals['_SCOREITEM']._serialized_start=115
@@ -41,10 +43,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST']._serialized_end=315
   _globals['_SCOREFAILURE']._serialized_start=317
   _globals['_SCOREFAILURE']._serialized_end=404
-  _globals['_SCORERESULT']._serialized_start=406
-  _globals['_SCORERESULT']._serialized_end=491
-  _globals['_SCORERESPONSE']._serialized_start=493
-  _globals['_SCORERESPONSE']._serialized_end=548
-  _globals['_REWARDSERVICE']._serialized_start=693
-  _globals['_REWARDSERVICE']._serialized_end=766
+  _globals['_SCORERESULT']._serialized_start=407
+  _globals['_SCORERESULT']._serialized_end=587
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_start=532
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_end=576
+  _globals['_SCORERESPONSE']._serialized_start=589
+  _globals['_SCORERESPONSE']._serialized_end=644
+  _globals['_REWARDSERVICE']._serialized_start=789
+  _globals['_REWARDSERVICE']._serialized_end=862
 # @@protoc_insertion_point(module_scope)

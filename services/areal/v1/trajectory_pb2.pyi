@@ -253,11 +253,32 @@ class Trajectory(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RewardPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     COMPLETION_TEXT_FIELD_NUMBER: _builtins.int
+    REWARD_PARTS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     length: _builtins.int
     """Tokens (L), prompt and answer."""
@@ -267,6 +288,10 @@ class Trajectory(_message.Message):
     """stop, length, abort or tool_calls."""
     completion_text: _builtins.str
     """Decoded generation, for people; may be empty."""
+    @_builtins.property
+    def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What its reward is made of, before weights, by name; may be empty."""
+
     def __init__(
         self,
         *,
@@ -275,10 +300,11 @@ class Trajectory(_message.Message):
         reward: _builtins.float = ...,
         finish_reason: _builtins.str = ...,
         completion_text: _builtins.str = ...,
+        reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "length", b"length", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,4 +226,14 @@ def assemble_trajectory(
         finish_reason=turns[-1][1].stop_reason,
         completion_text=completion_text,
         images=turns[-1][1].images,
+        reward_parts=_parts([reward] if isinstance(reward, (int, float)) else reward),
     )
+
+
+def _parts(rewards: Sequence[float]) -> dict[str, float]:
+    """Parts of all rewards together."""
+    found: dict[str, float] = {}
+    for reward in rewards:
+        for name, value in getattr(reward, "parts", {}).items():  # of areal.rubric
+            found[name] = found.get(name, 0.0) + value
+    return found

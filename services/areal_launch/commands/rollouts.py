@@ -113,11 +113,13 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
 
 def _title(one: Kept) -> str:
     advantage = "" if one.advantage is None else f", advantage {one.advantage:+.2f}"
+    made_of = ", ".join(f"{part['name']} {part['value']:g}" for part in one.parts)
     versions = sorted({version for version in one.versions if version >= 0})
     by = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
     return (
-        f"sample {one.sample}: reward {one.reward:g}{advantage}, {one.sampled} of "
-        f"{len(one.input_ids)} tokens sampled by version {by or '-'}, {one.finish_reason}"
+        f"sample {one.sample}: reward {one.reward:g}{made_of and f' ({made_of})'}{advantage}, "
+        f"{one.sampled} of {len(one.input_ids)} tokens sampled by version {by or '-'}, "
+        f"{one.finish_reason}"
     )
 
 

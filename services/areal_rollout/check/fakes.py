@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from areal.errors import InvalidInput
-from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import Score, ScoreError, ScoreFailure, ScoreItem
 from areal.recipe import find_function
 from areal.rewards import builtin_reward
 from areal.rewards.functions import RewardFunction, failure, outcome, raised, too_slow
@@ -125,7 +125,7 @@ class InProcessScorer:
             self.failure = ScoreFailure(ScoreError(kind), said, trace)
             return self.failure
         self.rewards.append(result.reward)
-        return result.reward
+        return Score(result.reward, result.parts) if result.parts else result.reward
 
     async def _one(
         self, name: str, digest: str, kwargs: Mapping[str, Any], item: ScoreItem

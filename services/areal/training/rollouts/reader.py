@@ -31,6 +31,7 @@ class Kept:
     versions: list[int] = field(repr=False)
     rewards: list[float] = field(repr=False)
     advantages: list[float] | None = field(repr=False)
+    parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     @property
     def sampled(self) -> int:

@@ -7,6 +7,7 @@
 | task_id, trajectory_id | string | its group, and itself |
 | sample | int32 | its place in the group |
 | reward | float32 | sum of its rewards |
+| parts | list of {name, value: float32} | what the reward is made of, before weights |
 | finish_reason | string | stop, length, … |
 | completion | string | the text that its reward saw |
 | input_ids | list of int32 | prompt, samples, and what a tool or environment said between them |
@@ -84,6 +85,13 @@ def table_of(
         "trajectory_id": pa.array([each.trajectory_id for each in trajectories], pa.string()),
         "sample": pa.array([place for _, place, _ in members], pa.int32()),
         "reward": pa.array([each.reward for each in trajectories], pa.float32()),
+        "parts": pa.array(
+            [
+                [{"name": name, "value": value} for name, value in each.reward_parts.items()]
+                for each in trajectories
+            ],
+            pa.list_(pa.struct([("name", pa.string()), ("value", pa.float32())])),
+        ),
         "finish_reason": pa.array([each.finish_reason.value for each in trajectories], pa.string()),
         "completion": pa.array([each.completion_text for each in trajectories], pa.string()),
         "input_ids": lists([each.input_ids for each in trajectories]),

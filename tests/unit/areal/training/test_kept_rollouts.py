@@ -24,7 +24,7 @@ from areal.training.rollouts.reader import RolloutFolder, export_rows
 from areal.training.rollouts.records import file_name, table_of
 from areal.training.rollouts.writer import RolloutWriter
 from areal.types import StopReason, Trajectory, TrajectoryGroup
-from areal_launch.commands.rollouts import export, show
+from areal_launch.commands.rollouts import _title, export, show
 
 
 def trajectory(name: str, prompt: int, answer: list[int], reward: float) -> Trajectory:
@@ -95,6 +95,22 @@ def test_advantages_when_the_recipe_changed_its_batch_then_they_are_null(tmp_pat
     writer.close()
     assert [each.advantages for each in RolloutFolder(tmp_path).read()] == [None, None]
     assert RolloutFolder(tmp_path).read()[0].advantage is None
+
+
+def test_parts_of_rewards_when_kept_then_read_and_shown_and_older_files_have_none(tmp_path):
+    writer = writer_of(tmp_path)
+    several = group("a", 1.5, 0.0)
+    several.trajectories[0].reward_parts.update({"correct": 1.0, "short": 2.5})
+    keep(writer, 1, several)
+    writer.close()
+    first, second = RolloutFolder(tmp_path).read()
+    assert first.parts == [{"name": "correct", "value": 1.0}, {"name": "short", "value": 2.5}]
+    assert second.parts == []
+    assert "sample 0: reward 1.5 (correct 1, short 2.5), advantage" in _title(first)
+    assert "sample 1: reward 0, advantage" in _title(second)
+    path = tmp_path / "rollouts" / file_name(1, 0)
+    parquet.write_table(parquet.read_table(path, partitioning=None).drop_columns("parts"), path)
+    assert [each.parts for each in RolloutFolder(tmp_path).read()] == [[], []]
 
 
 def test_a_replayed_step_when_kept_again_then_its_groups_are_there_once(tmp_path):

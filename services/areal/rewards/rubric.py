@@ -1,0 +1,45 @@
+"""A reward of several parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from areal.errors import InvalidInput
+from areal.protocol.scores import Score
+
+# A metric of that name is there already.
+_TAKEN = ("mean", "std")
+
+
+def rubric(**parts: Any) -> Score:
+    """The weighted sum of parts, which are also kept: each is a metric, `reward/NAME`.
+
+    Args:
+        parts: A number, or (number, weight); without a weight it is 1.
+
+    Raises:
+        InvalidInput: A part is not a finite number.
+
+    Example:
+        >>> rubric(correct=True, short=(0.5, 0.2))
+        1.1
+    """
+    if not parts:
+        raise InvalidInput("rubric: expected a part or more")
+    values: dict[str, float] = {}
+    total = 0.0
+    for name, part in parts.items():
+        if name in _TAKEN:
+            raise InvalidInput(f"rubric {name}: expected another name: reward/{name} is a metric")
+        value, weight = part if isinstance(part, tuple) and len(part) == 2 else (part, 1.0)
+        try:
+            values[name], weight = float(value), float(weight)
+        except (TypeError, ValueError):
+            values[name] = math.nan
+        if not (math.isfinite(values[name]) and math.isfinite(weight)):
+            raise InvalidInput(
+                f"rubric {name} {part!r}: expected a finite number, or (number, weight)"
+            )
+        total += weight * values[name]
+    return Score(total, values)
