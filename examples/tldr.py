@@ -33,7 +33,7 @@ class Config(GRPOConfig):
     train_posts: int = 4000
     heldout_posts: int = 300
     warm_start_loss: float = 0.5
-    """Supervised steps of the writer end there: a third of the summaries are right then."""
+    """Supervised steps of the writer end there: three of four summaries are right then."""
     warm_start_steps: int = 300
     """Or here."""
     judge_steps: int = 500
