@@ -55,6 +55,8 @@ MINIATURES = {
     "what_peft_merges",
     "openai_agent": f"{_INTEGRATION}/test_openai_agent.py::test_openai_agent_when_run_then_it_"
     "trains",
+    "outside_agents": f"{_INTEGRATION}/test_online_recipe.py::test_outside_agents_when_they_play_"
+    "beside_the_run_then_it_trains",
     "ppo_critic": f"{_LOOPS}::test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_"
     "alone_and_resumes",
     "reasoning_gym": f"{_SEEING}::test_reasoning_gym_when_run_then_easy_questions_come_first",

@@ -1,0 +1,105 @@
+"""Agents that we do not start train a model: they open sessions at the gateway.
+
+    areal run examples/outside_agents.py                                  # waits for agents
+    python examples/outside_agents.py http://127.0.0.1:PORT $(areal token)   # beside it: agents
+
+`areal run` prints the gateway's address: it is that of the dashboard. `attempt` is what you have
+already: it calls a model with the `openai` package. `play` opens a session for each attempt, posts
+the rewards and ends it. Here the reward is the share of digits in an answer, which a model learns.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+# -- beside the run: agents, with no import of ours ----------------------------------------------
+
+
+async def attempt(base_url: str, api_key: str) -> float:
+    """One attempt, two calls; its reward."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=10) as client:
+        messages = [{"role": "user", "content": "digits"}]
+        first = (await client.chat.completions.create(model="any", messages=messages)).choices[0]
+        messages += [first.message, {"role": "user", "content": "more"}]
+        second = (await client.chat.completions.create(model="any", messages=messages)).choices[0]
+    text = (first.message.content or "") + (second.message.content or "")
+    return sum(letter.isdigit() for letter in text) / max(1, len(text))
+
+
+async def play(gateway: str, token: str, attempts: int) -> None:
+    """Opens a group of attempts, makes them, and ends each with its reward."""
+    import httpx
+
+    async def ask(path: str, key: str, body: dict) -> httpx.Response:
+        """Again while the answer says that this may help: full, or away for a moment."""
+        while True:
+            try:
+                headers = {"Authorization": f"Bearer {key}"}
+                reply = await http.post(gateway + path, json=body, headers=headers)
+            except httpx.TransportError:
+                await asyncio.sleep(1.0)
+                continue
+            if reply.status_code not in (429, 502, 503, 504):
+                return reply.raise_for_status()
+            await asyncio.sleep(float(reply.headers.get("Retry-After", 1)))
+
+    async def one(session: dict[str, str]) -> None:
+        reward = await attempt(session["base_url"], session["api_key"])
+        await ask(f"/sessions/{session['id']}/end", session["api_key"], {"reward": reward})
+
+    async with httpx.AsyncClient(timeout=60.0) as http:
+        opened = (await ask("/v1/sessions", token, {"n": attempts})).json()
+        await asyncio.gather(*(one(session) for session in opened["sessions"]))
+
+
+async def play_on(gateway: str, token: str, at_once: int = 8, attempts: int = 4) -> None:
+    """Groups, several at once, until it is stopped."""
+    import httpx
+    import openai
+
+    async def player() -> None:
+        while True:
+            try:
+                await play(gateway, token, attempts)
+            except (openai.APIStatusError, httpx.HTTPStatusError) as error:
+                if error.response.status_code != 410:
+                    raise
+                print(error, flush=True)  # its session has ended: the run is over, or it was late
+
+    await asyncio.gather(*(player() for _ in range(at_once)))
+
+
+# -- what trains them ------------------------------------------------------------------------------
+
+
+def main(argv):
+    from areal import (
+        FSDPPPOActor,
+        GRPOConfig,
+        RemoteSGLangEngine,
+        WeightUpdateMeta,
+        load_expr_config,
+    )
+
+    config, _ = load_expr_config(argv, GRPOConfig)
+    rollout = RemoteSGLangEngine(config.rollout)
+    actor = FSDPPPOActor(config.actor)
+    for _ in range(actor.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(None)  # no rows: sessions of agents outside
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.upload_weights(WeightUpdateMeta.from_disk())
+
+
+def prepare_model(config) -> None:
+    """A 0.6 M parameter Qwen2 that knows nothing."""
+    from areal.models.tiny import make_tiny_model
+
+    if not (Path(config.model.path) / "model.safetensors").exists():
+        make_tiny_model(Path(config.model.path), seed=config.seed)
+
+
+if __name__ == "__main__":
+    asyncio.run(play_on(sys.argv[1].rstrip("/"), sys.argv[2] if len(sys.argv) > 2 else ""))
