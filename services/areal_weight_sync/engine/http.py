@@ -136,10 +136,10 @@ class HttpEngine:
     async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
         """POST /stage_weights, of the embedded engine or of the sidecar beside an SGLang."""
         self._staged = None
-        tried = Tried(version)
+        tried = Tried(version, timeout)
         for transport in self._routes.starting_with(self._first):
             try:
-                location, fingerprint = await self._stage_by(transport, version, timeout)
+                location, fingerprint = await self._stage_by(transport, version, tried.left())
             except EngineError as error:
                 tried.failed(transport, error)
                 continue
@@ -177,19 +177,20 @@ class HttpEngine:
     async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
         """POST /update_weights_from_disk: what was staged, else by the first way that works.
 
-        Or what `receive` left for now: /update_weights_from_distributed.
+        Or what `receive` left for now: /update_weights_from_distributed. `timeout` is for all ways
+        together.
         """
         if self._group.expected is version:
             return await self._group.receive(version, flush_cache, timeout)
-        tried = Tried(version)
+        tried = Tried(version, timeout)
         staged, self._staged = self._staged, None
         for transport in self._routes.starting_with(self._first):
             try:
                 if staged is not None and staged[0] == version:
                     location, staged = staged[1], None
                 else:
-                    location, _ = await self._stage_by(transport, version, timeout)
-                await self._load_from(location, version, flush_cache, timeout)
+                    location, _ = await self._stage_by(transport, version, tried.left())
+                await self._load_from(location, version, flush_cache, tried.left())
             except EngineError as error:
                 tried.failed(transport, error)
                 continue

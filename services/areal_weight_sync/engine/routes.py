@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -44,12 +45,28 @@ class Routes:
 class Tried:
     """Transports that failed a version on its way to one server, and why."""
 
-    def __init__(self, version: PolicyVersion) -> None:
+    def __init__(self, version: PolicyVersion, timeout: float) -> None:
+        """Starts the one time limit that all of them share."""
         self.version = version
         self.causes: list[str] = []
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+
+    def left(self) -> float:
+        """Seconds that a request may take; raises EngineError if there are none."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise EngineError(Fault.TIMEOUT, "no time left")
+        return left
 
     def failed(self, transport: str, error: EngineError) -> None:
         """Notes a refusal; what another transport could not help either is raised."""
+        if error.fault is Fault.TIMEOUT and self.causes:
+            refused = "; ".join(self.causes)
+            raise EngineError(
+                Fault.TIMEOUT,
+                f"{transport}: {error}; {self._timeout:.1f} s in all, after {refused}",
+            ) from None
         if error.fault is not Fault.UPDATE_REFUSED:
             raise error
         self.causes.append(f"{transport}: {error}")

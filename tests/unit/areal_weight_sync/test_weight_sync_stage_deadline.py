@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,7 +12,7 @@ from tests.ports import free_port
 
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.engine import http
-from areal_weight_sync.engine.base import EngineError
+from areal_weight_sync.engine.base import EngineError, Fault
 from areal_weight_sync.engine.givers import Givers
 from areal_weight_sync.engine.http import HttpEngine, open_session
 from areal_weight_sync.engine.routes import Routes
@@ -101,3 +102,39 @@ async def test_stage_when_a_server_can_pull_nothing_then_the_folder_and_the_give
     finally:
         await runner.cleanup()
     assert [other for other in others if givers.holds(name, other)] == others
+
+
+async def test_load_when_one_way_refuses_late_then_the_others_have_only_the_time_left() -> None:
+    over = asyncio.Event()
+
+    async def stage(request: web.Request) -> web.Response:
+        if (await request.json())["model_path"] == "/volume/v00000001-inc1":
+            return web.Response(status=404)  # as SGLang: it reads the folder itself
+        await asyncio.sleep(3.0)
+        return web.json_response({"success": False, "message": "disk full"}, status=400)
+
+    async def never(_: web.Request) -> web.Response:
+        await over.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post("/stage_weights", stage)])
+    app.add_routes([web.post("/update_weights_from_disk", never)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    version = PolicyVersion(1, 1, "/volume/v00000001-inc1", tensors=())
+    routes = Routes(("stream", "disk"), "http://store:1", 8501)
+    begun = time.monotonic()
+    try:
+        async with open_session({}) as session:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            with pytest.raises(EngineError, match=r"disk: .*; 4\.0 s in all, after stream") as told:
+                await HttpEngine(url, session, routes=routes).load(
+                    version, flush_cache=False, timeout=4.0
+                )
+    finally:
+        over.set()
+        await runner.cleanup()
+    assert told.value.fault is Fault.TIMEOUT
+    assert time.monotonic() - begun < 6.0
