@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -93,11 +95,24 @@ class Cluster:
         return base64.b64decode(secret["data"][key]).decode()
 
     def read(self, path: str) -> str:
-        """A file of the shared volume, through a pod that mounts it."""
+        """A file of the shared volume."""
+        return self.kubectl("exec", self.mounting(), "--", "cat", path)
+
+    def mounting(self) -> str:
+        """A pod that mounts the shared volume."""
         for component in ("weight-sync", "rollout"):
             for pod in self.staying(component):
-                return self.kubectl("exec", pod["metadata"]["name"], "--", "cat", path)
+                return str(pod["metadata"]["name"])
         raise subprocess.SubprocessError("no pod to read through")
+
+    def copy(self, pod: str, source: str, target: Path) -> None:
+        """Unpacks a folder of a pod into another one here."""
+        command = [program("kubectl"), "-n", self.namespace, "exec", pod, "--"]
+        # 1: a file grew meanwhile (weight-sync renews its lease); Redis reads a copy cut short.
+        command += ["sh", "-c", f"tar -C {source} -cf - . || test $? = 1"]
+        done = subprocess.run(command, capture_output=True, check=True, timeout=120)
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+            tar.extractall(target, filter="data")
 
     def trainer_job(self) -> Json:
         """The one PyTorchJob."""

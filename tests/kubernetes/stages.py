@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import subprocess
-import tarfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +20,6 @@ from tests.kubernetes.cluster import (
     Json,
     condition,
     is_leaving,
-    program,
     ready_seconds,
     time_of,
     wait,
@@ -248,10 +244,11 @@ class Run:
     def books(self) -> str:
         """Accounting: every task accounted for, none lost, none trained on twice; it learnt."""
         folder = self.settings.scratch / "run"
-        (folder / "redis").mkdir(parents=True)
+        folder.mkdir(parents=True)
         for name in ("metrics.jsonl", "batches.jsonl", "trainer.json"):
             (folder / name).write_text(self.cluster.read(f"{RUN}/{name}"))
-        self.copy_redis(folder / "redis")
+        self.cluster.copy("areal-redis-0", "/data", folder / "redis")
+        self.cluster.copy(self.cluster.mounting(), f"{RUN}/rollouts", folder / "rollouts")
         rows = read_lines(folder / "metrics.jsonl")
         ledger = read_ledger(folder, "arithmetic/demo", self.settings.scratch)
         submitted = int(ledger.meta.get("submitted", 0))
@@ -278,15 +275,6 @@ class Run:
         if broken := [check.name for check in checks if not check.holds]:
             raise Failed("; ".join(broken))
         return f"{submitted} tasks, {len(checks)} checks hold"
-
-    def copy_redis(self, target: Path) -> None:
-        """Its append-only file."""
-        command = [program("kubectl"), "-n", self.cluster.namespace, "exec", "areal-redis-0", "--"]
-        # 1: a file grew meanwhile (weight-sync renews its lease); Redis reads a copy cut short.
-        command += ["sh", "-c", "tar -C /data -cf - . || test $? = 1"]
-        done = subprocess.run(command, capture_output=True, check=True, timeout=120)
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
-            tar.extractall(target, filter="data")
 
     def uninstall(self) -> str:
         """Nothing stays but what was there before: the data lies in folders of the node."""
