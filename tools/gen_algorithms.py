@@ -61,8 +61,9 @@ CHECKS = [
     (
         "KL in the loss",
         "verl `k1+`, `k2`, `k3+`; TRL `use_bias_correction_kl`; float64 sum over all tokens",
-        "The gradient is always that of KL(policy || reference): as they stand, k1's is 0 in the "
-        "mean and k3's that of the other direction. The reported value is clamped to 10.",
+        "The gradient is always that of KL(policy || reference). Differentiating the estimators "
+        "themselves would give 0 on average for k1, and the reverse direction for k3. The reported "
+        "value is clamped to 10.",
     ),
     (
         "entropy bonus",

@@ -171,14 +171,15 @@ def measure(path: Path, layout: str, mode: str, tokens: int, length: int) -> dic
         optimizer = make_optimizer(model, config.optimizer)
         moved = {key: fake.from_tensor(value) for key, value in batch.items()}
         there, wanted = packed.map(fake.from_tensor), fake.from_tensor(targets)
-        for _ in range(2):
+        for micro_batch in range(4):  # two steps of two: gradients are there during the second one
             logprobs, _ = model(moved, there, wanted, LogprobHead())
             whole = logprobs.new_zeros(tokens).index_copy(0, wanted, logprobs)
             loss, _ = sft_loss(whole, moved["loss_mask"])
             loss.backward()
             del logprobs, whole, loss
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            if micro_batch % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
     setting = estimate.Setting(plan, tokens, gpu=True)
     need = estimate.trainer_rank(config, shape, setting, config.gradient_checkpointing)
     dist.destroy_process_group()

@@ -21,13 +21,14 @@ alone, just a trainer. `make learn` runs what is missing, two runs at a time, an
 interrupted; a row is an entry of [tools/learn/table.py](../tools/learn/table.py).
 docs/learning.jsonl has each run's commit.
 
-A run is to meet its criterion within 600 s, its services' start and the making of its model
-included. Load is the machine's load average when it began and when it ended. Above 4 or so the
-machine did other work, too: seconds are then an upper bound, and comparing them says nothing. Seeds
-with * ran an earlier revision of the recipe or of its settings; `make learn` runs them again.
+Each run should meet its criterion within 600 s, including the time to start the services and to
+create the model. Load is the machine's load average at the start and at the end of the run. Above
+about 4, other work was running at the same time: seconds are then an upper bound, and comparing
+them is meaningless. Seeds with * ran an earlier revision of the recipe or of its settings; `make
+learn` runs them again.
 
-LoRA has no row for SFT and distillation: their models start from random weights, which adapters
-leave as they are. They reached a loss of 3.4, and closed a quarter of the gap.
+SFT and distillation have no row with LoRA: their models start from random weights, which stay
+frozen under LoRA. SFT with LoRA reached a loss of 3.4; distillation closed a quarter of the gap.
 """
 
 

@@ -41,16 +41,18 @@ class FSDPPPOActor:
         >>> actor.compute_advantages(batch)  # with actor.kl_ctl
     """
 
-    def __init__(self, config: PPOActorConfig | RefConfig) -> None:
+    def __init__(self, config: PPOActorConfig | RefConfig | None) -> None:
         """Loads the model, or the checkpoint to resume from.
 
         Args:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
 
         Raises:
-            InvalidInput: A trainable actor exists already; or this one is to be the actor's model
-                without its adapters, and there is no actor yet.
+            InvalidInput: There is no such section; a trainable actor exists already; or this one is
+                to be the actor's model without its adapters, and there is no actor yet.
         """
+        if config is None:
+            raise InvalidInput("ref: expected a section, for a reference (ref: {}), not null")
         from areal.engines import random_state
         from areal.engines.fsdp import FSDPEngine
         from areal.engines.ppo import PPOActor

@@ -9,11 +9,15 @@ What is counted, for P parameters in c bytes of compute precision, on W trainer 
 |-------------|------------------------------------------------------------------------------------|
 | states      | 16 P / W: float32 master weights, gradients, two moments of AdamW; 0 if offloaded; |
 |             | with adapters c P / W, and 16 of each of theirs                                    |
-| gathered    | FSDP's whole layers: 3 c of weights, c + 4 of gradients; the embedding and head    |
+| gathered    | FSDP's whole layers, embedding and head, c each, and gradients that are not yet    |
+|             | sharded, c + 4 each                                                                |
 | activations | of the tokens of a micro-batch: what layers keep, and one layer in full            |
 | logits      | 20 per element of a chunk: logits, log_softmax, entropy, their gradient            |
 | reference   | c P / W and a gathered layer; 0 P where it is offloaded                            |
 | critic      | as the states: a model of the same sizes, trained after the actor or before it     |
+
+The peak is where the backward pass begins (all activations, logits) or where it ends (a layer's
+whole gradients), whichever is larger. Gradients of earlier micro-batches are there at both.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ class ModelShape:
     """Of one layer's experts."""
     head_norms: bool = False
     """Queries and keys are normalized."""
+    tied: bool = False
+    """The head is the embedding."""
 
     @property
     def root_parameters(self) -> int:
@@ -123,6 +129,7 @@ class ModelShape:
             routed=routed,
             expert_parameters=of_experts,
             head_norms=str(config.get("model_type")).startswith("qwen3"),
+            tied=tied,
         )
 
 
@@ -171,8 +178,8 @@ class Setting:
     gpu: bool
 
 
-def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> int:
-    """Bytes per token that a forward pass keeps for the backward pass, at the backward's peak.
+def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> tuple[int, int]:
+    """Bytes per token that each layer keeps for the backward pass, and that one computes again.
 
     Args:
         shape: of the model.
@@ -190,12 +197,12 @@ def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> in
     experts = 3 * shape.routed * hidden * element
     layer = norms + (3 * heads + 4 * kv + 4 * shape.intermediate) * element + experts
     if mode == "none":
-        return shape.layers * layer
+        return layer, 0
     kept = hidden * element
     if mode == "selective":  # what q, k, v, attention, o, gate, up and down return
         kept += (2 * heads + 2 * kv + 2 * hidden + 2 * shape.intermediate) * element
         kept += shape.routed * hidden * element
-    return (0 if mode == "offload" else shape.layers * kept) + layer
+    return 0 if mode == "offload" else kept, layer
 
 
 def trainer_rank(
@@ -224,16 +231,29 @@ def trainer_rank(
     dense = shape.layer_parameters - shape.expert_parameters
     layer = dense // layout.tensor + shape.expert_parameters // max(layout.experts, 1)
     root = shape.root_parameters
-    gathered = layer * (4 * element + MASTER) + root * (2 * element + MASTER)
     tokens = -(-setting.tokens // layout.context)
     logits = min(engine.logits_chunk_elements, tokens * shape.vocabulary)
-    on_host = engine.offload and gpu
-    parts = {
-        "states": 0 if on_host else _state_bytes(engine, shape, element) // ranks,
-        "gathered": gathered if sharded else 0,
-        "activations": tokens * activation_bytes(shape, element, mode),
+    kept, computed = (tokens * size for size in activation_bytes(shape, element, mode))
+    states = 0 if engine.offload and gpu else _state_bytes(engine, shape, element) // ranks
+    head, trained = shape.root_parameters // (1 if shape.tied else 2), engine.lora is None
+    # When the backward pass begins: all activations, two layers, the head's gradient in float32.
+    # When it ends: one layer's activations, its gradient in both precisions, a second layer.
+    begins = {
+        "states": states,
+        "gathered": sharded * element * (2 * layer + root) + trained * MASTER * head,
+        "activations": shape.layers * kept + computed,
         "logits": _LOGIT_BYTES * logits,
     }
+    ends = {
+        "states": states,
+        "gathered": sharded
+        * (
+            layer * (3 * element + trained * (element + MASTER)) + element * (root + trained * head)
+        ),
+        "activations": kept + computed,
+        "logits": 0,
+    }
+    parts = max(begins, ends, key=lambda each: sum(each.values()))
     if reference is not None:
         stays = 0 if reference.offload and gpu else shape.parameters
         parts["reference"] = element * (stays // ranks + shape.layer_parameters * (ranks > 1))

@@ -9,6 +9,7 @@ from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
+from areal.engines.ppo_actor import FSDPPPOActor
 from areal.errors import InvalidInput
 
 
@@ -351,3 +352,8 @@ def test_ppo_update_when_there_are_minibatches_then_the_first_is_compared(make_a
     moved = (actor.compute_logprobs(batch) - batch["behavior_logprobs"]).abs().max()
     assert moved > 1e-2, "the later minibatches have other weights"
     assert stats["mismatch/max"] < 1e-4
+
+
+def test_reference_when_its_section_is_null_then_refused_in_one_line() -> None:
+    with pytest.raises(InvalidInput, match=r"^ref: expected a section, .*not null$"):
+        FSDPPPOActor(None)
