@@ -62,7 +62,7 @@ def _line(row: Row, runs: Runs) -> str:
     ordered = [runs[seed] for seed in sorted(runs)]
 
     def each(name: str, form: str = "{:.2f}") -> str:
-        return ", ".join("" if r[name] is None else form.format(r[name]) for r in ordered)
+        return ", ".join(form.format(r[name]) for r in ordered if r[name] is not None)
 
     met = sum(row.measure.holds(r["value"]) for r in ordered)
     in_time = sum(r["seconds"] <= LIMIT_S for r in ordered)

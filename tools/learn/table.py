@@ -109,7 +109,7 @@ ROWS = [
     _algorithm("grpo", "GRPO"),
     Row(
         "control",
-        "GRPO, rewards dealt at random",
+        "GRPO, shuffled rewards (control)",
         FAMILY,
         ("control=true",),
         measure=Measure(least=None, most=0.05),
