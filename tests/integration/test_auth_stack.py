@@ -245,6 +245,8 @@ async def test_http_when_any_route_is_asked_then_only_with_the_token(
                 status = await ask(http, method, url + path, header)
                 if path in open_to_all - {"/login"}:
                     assert status in (200, 405), path
+                elif path.startswith("/sessions/"):  # asks for the session's own key
+                    assert status in (401, 404), (method, path, header)
                 else:  # the form is for everyone, and says 401 to a wrong token by itself
                     assert status == 401 or path == "/login", (method, path, header)
             if path != "/pause_generation":  # no one would continue
