@@ -84,7 +84,8 @@ class ObjectStore:
                     "timeout": timedelta(seconds=TIMEOUT_S),
                 },
                 retry_config={
-                    "max_retries": 10,
+                    # The time decides: ten refused connections can pass in a second.
+                    "max_retries": 1000,
                     "retry_timeout": timedelta(seconds=_RETRIED_FOR_S),
                 },
             )
