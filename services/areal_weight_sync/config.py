@@ -31,7 +31,8 @@ class WeightSyncConfig:
     """Deadline of a health probe: a server that misses two in a row is quarantined, one that a
     client has reported after the first."""
     deep_probe_every: int = 5
-    """Every so many probes also ask the scheduler (/v1/loads) and compare the boot id."""
+    """Every so many probes also ask the scheduler (/v1/loads) and compare the boot id. Behind a
+    proxy, whose connections outlive a server, this is how a restart is noticed."""
     update_timeout_s: float = 120.0
     """One server's update, from pause to confirmed."""
     control_timeout_s: float = 10.0

@@ -63,6 +63,7 @@ class Member:
         self._reported = False
         self._mute = False  # it answered probes and failed to generate
         self._probes = 0
+        self._connections = -1  # of the engine, when the boot was last asked
         self.loading = ""  # path of the version that the server was last told to read
         self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
 
@@ -167,7 +168,7 @@ class Member:
 
     async def _meet(self) -> None:
         """First contact in this state: which boot of the server is this?"""
-        boot = await self._engine.boot_id()
+        boot = await self._boot()
         if boot != self.record.boot_id:
             self.record.boot_id, self.record.version = boot, -1
             self._coordinator.changed(self.record)
@@ -309,7 +310,11 @@ class Member:
         end_turn()
 
     async def _probe(self, target: PolicyVersion | None) -> None:
-        """Still alive, still the same process, still at the version it confirmed?"""
+        """Still alive, still the same process, still at the version it confirmed?
+
+        A server that is started again closes its connections. So on one that stayed open the
+        process is the same, and only after a new one it is asked which boot it is.
+        """
         assert target is not None, "it serves"
         self._probes += 1
         deep = self._deep or self._probes % self._coordinator.config.deep_probe_every == 0
@@ -317,13 +322,18 @@ class Member:
         version = await self._version()
         if version != target.name:
             self._rejoin(f"its weight_version became {version!r:.100}")
-        elif deep:
-            await self._engine.running()
-            boot = await self._engine.boot_id()
-            if boot != self.record.boot_id:
+        elif deep or self._engine.connections != self._connections:
+            if deep:
+                await self._engine.running()
+            if await self._boot() != self.record.boot_id:
                 self._rejoin("restarted")
             elif reported:
                 await self._try_generation(target)
+
+    async def _boot(self) -> str:
+        # Before: a connection made meanwhile may be to another process.
+        self._connections = self._engine.connections
+        return await self._engine.boot_id()
 
     async def _version(self) -> str:
         """What it says it serves; after a failed request of a client with less patience."""

@@ -58,6 +58,8 @@ class Engine(Protocol):
 
     ranks: int
     """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+    connections: int
+    """Opened to the server so far. While it stays, no request can have reached another process."""
 
     async def weight_version(self, timeout: float = 2.0) -> str:
         """What the server says it serves."""

@@ -18,6 +18,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,12 +65,21 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     Args:
         headers: Sent with every request: the bearer token (SGLang's `--api-key`).
     """
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_create_end.append(_connected)
     return aiohttp.ClientSession(
+        trace_configs=[tracing],
         # Below the 5 s after which uvicorn closes idle connections: never reuse a dead one.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Accept-Encoding": "identity", **headers},
     )
+
+
+async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, *__: object) -> None:
+    engine = context.trace_request_ctx
+    if isinstance(engine, HttpEngine):
+        engine.connections += 1
 
 
 class HttpEngine:
@@ -92,6 +102,7 @@ class HttpEngine:
         self._staged: tuple[PolicyVersion, str] | None = None
         self._group = BroadcastGroup(self.command)
         self.ranks = 0
+        self.connections = 0
         self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
         self._control_timeout = control_timeout
 
@@ -375,11 +386,18 @@ class HttpEngine:
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> tuple[int, bytes]:
         """One request, its answer bounded in time and size; `path` may be a whole url."""
-        url = path if "://" in path else self._url + path
+        own = "://" not in path
+        url = self._url + path if own else path
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._session.request(method, url, json=body, allow_redirects=False) as response,
+                self._session.request(
+                    method,
+                    url,
+                    json=body,
+                    allow_redirects=False,
+                    trace_request_ctx=self if own else None,
+                ) as response,
             ):
                 chunks, size = [], 0
                 async for chunk in response.content.iter_chunked(1 << 16):

@@ -32,6 +32,30 @@ async def test_probe_when_boot_changed_then_server_is_loaded_anew(tmp_path):
         await rig.at("a", SERVING, 0)
 
 
+async def test_probe_when_restarted_by_hand_as_the_same_version_then_noticed_at_once(tmp_path):
+    async with rig_of(tmp_path, deep_probe_every=10**9) as rig:
+        await rig.serving("a")
+        engine = rig.engine("a")
+        await rig.until(lambda: engine.calls[-3:] == ["weight_version"] * 3, "three probes", 10)
+        engine.restart("boot-2", engine.version)
+        await rig.until(lambda: engine.calls.count("load 0") == 2, "second load", 10)
+        await rig.at("a", SERVING, 0)
+        assert engine.weights == "w0"
+
+
+async def test_probe_when_the_connection_stayed_open_then_the_boot_is_not_asked(tmp_path):
+    async with rig_of(tmp_path, deep_probe_every=10**9) as rig:
+        await rig.serving("a")
+        engine = rig.engine("a")
+        await rig.until(lambda: engine.calls[-3:] == ["weight_version"] * 3, "three probes", 10)
+        engine.connections += 1
+        asked = engine.calls.count("boot_id")
+        await rig.until(lambda: engine.calls.count("boot_id") > asked, "the boot", 10)
+        await rig.until(lambda: engine.calls[-3:] == ["weight_version"] * 3, "three probes", 10)
+        assert engine.calls.count("boot_id") == asked + 1
+        assert engine.calls.count("load 0") == 1
+
+
 async def test_probe_when_version_changed_then_server_is_loaded_anew(tmp_path):
     async with rig_of(tmp_path) as rig:
         await rig.serving("a")

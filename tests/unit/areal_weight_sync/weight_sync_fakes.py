@@ -66,6 +66,7 @@ class FakeEngine:
 
     def __init__(self, boot: str = "boot-1") -> None:
         self.boot = boot
+        self.connections = 1
         self.version = "default"
         self.weights = "default"
         self.paused = False
@@ -92,6 +93,11 @@ class FakeEngine:
         self.ranks = 1
         self.received: list[Seat] = []
         self.receive_error: EngineError | None = None
+
+    def restart(self, boot: str, version: str) -> None:
+        """By hand, with weights of its own under a version's name."""
+        self.boot, self.version, self.weights = boot, version, "by hand"
+        self.connections += 1
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
