@@ -159,9 +159,9 @@ def serve(
     overrides: Overrides = None,
     servers: Annotated[int, typer.Option(min=1, max=64, help="How many servers.")] = 1,
     port: Annotated[
-        int, typer.Option(min=1, max=65000, help="Of the first server; others follow.")
+        int, typer.Option(min=1, max=65000, help="Port of the first server; others follow.")
     ] = 30000,
-    gpus: Annotated[int, typer.Option(min=0, help="Of each server; 0: the CPU engine.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each server; 0: the CPU engine.")] = 0,
 ) -> int:
     """Start inference servers for a model, print their addresses, and serve until Ctrl-C.
 
@@ -373,7 +373,7 @@ def export(
 def dead_letters_list(
     run: Run = None,
     endpoint: BufferEndpoint = "",
-    limit: Annotated[int, typer.Option(help="At most this many.")] = 20,
+    limit: Annotated[int, typer.Option(help="List at most this many.")] = 20,
     json: Json = False,
 ) -> int:
     """Show tasks that failed permanently, newest first, with cause and traceback."""
@@ -398,7 +398,7 @@ def dead_letters_retry(
 @dead_letters.command("drop")
 def dead_letters_drop(
     task_ids: Annotated[list[str] | None, typer.Argument(help="The tasks; or --all.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Drop every task listed.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Drop all dead letters.")] = False,
     run: Run = None,
     endpoint: BufferEndpoint = "",
     json: Json = False,
