@@ -41,7 +41,9 @@ class LedgerCalls:
         begin.prompt.token_ids.extend(ids)
         return (await self._update(begin=begin)).number
 
-    async def record(self, number: int, response: LLMResponse, text: str, turn: str) -> None:
+    async def record(
+        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+    ) -> None:
         """See `areal.agents.calls.CallStore`."""
         answer = pb.SessionAnswer(
             token_ids=response.output_tokens,
@@ -50,17 +52,27 @@ class LedgerCalls:
             stop_reason=response.stop_reason,
             text=text,
             turn=turn,
+            kept=kept,
         )
         await self._update(record=pb.SessionRecord(number=number, answer=answer))
 
-    async def find(self, turn: str) -> list[int] | None:
+    async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `areal.agents.calls.CallStore`."""
-        for call in reversed(self.found.calls):
-            if call.HasField("answer") and call.answer.turn == turn:
-                whole = [*self._prompt(call.number), *call.answer.token_ids]
-                self._extended = call.number, whole
-                return list(whole)
-        return None
+        ended = [
+            c.number for c in self.found.calls if c.HasField("answer") and c.answer.turn == turn
+        ]
+        return prefer if prefer in ended else ended[-1] if ended else None
+
+    async def whole(self, number: int) -> list[int]:
+        """See `areal.agents.calls.CallStore`."""
+        whole = [*self._prompt(number), *self.found.calls[number].answer.token_ids]
+        self._extended = number, whole
+        return list(whole)
+
+    async def kept(self, number: int) -> str:
+        """See `areal.agents.calls.CallStore`."""
+        calls = self.found.calls
+        return calls[number].answer.kept if number < len(calls) else ""
 
     async def delivered(self, numbers: Sequence[int]) -> None:
         """Not known: the process that sends the answer is another one."""

@@ -126,9 +126,32 @@ async def token_agent(task, base_url, api_key):
     return 1.0
 
 
+async def response_agent(task, base_url, api_key):
+    """Turns by id and by items, streamed and not, with tools on offer, and a branch."""
+    add = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+        asked = {"model": "any", "instructions": "Add.", "tools": [add]}
+        first = await llm.responses.create(input=task["question"], **asked)
+        stream = await llm.responses.create(
+            input="again", previous_response_id=first.id, stream=True, **asked
+        )
+        events = [event async for event in stream]
+        items = [
+            {"role": "user", "content": task["question"]},
+            *first.output,
+            {"role": "user", "content": "again"},
+            *events[-1].response.output,
+            {"role": "user", "content": "and again"},
+        ]
+        await llm.responses.create(input=items, **asked)
+        await llm.responses.create(input="or so", previous_response_id=first.id, **asked)
+        await llm.responses.create(input="summarize", model="any", store=False)
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("run", "calls", "trajectories"),
-    [(chat_agent, 8, 6), (message_agent, 3, 1), (token_agent, 3, 1)],
+    [(chat_agent, 8, 6), (response_agent, 5, 3), (message_agent, 3, 1), (token_agent, 3, 1)],
 )
 async def test_agent_when_run_then_its_trajectories_are_what_the_engine_sampled(
     engine, run, calls, trajectories

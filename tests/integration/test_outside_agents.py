@@ -89,6 +89,37 @@ async def test_chat_when_two_gateways_share_a_session_then_its_ids_are_trained(u
         await request(urls, "POST", f"{path}/v1/chat/completions", key, {"messages": messages[:1]})
 
 
+async def test_responses_when_two_gateways_share_a_session_then_an_id_continues_it(urls, ledger):
+    incarnation, step = await register(ledger)
+    opened = await request(urls, "POST", "/v1/sessions", body={})
+    key, base = opened["api_key"], opened["base_url"]
+    said: list[float] = []
+    known = None
+    for turn in range(3):
+        async with openai.AsyncOpenAI(base_url=base, api_key=key) as llm:
+            stream = await llm.responses.create(
+                model="any",
+                instructions="Add.",
+                input=f"{turn}+1=",
+                previous_response_id=known,
+                max_output_tokens=12,
+                include=["message.output_text.logprobs"],
+                stream=True,
+            )
+            events = [event async for event in stream]
+        answer = events[-1].response
+        said += [each.logprob for each in answer.output[0].content[0].logprobs]
+        known, base = answer.id, swapped(urls, base)
+    async with openai.AsyncOpenAI(base_url=base, api_key=key) as llm:
+        with pytest.raises(openai.NotFoundError, match="previous_response_id 'resp-9'"):
+            await llm.responses.create(model="any", input="?", previous_response_id="resp-9")
+    await request(urls, "POST", f"/sessions/{opened['id']}/end", key, {"reward": 1.0})
+    [group] = await batch(ledger, incarnation, step)
+    [trajectory] = group.trajectories
+    sampled = trajectory.behavior_logprobs[trajectory.loss_mask]
+    np.testing.assert_array_equal(sampled, np.asarray(said, np.float32))
+
+
 async def test_messages_and_tokens_when_called_then_recorded_as_sampled(urls, ledger):
     opened = await request(urls, "POST", "/v1/sessions", body={"purpose": "serve"})
     key, base = opened["api_key"], opened["base_url"]

@@ -50,11 +50,13 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         raise InvalidInput("messages: expected at least one")
     for index, turn in enumerate(turns):
         messages += _turn(turn, f"messages[{index}]")
+    choice = get(body, "tool_choice", dict) or {}
     return ChatRequest(
         messages,
         _tools(body),
         count(body, "max_tokens"),
         stop=texts(body, "stop_sequences"),
+        parallel=get(choice, "disable_parallel_tool_use", bool, "tool_choice.") is not True,
     )
 
 

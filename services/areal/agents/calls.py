@@ -18,15 +18,30 @@ class CallStore(Protocol):
         """Notes `n` answers to come; returns the number of the first. In order of arrival."""
         ...
 
-    async def record(self, number: int, response: LLMResponse, text: str, turn: str) -> None:
-        """An answer as sampled. `turn`: the digest of the conversation that it ends; may be empty.
+    async def record(
+        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+    ) -> None:
+        """An answer as sampled.
 
-        Of several calls that end the same conversation the latest stands for it.
+        Args:
+            number: Of the answer.
+            response: Its ids.
+            text: What people see of it.
+            turn: The digest of the conversation that it ends; may be empty.
+            kept: What `kept` returns for it.
         """
         ...
 
-    async def find(self, turn: str) -> list[int] | None:
-        """Prompt and answer of the call that ended this conversation."""
+    async def find(self, turn: str, prefer: int | None = None) -> int | None:
+        """The answer that ended this conversation: `prefer` if it did, else the latest."""
+        ...
+
+    async def whole(self, number: int) -> list[int]:
+        """Prompt and answer that `find` has found."""
+        ...
+
+    async def kept(self, number: int) -> str:
+        """What was recorded with an answer; empty: nothing, or there is no such answer."""
         ...
 
     async def delivered(self, numbers: Sequence[int]) -> None:
@@ -43,7 +58,9 @@ class Calls:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        self._turns: dict[int, str] = {}
         self._ended_by: dict[str, int] = {}
+        self._kept: dict[int, str] = {}
         self.outcome: float | None = None
         """The reward that the agent posted for all of it."""
 
@@ -53,19 +70,31 @@ class Calls:
         self._calls += [Call(nothing, retry, delivered=False) for _ in range(n)]
         return len(self._calls) - n
 
-    async def record(self, number: int, response: LLMResponse, text: str, turn: str) -> None:
+    async def record(
+        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+    ) -> None:
         """See `CallStore`."""
         self._calls[number] = replace(self._calls[number], response=response, text=text)
+        if kept:
+            self._kept[number] = kept
         if turn:
+            self._turns[number] = turn
             self._ended_by[turn] = max(number, self._ended_by.get(turn, number))
 
-    async def find(self, turn: str) -> list[int] | None:
+    async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `CallStore`."""
-        number = self._ended_by.get(turn)
-        if number is None:
-            return None
+        if prefer is not None and self._turns.get(prefer) == turn:
+            return prefer
+        return self._ended_by.get(turn)
+
+    async def whole(self, number: int) -> list[int]:
+        """See `CallStore`."""
         response = self._calls[number].response
         return [*response.input_tokens, *response.output_tokens]
+
+    async def kept(self, number: int) -> str:
+        """See `CallStore`."""
+        return self._kept.get(number, "")
 
     async def delivered(self, numbers: Sequence[int]) -> None:
         """See `CallStore`."""

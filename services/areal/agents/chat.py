@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -18,6 +18,7 @@ from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
 
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+END_OF_CALL = "</tool_call>"
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -34,6 +35,14 @@ class ChatRequest:
     n: int = 1
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not part of it."""
+    parallel: bool = True
+    """Whether an answer may have several calls; else it ends with its first."""
+    extends: int | None = None
+    """The answer that it continues, where several end the same conversation."""
+    keep: bool = False
+    """Whether the conversation is kept, so that the answer's number names it."""
+    lead: int = 0
+    """So many of the first messages are no part of the conversation that is kept."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,26 @@ class History:
     def after(self, message: Message) -> str:
         """The digest of all its messages and one more."""
         return _digest([self.turns[-1] if self.turns else self.start, _gist(message)])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a request and its answer add to the conversation that they continue."""
+
+    after: int | None
+    """The answer that ends that conversation; None: it begins here."""
+    lead: int
+    """See `ChatRequest.lead`."""
+    messages: list[Message]
+
+    @classmethod
+    def read(cls, content: str) -> Self:
+        """What `write` has written."""
+        return cls(**orjson.loads(content))
+
+    def write(self) -> str:
+        """As JSON."""
+        return orjson.dumps(self).decode()
 
 
 def _digest(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ _NAMES: dict[Any, str] = {
     bool: "true or false",
     list: "a list",
 }
+_NUMBER = re.compile(r"-(\d{1,9})\Z")
 _NAMES |= {dict: "an object"}
 
 
@@ -74,6 +76,12 @@ def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
         if not isinstance(value, dict):
             raise InvalidInput(f"{where}[{index}]: expected an object")
     return values
+
+
+def number_of(answer_id: str) -> int | None:
+    """The number in an answer's id; None: it is no answer's id."""
+    found = _NUMBER.search(answer_id)
+    return int(found[1]) if found else None
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:

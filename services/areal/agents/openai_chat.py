@@ -54,6 +54,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         count(body, "max_completion_tokens") or count(body, "max_tokens"),
         count(body, "n", MAX_N) or 1,
         texts(body, "stop"),
+        get(body, "parallel_tool_calls", bool) is not False,
     )
 
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import orjson
 
 from areal.agents.chat import Answer
-from areal.agents.fields import body_of, get, number
+from areal.agents.fields import body_of, get, number, number_of
 from areal.agents.session import Session
 from areal.errors import (
     ArealError,
@@ -31,8 +30,8 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
+from areal.workflows.rendering import Message
 
-_NUMBER = re.compile(r"-(\d+)\Z")
 _STATUS: dict[type[ArealError], tuple[int, str]] = {
     InvalidInput: (400, "invalid_request_error"),
     Unauthenticated: (401, "authentication_error"),
@@ -91,7 +90,9 @@ async def handle(
     except ArealError as error:
         status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
         said: dict[str, Any] = {"message": str(error), "type": kind}
-        body = {"type": "error", "error": said} if path == "/messages" else {"error": said}
+        body: dict[str, Any] = {"error": said | {"param": None, "code": None}}
+        if path == "/messages":
+            body = {"type": "error", "error": said}
         more = {}
         if isinstance(error, CapacityExceeded):
             more["Retry-After"] = str(math.ceil(error.retry_after_s or 1))
@@ -145,6 +146,24 @@ async def _messages(session: Session, body: dict[str, Any], retry: bool) -> Repl
     return _json(api.write_message(*told), session, answers)
 
 
+async def _responses(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+    from areal.agents import openai_responses as api
+
+    before: list[Message] = []
+    extends = api.previous_of(body, session.id)
+    if extends is not None:
+        before = await session.conversation(extends)
+        if not before:
+            known = body["previous_response_id"]
+            raise NotFound(f"previous_response_id {known!r}: it was not stored, or has no answer")
+    answers = await session.chat(api.read_request(body, extends, before), retry=retry)
+    known = _id(api.KIND, session, answers)
+    writer = api.Writer(known, session.model.name, body, session.model.tokenizer)
+    if get(body, "stream", bool):
+        return _named_events(session, answers, writer.events(answers[0]))
+    return _json(writer.whole(answers[0]), session, answers)
+
+
 async def _tokens(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     from areal.agents import openai_text as api
 
@@ -157,10 +176,10 @@ async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     if value is None:
         raise InvalidInput("reward: expected a number, got none")
     known = get(body, "completion_id", str)
-    found = _NUMBER.search(known) if known is not None else None
-    if known is not None and found is None:
+    answer = number_of(known) if known is not None else None
+    if known is not None and answer is None:
         raise InvalidInput(f"completion_id {known[:80]!r}: expected the id of an answer")
-    await session.calls.reward(int(found[1]) if found else None, value)
+    await session.calls.reward(answer, value)
     return _json({})
 
 
@@ -169,6 +188,7 @@ _POSTS: dict[str, Callable[[Session, dict[str, Any], bool], Awaitable[Reply]]] =
     "/completions": _completions,
     "/generate": _tokens,
     "/messages": _messages,
+    "/responses": _responses,
     "/reward": _reward,
 }
 

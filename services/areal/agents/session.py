@@ -12,11 +12,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from areal.agents.calls import CallStore
-from areal.agents.chat import Answer, ChatRequest, History, cut_at_stop, read_answer
+from areal.agents.chat import (
+    END_OF_CALL,
+    Answer,
+    ChatRequest,
+    History,
+    Kept,
+    cut_at_stop,
+    read_answer,
+)
 from areal.errors import ArealError, CapacityExceeded, Unavailable, WaitTimeout
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
-from areal.workflows.rendering import ChatRenderer
+from areal.workflows.rendering import ChatRenderer, Message
 
 Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 """Answers a prompt `gconfig.n_samples` times."""
@@ -57,18 +65,38 @@ class Session:
             Unavailable: No server could answer; so do the other errors of `agenerate`.
         """
         history = History.of(request.messages, request.tools)
-        prompt = await self._prompt(request, history)
+        prompt, extended, old = await self._prompt(request, history)
         limit = request.max_new_tokens
         first, responses = await self._sample(prompt, request.n, limit, retry)
         answers = []
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
             reply = self.model.renderer.parse(response.output_tokens)
+            if len(reply.tool_calls) > 1 and not request.parallel:
+                response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
+                reply = self.model.renderer.parse(response.output_tokens)
             answer = read_answer(number, response, reply, bool(request.tools), stopped_by)
             turn = history.after(answer.message)
-            await self.calls.record(number, response, reply.text, turn)
+            kept = ""
+            if request.keep:
+                new = [*request.messages[max(old, request.lead) :], answer.message]
+                kept = Kept(extended, request.lead, new).write()
+            await self.calls.record(number, response, reply.text, turn, kept)
             answers.append(answer)
         return answers
+
+    async def conversation(self, number: int) -> list[Message]:
+        """The messages up to an answer and that answer, as they were kept; empty: they were not."""
+        parts: list[list[Message]] = []
+        at: int | None = number
+        while at is not None:
+            content = await self.calls.kept(at)
+            if not content:
+                return []
+            kept = Kept.read(content)
+            parts.append(kept.messages)
+            at = kept.after
+        return [message for part in reversed(parts) for message in part]
 
     async def complete(
         self,
@@ -108,12 +136,21 @@ class Session:
         self.failure = None
         return first, responses
 
-    async def _prompt(self, request: ChatRequest, history: History) -> list[int]:
+    async def _prompt(
+        self, request: ChatRequest, history: History
+    ) -> tuple[list[int], int | None, int]:
+        """The prompt's ids, which kept answer it extends, and how many messages that ends."""
         messages, renderer = request.messages, self.model.renderer
         # Only what an answer ended can be extended, and only by what the model has not said.
         said = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
         if said and messages[-1]["role"] != "assistant":
-            whole = await self.calls.find(history.turns[said[-1]])
-            if whole is not None:
-                return whole + renderer.bridge(whole, messages[said[-1] + 1 :], request.tools)
-        return renderer.render(messages, request.tools, add_generation_prompt=True)
+            old = said[-1] + 1
+            number = await self.calls.find(history.turns[old - 1], request.extends)
+            if number is not None:
+                whole = await self.calls.whole(number)
+                whole += renderer.bridge(whole, messages[old:], request.tools)
+                content = await self.calls.kept(number) if request.keep else ""
+                if content and Kept.read(content).lead == request.lead:
+                    return whole, number, old
+                return whole, None, 0
+        return renderer.render(messages, request.tools, add_generation_prompt=True), None, 0

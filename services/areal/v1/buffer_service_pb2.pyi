@@ -1553,10 +1553,13 @@ class SessionAnswer(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
     text: _builtins.str
     turn: _builtins.str
     """Digest of the conversation that it ends; may be empty."""
+    kept: _builtins.str
+    """JSON: what of that conversation is new since the call that it extends; empty: not kept."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1574,10 +1577,11 @@ class SessionAnswer(_message.Message):
         stop_reason: _builtins.str = ...,
         text: _builtins.str = ...,
         turn: _builtins.str = ...,
+        kept: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

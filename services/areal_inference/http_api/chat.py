@@ -33,7 +33,7 @@ from areal_inference.frontend import Frontend
 from areal_inference.http_api.generation import abort_on_disconnect, abort_unfinished
 from areal_inference.http_api.requests import guarded, read_body
 
-_POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
 def chat_routes(frontend: Frontend) -> list[StarletteRoute]:

@@ -1,0 +1,369 @@
+"""OpenAI's responses: a request's JSON to a `ChatRequest`, answers to its JSON or events.
+
+    message, message, function_call, function_call  ──> one message of the assistant, with two calls
+    function_call_output                            ──> one message of a tool
+    reasoning                                       ──> nothing: its ids are in the session already
+
+What a response says is its conversation, kept with the session's calls; `previous_response_id`
+names it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from openai.types.responses import (
+    FunctionTool,
+    Response,
+    ResponseCompletedEvent,
+    ResponseContentPartAddedEvent,
+    ResponseContentPartDoneEvent,
+    ResponseCreatedEvent,
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseFunctionCallArgumentsDoneEvent,
+    ResponseFunctionToolCall,
+    ResponseIncompleteEvent,
+    ResponseInProgressEvent,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+    ResponseReasoningTextDeltaEvent,
+    ResponseReasoningTextDoneEvent,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+    ResponseUsage,
+)
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_output_text import Logprob
+from openai.types.responses.response_reasoning_item import Content
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+
+from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.fields import count, get, need, number_of, objects, refuse
+from areal.errors import InvalidInput, NotFound
+from areal.tokenizer import Tokenizer
+from areal.workflows.rendering import Message
+
+KIND = "resp"
+"""How the ids of responses begin."""
+_ROLES = {"system", "developer", "user", "assistant"}
+_LOGPROBS = "message.output_text.logprobs"
+Item = ResponseReasoningItem | ResponseOutputMessage | ResponseFunctionToolCall
+
+
+def previous_of(body: Mapping[str, Any], session_id: str) -> int | None:
+    """The number of the answer that the request continues.
+
+    Raises:
+        NotFound: The id is not one of this session's.
+    """
+    known = get(body, "previous_response_id", str)
+    if known is None:
+        return None
+    number = number_of(known)
+    if number is None or known != f"{KIND}-{session_id}-{number}":
+        raise NotFound(f"previous_response_id {known[:80]!r}: no response of this session has it")
+    return number
+
+
+def read_request(
+    body: Mapping[str, Any], extends: int | None = None, before: Sequence[Message] = ()
+) -> ChatRequest:
+    """A request as the session understands it.
+
+    Args:
+        body: The request.
+        extends: The answer that `previous_response_id` names.
+        before: The conversation that it ends.
+
+    Raises:
+        InvalidInput: A field is malformed, or asks for what cannot be done.
+    """
+    refuse(body, background=(False,), conversation=(), prompt=(), truncation=("disabled",))
+    refuse(body, top_logprobs=(0,), context_management=([],))
+    words = get(body, "text", dict) or {}
+    if words.get("format") is not None and words["format"] != {"type": "text"}:
+        shown = str(words["format"])[:80]
+        raise InvalidInput(f"text.format {shown!r}: not supported; leave it out")
+    instructions = get(body, "instructions", str)
+    lead: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    asked = _messages(body)
+    return ChatRequest(
+        [*lead, *before, *asked],
+        _tools(body),
+        count(body, "max_output_tokens"),
+        parallel=get(body, "parallel_tool_calls", bool) is not False,
+        extends=extends,
+        keep=get(body, "store", bool) is not False,
+        lead=len(lead),
+    )
+
+
+def _tools(body: Mapping[str, Any]) -> list[Message] | None:
+    """As chat completions write them, which is what chat templates know."""
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise InvalidInput(f"tool_choice {str(choice)[:80]!r}: expected 'auto' or 'none'")
+    tools = get(body, "tools", list)
+    if not tools or choice == "none":
+        return None
+    read: list[Message] = []
+    for index, tool in enumerate(objects(tools, "tools")):
+        where = f"tools[{index}]."
+        if tool.get("type") != "function":
+            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+        function: Message = {"name": need(tool, "name", str, where)}
+        if (description := get(tool, "description", str, where)) is not None:
+            function["description"] = description
+        function["parameters"] = get(tool, "parameters", dict, where) or {}
+        read.append({"type": "function", "function": function})
+    return read
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    """The items of `input`."""
+    asked = body.get("input")
+    if isinstance(asked, str):
+        return [{"role": "user", "content": asked}]
+    items = objects(need(body, "input", list), "input")
+    if not items:
+        raise InvalidInput("input: expected at least one item")
+    messages: list[Message] = []
+    calling: Message | None = None  # the assistant's message that further calls belong to
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            continue
+        if kind == "function_call":
+            if calling is None:
+                calling = {"role": "assistant", "content": ""}
+                messages.append(calling)
+            calling.setdefault("tool_calls", []).append(_call(item, where))
+            continue
+        calling = None
+        if kind == "message":
+            messages.append(_message(item, where))
+            if messages[-1]["role"] == "assistant":
+                calling = messages[-1]
+        elif kind == "function_call_output":
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": need(item, "call_id", str, f"{where}."),
+                    "content": text_of(item.get("output"), f"{where}.output"),
+                }
+            )
+        else:
+            raise InvalidInput(
+                f"{where}.type {str(kind)[:80]!r}: expected 'message', 'function_call', "
+                "'function_call_output' or 'reasoning'"
+            )
+    if not messages:
+        raise InvalidInput("input: expected an item other than reasoning")
+    return messages
+
+
+def _message(item: Message, where: str) -> Message:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    content = text_of(item.get("content"), f"{where}.content")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _call(item: Message, where: str) -> Message:
+    function = {
+        "name": need(item, "name", str, f"{where}."),
+        "arguments": arguments_of(item.get("arguments"), f"{where}.arguments"),
+    }
+    known = need(item, "call_id", str, f"{where}.")
+    return {"id": known, "type": "function", "function": function}
+
+
+# ---------------------------------------------------------------- answers
+
+
+class Writer:
+    """One response, whole or as the events of a stream."""
+
+    def __init__(
+        self, answer_id: str, model: str, body: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> None:
+        """`body`: the request, parts of which a response repeats."""
+        self._id, self._model, self._body, self._tokenizer = answer_id, model, body, tokenizer
+        self._created = time.time()
+        self._number = 0
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        return _json(self._response(answer))
+
+    def events(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """The same as a stream's events; `type` names each."""
+        begun = self._response(None)
+        yield self._made(ResponseCreatedEvent, response=begun)
+        yield self._made(ResponseInProgressEvent, response=begun)
+        for index, item in enumerate(self._items(answer)):
+            at = {"output_index": index, "item_id": item.id}
+            if isinstance(item, ResponseFunctionToolCall):
+                parts = self._call_events(item, at)
+            elif isinstance(item, ResponseOutputMessage):
+                parts = self._text_events(item, at)
+            else:
+                parts = self._thought_events(item, at)
+            yield from parts
+            yield self._made(ResponseOutputItemDoneEvent, output_index=index, item=item)
+        ended = ResponseIncompleteEvent if answer.truncated else ResponseCompletedEvent
+        yield self._made(ended, response=self._response(answer))
+
+    def _call_events(
+        self, item: ResponseFunctionToolCall, at: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        empty = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        yield self._added(empty, at)
+        yield self._made(ResponseFunctionCallArgumentsDeltaEvent, delta=item.arguments, **at)
+        yield self._made(
+            ResponseFunctionCallArgumentsDoneEvent,
+            arguments=item.arguments,
+            name=item.name,
+            **at,
+        )
+
+    def _text_events(
+        self, item: ResponseOutputMessage, at: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        [part] = item.content
+        assert isinstance(part, ResponseOutputText)
+        empty = ResponseOutputText(type="output_text", text="", annotations=[])
+        yield self._added(item.model_copy(update={"content": [], "status": "in_progress"}), at)
+        at = {**at, "content_index": 0}
+        yield self._made(ResponseContentPartAddedEvent, part=empty, **at)
+        logprobs = [each.model_dump() for each in part.logprobs or []]
+        if part.text:
+            yield self._made(ResponseTextDeltaEvent, delta=part.text, logprobs=logprobs, **at)
+        yield self._made(ResponseTextDoneEvent, text=part.text, logprobs=logprobs, **at)
+        yield self._made(ResponseContentPartDoneEvent, part=part, **at)
+
+    def _thought_events(
+        self, item: ResponseReasoningItem, at: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        [part] = item.content or []
+        yield self._added(item.model_copy(update={"content": [], "status": "in_progress"}), at)
+        at = {**at, "content_index": 0}
+        yield self._made(
+            ResponseContentPartAddedEvent, part={"type": "reasoning_text", "text": ""}, **at
+        )
+        yield self._made(ResponseReasoningTextDeltaEvent, delta=part.text, **at)
+        yield self._made(ResponseReasoningTextDoneEvent, text=part.text, **at)
+        yield self._made(ResponseContentPartDoneEvent, part=part.model_dump(), **at)
+
+    def _added(self, item: Item, at: Mapping[str, Any]) -> dict[str, Any]:
+        return self._made(ResponseOutputItemAddedEvent, item=item, output_index=at["output_index"])
+
+    def _made(self, event: Any, **fields: Any) -> dict[str, Any]:
+        kind = event.model_fields["type"].annotation.__args__[0]
+        made = _json(event(type=kind, sequence_number=self._number, **fields))
+        self._number += 1
+        return made
+
+    def _items(self, answer: Answer) -> list[Item]:
+        status: Literal["incomplete", "completed"] = "completed"
+        if answer.truncated:
+            status = "incomplete"
+        items: list[Item] = []
+        if answer.reasoning:
+            thought = Content(type="reasoning_text", text=answer.reasoning)
+            items.append(
+                ResponseReasoningItem(
+                    type="reasoning", id=f"rs-{self._id}", summary=[], content=[thought]
+                )
+            )
+        if answer.content or not answer.calls:
+            words = ResponseOutputText(type="output_text", text=answer.content, annotations=[])
+            if _LOGPROBS in (get(self._body, "include", list) or []):
+                words.logprobs = self._logprobs(answer)
+            items.append(
+                ResponseOutputMessage(
+                    type="message",
+                    id=f"msg-{self._id}",
+                    role="assistant",
+                    status=status,
+                    content=[words],
+                )
+            )
+        for index, call in enumerate(answer.calls):
+            items.append(
+                ResponseFunctionToolCall(
+                    type="function_call",
+                    id=f"fc-{self._id}-{index}",
+                    call_id=call.id,
+                    name=call.name,
+                    arguments=call.arguments,
+                    status="completed",
+                )
+            )
+        return items
+
+    def _logprobs(self, answer: Answer) -> list[Logprob]:
+        response = answer.response
+        return [
+            Logprob(token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[])
+            for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True)
+            for text in [self._tokenizer.decode([token])]
+        ]
+
+    def _response(self, answer: Answer | None) -> Response:
+        """`answer` None: as a stream begins it."""
+        body = self._body
+        made = Response(
+            id=self._id,
+            object="response",
+            created_at=self._created,
+            model=self._model,
+            status="in_progress",
+            output=[],
+            error=None,
+            incomplete_details=None,
+            instructions=get(body, "instructions", str),
+            metadata=get(body, "metadata", dict),
+            parallel_tool_calls=get(body, "parallel_tool_calls", bool) is not False,
+            previous_response_id=get(body, "previous_response_id", str),
+            tool_choice=body.get("tool_choice") or "auto",
+            tools=[
+                FunctionTool(
+                    type="function",
+                    name=tool["name"],
+                    description=tool.get("description"),
+                    parameters=tool.get("parameters"),
+                    strict=tool.get("strict"),
+                )
+                for tool in get(body, "tools", list) or []
+            ],
+            max_output_tokens=get(body, "max_output_tokens", int),
+        )
+        if answer is None:
+            return made
+        made.output = list(self._items(answer))
+        made.status = "incomplete" if answer.truncated else "completed"
+        if answer.truncated:
+            made.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        prompt = len(answer.response.input_tokens)
+        sampled = len(answer.response.output_tokens)
+        made.usage = ResponseUsage(
+            input_tokens=prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
+            output_tokens=sampled,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            total_tokens=prompt + sampled,
+        )
+        return made
+
+
+def _json(made: Any) -> dict[str, Any]:
+    content: dict[str, Any] = made.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return content
