@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +42,7 @@ from areal.engines.parallel.mesh import (
     join_process_group,
     local_device,
     make_mesh,
+    new_group,
     reduce_scalars,
 )
 from areal.engines.step import TrainStep
@@ -89,10 +89,9 @@ class FSDPEngine(TrainEngine):
             torch.cuda.set_device(self.device)
         self._owns_group = join_process_group(self.device, config.distributed_timeout_seconds)
         # Saves run their collectives in a thread: beside, not between, those of training.
-        self._checkpoint_group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=config.distributed_timeout_seconds)
-        )
-        self._mesh = make_mesh(config.layout, self.device)
+        everyone, limit = range(dist.get_world_size()), config.distributed_timeout_seconds
+        self._checkpoint_group = new_group(everyone, "checkpoint", limit, "gloo")
+        self._mesh = make_mesh(config.layout, self.device, limit)
         compute, master = resolve_precision(config, self.device)
         # What is frozen needs no more precision than it computes in.
         stored = master if config.lora is None else compute
@@ -139,7 +138,6 @@ class FSDPEngine(TrainEngine):
             budget=budget,
             total_train_steps=total_train_steps,
         )
-        limit = config.distributed_timeout_seconds
         self._exporter = Exporter(hf, Path(config.path), self.device, limit)
         if self._step.optimizer is not None:
             checkpoint.make_optimizer_state(self._step.optimizer)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from areal.config.allocation import Layout
+from areal.errors import WaitTimeout
 
 
 def local_device() -> torch.device:
@@ -84,15 +86,43 @@ class Mesh:
         return dist.get_rank() // self.layout.per_share
 
 
-def make_mesh(layout: str, device: torch.device) -> Mesh:
+def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | None = None) -> Any:
+    """Make a group and connect its ranks; collective over the default group.
+
+    Args:
+        ranks: in it.
+        what: it is for, in an error.
+        timeout_s: deadline for connecting, and then of every collective in it.
+        backend: None: the default group's.
+
+    Raises:
+        WaitTimeout: some of the ranks did not come.
+    """
+    since = time.monotonic()
+    try:
+        return dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend, group_desc=what)
+    except RuntimeError as error:  # gloo's and the store's; the last line says which and why
+        why = " ".join(str(error).split())[:300]
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        raise WaitTimeout(
+            f"the other ranks of the group {what!r}",
+            on=f"ranks {others}",
+            since=since,
+            hint=f"deadline {timeout_s:g} s; see the logs of these ranks; torch: {why}",
+        ) from None
+
+
+def make_mesh(layout: str, device: torch.device, timeout_s: float) -> Mesh:
     """Make the groups of a layout; collective over the default group.
 
     Args:
         layout: as in `allocation_mode`; empty: a share for each rank.
         device: that tensors are computed on.
+        timeout_s: deadline for connecting each group, and of every collective in it.
 
     Raises:
         ConfigError: it is of another number of ranks.
+        WaitTimeout: ranks of a group did not come.
     """
     world = dist.get_world_size()
     plan = Layout.parse(layout or f"d{world}")
@@ -106,16 +136,16 @@ def make_mesh(layout: str, device: torch.device) -> Mesh:
     ]
     copies, shards = plan.data // plan.shard, plan.shard * plan.context
     names = ("copy", "shard", "tensor")
-    dense = init_device_mesh(device.type, (copies, shards, plan.tensor), mesh_dim_names=names)
+    dense = _device_mesh(device.type, (copies, shards, plan.tensor), names, timeout_s)
     sparse = None
     if plan.experts > 1:
         sizes = (copies, shards * plan.tensor // plan.experts, plan.experts)
         names = ("copy", "expert_shard", "expert")
-        sparse = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        sparse = _device_mesh(device.type, sizes, names, timeout_s)
     return Mesh(
         layout=plan,
-        data_group=_own_group(data),
-        context_group=_own_group(contexts),
+        data_group=_own_group(data, "data", timeout_s),
+        context_group=_own_group(contexts, "context", timeout_s),
         shards=_with_copies(dense, "shard"),
         tensor=dense["tensor"],
         experts=None if sparse is None else sparse["expert"],
@@ -127,13 +157,31 @@ def _with_copies(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh["copy", name] if mesh["copy"].size() > 1 else mesh[name]
 
 
-def _own_group(parts: list[list[int]]) -> Any:
-    """The group of this rank's part; every rank makes all of them. None: it is alone in its."""
-    if len(parts[0]) == 1:
-        return None
+def _device_mesh(
+    device: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout_s: float
+) -> DeviceMesh:
+    """As `init_device_mesh`, whose groups would have torch's deadline of 10 or 30 minutes."""
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    groups = [
+        _group_of(ranks.movedim(number, -1).reshape(-1, size).tolist(), name, timeout_s)
+        for number, (size, name) in enumerate(zip(sizes, names, strict=True))
+    ]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+
+
+def _own_group(parts: list[list[int]], what: str, timeout_s: float) -> Any:
+    """The group of this rank's part. None: it is alone in its."""
+    return None if len(parts[0]) == 1 else _group_of(parts, what, timeout_s)
+
+
+def _group_of(parts: list[list[int]], what: str, timeout_s: float) -> Any:
+    """The group of this rank's part; every rank makes all of them."""
     if len(parts) == 1:
         return dist.group.WORLD
-    own, _ = dist.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
+    own = None
+    for part in parts:
+        made = new_group(part, what, timeout_s)
+        own = made if dist.get_rank() in part else own
     return own
 
 
