@@ -33,6 +33,7 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
         InvalidInput: the model or the checkpoint cannot be read.
     """
     config = load_service_config(config_file)
+    scalar = holds_scalar_model(checkpoint)
     source = str(start / config.model.path)
     if not Path(source, "config.json").is_file():
         raise InvalidInput(
@@ -46,7 +47,7 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
             dtype="float32",
             optimizer=None,
             lora=adapters,
-            scalar=holds_scalar_model(checkpoint),
+            scalar=scalar,
         )
     )
     engine.initialize()
@@ -60,26 +61,43 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
     step = json.loads((checkpoint / "done.json").read_text())["extra"]["step"]
     results = config_file.parent / "trainer.json"
     measured = json.loads(results.read_text()).get(EVALUATIONS, []) if results.is_file() else []
-    (folder / "README.md").write_text(card(config, step, measured))
+    (folder / "README.md").write_text(card(config, step, measured, scalar=scalar))
 
 
-def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]]) -> str:
-    """The model card: where the weights come from, and what was measured of them."""
+def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, scalar: bool) -> str:
+    """The model card: where the weights come from, and what was measured of them.
+
+    Args:
+        config: the run's.
+        step: of the checkpoint.
+        evaluations: those of the run; the card has those of this step.
+        scalar: the model gives a number, as a reward model does.
+    """
     found = [each for each in evaluations if each["step"] == step]
     rows = [f"| {each['name']} | {each['mean']:.4f} |" for each in found]
     table = ["", "| held-out reward | mean |", "|---|---|", *rows] if rows else []
+    how, data, batch = f"`{config.algorithm}`", "", config.train_dataset.batch_size
+    units = f"{batch} groups of {config.gconfig.n_samples} samples"
+    if config.offline:
+        how = f"the recipe `{Path(config.recipe).name}`, on rows alone"
+        units = f"{batch} rows"
+    else:
+        data = (
+            f"; answers of up to {config.gconfig.max_new_tokens} tokens at temperature "
+            f"{config.gconfig.temperature}"
+        )
+    kind = ["- A reward model: a sequence classifier whose one class is the score."]
     return "\n".join(
         [
             "---",
-            "tags: [reinforcement-learning, areal]",
+            f"tags: [{'areal' if config.offline else 'reinforcement-learning, areal'}]",
             "---",
             f"# {config.experiment_name}/{config.trial_name}, step {step}",
             "",
-            f"- Trained from `{config.model.path}` with `{config.algorithm}`: step {step} of "
-            f"{config.total_train_steps}, {config.train_dataset.batch_size} groups of "
-            f"{config.gconfig.n_samples} samples a step.",
-            f"- Data: `{config.train_dataset.path}`; answers of up to "
-            f"{config.gconfig.max_new_tokens} tokens at temperature {config.gconfig.temperature}.",
+            *(kind if scalar else []),
+            f"- Trained from `{config.model.path}` with {how}: step {step} of "
+            f"{config.total_train_steps}, {units} a step.",
+            f"- Data: `{config.train_dataset.path}`{data}.",
             *table,
             "",
         ]
