@@ -52,7 +52,9 @@ def run_trl(case: str, model: Path, steps: int, threads: int, saved: Path | None
     rows, _ = addition(2, train=6000, heldout=500, seed=0)
     step: dict[str, float] = {}
 
-    def reward(completions: list[Any], answer: list[str], completion_ids: list[Any], **_: Any):
+    def reward(
+        completions: list[Any], answer: list[str], completion_ids: list[Any], **_: Any
+    ) -> list[float]:
         texts = [each[0]["content"] for each in completions]
         rewards = [
             float(text.strip().lstrip("0") == a) for text, a in zip(texts, answer, strict=True)
@@ -61,7 +63,7 @@ def run_trl(case: str, model: Path, steps: int, threads: int, saved: Path | None
         step["tokens"] = sum(map(len, completion_ids)) / len(rewards)
         return rewards
 
-    class Report(TrainerCallback):
+    class Report(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, _: Any, state: Any, __: Any, *, model: Any, **___: Any) -> None:
             if saved and state.global_step % SAVE_EVERY == 0:
                 model.save_pretrained(saved / str(state.global_step))

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, VOCABULARY, SHARD = 1024, 8192, 256 << 20
@@ -80,24 +81,25 @@ def worker(folder: Path) -> None:
 
     from areal.config.training import RefConfig
     from areal.engines import fsdp
+    from areal.engines.model import source
     from areal.engines.parallel.mesh import join_process_group, local_device
 
     torch.set_num_threads(1)
     join_process_group(local_device(), 600)
     found: dict[str, float] = {}
-    test = fsdp.self_test
+    test = vars(fsdp)["self_test"]
 
     def note(*args: object) -> object:
         found["loading"] = resident("VmHWM") - before
-        return test(*args)  # type: ignore[arg-type]
+        return test(*args)
 
-    fsdp.self_test = note  # type: ignore[assignment]
-    source = folder / "model"
-    fsdp.source.build(str(source), torch.bfloat16)  # imports the architecture
+    model = str(folder / "model")
+    source.build(model, torch.bfloat16)  # imports the architecture
     Path("/proc/self/clear_refs").write_text("5")
     before, began = resident("VmRSS"), time.monotonic()
-    engine = fsdp.FSDPEngine(RefConfig(path=str(source), dtype="bfloat16"))
-    engine.initialize()
+    engine = fsdp.FSDPEngine(RefConfig(path=model, dtype="bfloat16"))
+    with mock.patch.object(fsdp, "self_test", note):
+        engine.initialize()
     found["initialized"] = resident("VmHWM") - before
     found["seconds"] = time.monotonic() - began
     (folder / f"rank{engine.rank}.json").write_text(json.dumps(found))

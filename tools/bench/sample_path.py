@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ _START_S = 600.0
 def cpu_seconds(run_dir: Path) -> dict[str, float]:
     """CPU so far, by kind of process: "inference" is all servers, "launcher" the command itself."""
     stack = json.loads((run_dir / "stack.json").read_text())
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for name, process in stack["processes"].items():
         found[name.rstrip("0123456789-")] += _with_children(process["pid"])
     return dict(found)

@@ -175,7 +175,7 @@ def run_trl(case: str, model: Path) -> None:
             "logprobs": [[-5.0] * len(row) for row in rows],
         }
 
-    class Report(TrainerCallback):
+    class Report(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             assert meter is not None
             meter.done()
