@@ -1,4 +1,4 @@
-"""The groups of a layout: each has the trainer's deadline, and names the ranks that did not come."""
+"""The groups of a layout: each has a deadline, and names the ranks that did not come."""
 
 from __future__ import annotations
 
