@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from areal.engines.export.buckets import Gathering, Held
 from areal.engines.export.pinned import ToHost
-from areal.engines.parallel.mesh import new_group
 from areal.errors import WaitTimeout
 from areal.weights.publisher import Again
 from areal.weights.safetensors import HostTensor
@@ -48,8 +48,10 @@ class Exporter:
 
     def __init__(self, hf: Any, source: Path, device: torch.device, timeout_s: float) -> None:
         self._hf, self._source, self._device, self._timeout_s = hf, source, device, timeout_s
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._group = new_group(range(dist.get_world_size()), "export", timeout_s, backend)
+        self._group = dist.new_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+        )
         self._held: Held | None = None
         self._gathered = threading.Event()
         self._gathered.set()
