@@ -44,7 +44,7 @@ class ConfigError(InvalidInput):
 
 
 class CannotStart(ArealError):
-    """What was asked for is understood; a model, folder, program or port is missing or taken."""
+    """The request is valid, but a model, folder, program or port is missing or taken."""
 
 
 class NotFound(ArealError):
@@ -60,7 +60,7 @@ class StaleIncarnation(ArealError):
 
 
 class LeaseLost(ArealError):
-    """The lease's task was given to another worker, was cancelled or has ended."""
+    """The lease's task was leased to another worker, was cancelled, or has ended."""
 
 
 class WrongStep(ArealError):
@@ -68,27 +68,28 @@ class WrongStep(ArealError):
 
 
 class CapacityExceeded(ArealError):
-    """A stated limit would be passed."""
+    """The call would exceed a stated limit."""
 
     @property
     def retry_after_s(self) -> float | None:
-        """When the same call may be tried again; None: it would be refused again.
+        """Seconds until the same call may be tried again; None if it would be refused again.
 
-        It stands at the end of the message, which is what crosses every boundary as it is.
+        It is read from the end of the message, because every transport carries the message
+        unchanged.
         """
         found = _TRY_AGAIN.search(str(self))
         return float(found[1]) if found else None
 
 
 class Unavailable(ArealError):
-    """Try the same call again."""
+    """A service does not answer now; try the same call again."""
 
 
 class WorkflowError(ArealError):
-    """User code raised or returned nonsense.
+    """User code raised, or returned something that makes no sense.
 
     Attributes:
-        traceback: where, for the dead-letter list; may be empty.
+        traceback: where it failed, for the list of dead letters; may be empty.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -101,12 +102,12 @@ class PromptDrift(WorkflowError):
 
 
 class TrainingDiverged(ArealError):
-    """Optimizer steps in a row had a gradient that is not finite; raised on every rank alike.
+    """Several optimizer steps in a row had a gradient that is not finite; every rank raises it.
 
     Attributes:
-        cause: which of loss, gradient, logprobs or inputs is not finite, on which ranks.
+        cause: whether the loss, gradient, logprobs or inputs are not finite, and on which ranks.
         batch: this rank's batch of the last of these steps.
-        groups: values of the batch's `group_index` with an input that is not finite.
+        groups: values of `group_index` in the batch whose inputs are not finite.
     """
 
     def __init__(
@@ -127,11 +128,11 @@ class WaitTimeout(ArealError):
     def __init__(
         self, what: str, *, on: str = "", since: float | None = None, hint: str = ""
     ) -> None:
-        """Builds the sentence.
+        """Builds the message.
 
         Args:
             what: The thing waited for.
-            on: Who was to deliver it.
+            on: The process that should have delivered it.
             since: `time.monotonic()` when the wait began.
             hint: What to look at.
         """

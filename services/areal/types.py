@@ -64,14 +64,14 @@ class StopReason(StrEnum):
 
 @dataclass
 class GenerationHyperparameters:
-    """Sampling parameters: also the config section `gconfig`, so all types are plain."""
+    """Sampling parameters. This is also the config section `gconfig`, so all types are plain."""
 
     n_samples: Annotated[int, Ge(1)] = 1
     """Samples per task, that is, the size of its group."""
     max_new_tokens: Annotated[int, Ge(1)] = 512
     """Maximum number of tokens per sample."""
     min_new_tokens: int = field(default=0, metadata={"omegaconf_ignore": True})
-    """Stop tokens are masked before this many tokens; for a workflow to set."""
+    """Stop tokens are masked until this many tokens are sampled. A workflow sets it."""
     temperature: float = 1.0
     """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
     distribution; training compares them at this temperature."""
@@ -81,14 +81,14 @@ class GenerationHyperparameters:
     top_k: int = -1
     """Top-k sampling; -1 turns it off. Logprobs and the warning are as for `top_p`."""
     greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
-    """Same as temperature 0; for a workflow to set."""
+    """Same as temperature 0. A workflow sets it."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a sample, in addition to the model's end-of-sequence token."""
 
 
 @dataclass(frozen=True)
 class LLMRequest:
-    """What to generate: one answer to one prompt.
+    """A request for one answer to one prompt, or for a group of them.
 
     Example:
         >>> LLMRequest(input_ids=[257, 49, 50, 258], gconfig=GenerationHyperparameters())
@@ -185,7 +185,7 @@ class Trajectory:
     """Files of the images of its prompt, in order; each is one token of `input_ids`. All
     trajectories of a group have the same."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What its reward is made of, before weights (`areal.rubric`); for people and metrics."""
+    """The parts of its reward before weighting (`areal.rubric`); for people and metrics."""
 
     @property
     def reward(self) -> float:
@@ -229,5 +229,5 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
-        """Weights go below `path`, which every server can read; the default: as configured."""
+        """Publishes weights below `path`, which every server can read; default: as configured."""
         return cls(type="disk" if path else "", path=path)

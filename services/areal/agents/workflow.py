@@ -20,7 +20,7 @@ Run = Callable[[dict[str, Any], str, str], Awaitable[float | None]]
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs an agent `gconfig.n_samples` times on a row, and trains what it sampled.
+    """Runs an agent `gconfig.n_samples` times on a row, and trains on the tokens that it sampled.
 
     The agent calls the model as it calls OpenAI or Anthropic. Every call is recorded with the ids
     that were sampled: turns that extend each other become one trajectory; sub-agents, branches and
@@ -42,12 +42,13 @@ class AgentWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments, as far as that needs no row.
+        """Checks the arguments that can be checked without a row.
 
         Args:
-            run: `async def run(task, base_url, api_key) -> float | None` of the recipe. `task` is
-                the row. None: it posts its rewards itself (`POST {base_url}/reward`).
-            gconfig: How to sample, whatever the agent asks for; `max_new_tokens` is for each call.
+            run: The recipe's `async def run(task, base_url, api_key) -> float | None`. `task` is
+                the row. If it returns None, it posts its rewards itself (`POST {base_url}/reward`).
+            gconfig: How to sample; it overrides what the agent asks for. `max_new_tokens` is for
+                each call.
             template: Variables of the chat template (`{"enable_thinking": False}`).
 
         Raises:
@@ -60,7 +61,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One group: n runs at once, each in a session of its own."""
+        """Runs the agent n times at once, each in its own session, and returns one group."""
 
         async def generate(request: LLMRequest) -> list[LLMResponse]:
             return await engine.agenerate_group(request)

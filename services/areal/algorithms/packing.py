@@ -12,7 +12,7 @@ A batch is a plain `dict[str, torch.Tensor]`:
     token_versions     int64 [T]     policy version that sampled token t (-1 on prompts)
     rewards            f32   [T]     a single outcome sits on the last generated token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
-    teacher_ids, teacher_logprobs   int64, f32   [T, k]   optional: a teacher's likeliest
+    teacher_ids, teacher_logprobs   int64, f32   [T, k]   optional: a teacher's top k tokens
     pixel_values, image_grid_thw, image_group    optional: see `images`
     chosen             bool  [S]     optional: the better one of the two sequences of a group,
                                      which then share a micro-batch

@@ -79,7 +79,7 @@ class BaseExperimentConfig:
 
     @property
     def offline(self) -> bool:
-        """Whether the trainer learns from rows alone, without servers and services."""
+        """True if the trainer learns from dataset rows alone, without servers and services."""
         return not parse_allocation(self.allocation_mode).inference_replicas
 
     @property
@@ -89,7 +89,7 @@ class BaseExperimentConfig:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Where tokenizer.json lies."""
+        """The folder that holds tokenizer.json."""
         return Path(self.model.path)
 
 
@@ -323,7 +323,7 @@ def cautions(config: BaseExperimentConfig) -> list[str]:
 
 
 def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, str]:
-    """Reads `[--config FILE] [key=value …]`, as a recipe's `main(argv)` gets it.
+    """Reads the arguments of a recipe's `main(argv)`: `[--config FILE] [key=value …]`.
 
     Returns:
         The config object and the path of the file it came from ("" if none).

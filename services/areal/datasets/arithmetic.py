@@ -17,13 +17,13 @@ def addition(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Random `digits`-digit addition problems, split so that no sum is seen in both parts.
 
-    a+b and b+a always fall into the same part: the held-out problems cannot be known by
-    commuting a training problem. The same arguments give the same rows.
+    a+b and b+a are always in the same part, so no held-out problem is a training problem with its
+    operands swapped. The same arguments give the same rows.
 
     Args:
-        digits: Of both operands, without leading zeros (1: 0 to 9).
-        train: Rows of the first part.
-        heldout: Rows of the second part.
+        digits: Number of digits of both operands, without leading zeros (1: 0 to 9).
+        train: Number of rows in the first part.
+        heldout: Number of rows in the second part.
         seed: Decides which problems, their split and their order.
 
     Returns:

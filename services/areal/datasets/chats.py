@@ -27,12 +27,12 @@ def chat_unit(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Unit:
     """One conversation, with the loss on every turn of the assistant.
 
     Args:
-        tokenizer: With a chat template.
-        messages: {"role", "content"} objects, one or more of the assistant.
+        tokenizer: A tokenizer with a chat template.
+        messages: {"role", "content"} objects, at least one of them from the assistant.
 
     Raises:
         InvalidInput: No turn is the assistant's, or the template changes earlier turns as the
-            conversation grows, so that nothing says which tokens a turn is.
+            conversation grows, so that the tokens of a turn cannot be found.
     """
     return [_sequence(tokenizer, messages, _turns(messages))]
 
@@ -41,12 +41,12 @@ def pair_unit(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Unit:
     """A chosen and a rejected answer to one prompt, with the loss on the last turn.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         row: `prompt`, `chosen` and `rejected`: texts, or lists of messages (`chosen` and
             `rejected` may then hold the prompt themselves).
 
     Raises:
-        InvalidInput: A field is missing, or as `chat_unit`.
+        InvalidInput: A field is missing, or one of the errors of `chat_unit`.
     """
     both = []
     for key in ("chosen", "rejected"):

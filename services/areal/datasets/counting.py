@@ -17,9 +17,9 @@ def counting(count: int, *, most: int, seed: int) -> list[dict[str, Any]]:
     """Rows of one picture each, with 0 to `most` bright squares that do not touch.
 
     Args:
-        count: Rows.
-        most: Squares in a picture, at most.
-        seed: Decides which.
+        count: Number of rows.
+        most: Maximum number of squares in a picture.
+        seed: Random seed.
 
     Raises:
         InvalidInput: `most` is not 1 to 5, or `count` is negative.

@@ -69,20 +69,22 @@ def of_pass_rate(
     least: float = 0.05,
     most: float = 0.95,
 ) -> list[dict[str, Any]]:
-    """Rows whose answers were neither all right nor all wrong when they were evaluated.
+    """Returns the rows whose answers were neither all right nor all wrong in an evaluation.
 
     A group whose rewards are all equal has no gradient (`group/zero_std`): such rows cost
     generation and teach nothing.
 
     Args:
-        rows: What was evaluated, in the same order.
+        rows: The evaluated rows, in the same order.
         evaluation: `evaluations/NAME-vVERSION.jsonl` of a run folder, as `areal eval` and
-            `rollout.evaluate` write it; `gconfig.n_samples` answers tell a row's rate.
-        least: Smallest mean reward of a row that is kept.
-        most: Largest.
+            `rollout.evaluate` write it. A row's rate is the mean of its `gconfig.n_samples`
+            answers.
+        least: Lowest mean reward of a row that is kept.
+        most: Highest mean reward of a row that is kept.
 
     Raises:
-        InvalidInput: The file is not there or no such file, it is of other rows, or no row is left.
+        InvalidInput: The file is missing or has another format, it is about other rows, or no row
+            is left.
 
     Example:
         >>> of_pass_rate(rows, "runs/eval/trial0/evaluations/reward-v0.jsonl", least=0.2)

@@ -14,7 +14,7 @@ def human_eval_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[
 
     Args:
         row: Has "prompt", "test" (which defines `check`), and "entry_point".
-        instruction: Stands before the function's head; "" leaves it out.
+        instruction: Text before the function's signature; "" leaves it out.
 
     Returns:
         {"messages", "tests", "prefix": the prompt, for a model that completes text}.

@@ -19,8 +19,8 @@ class StatefulLoader:
     """An endless iterator of rows that can be resumed exactly.
 
     Item (epoch, index) is `rows[order(epoch)[index]]`, where the order is a permutation drawn from
-    (seed, epoch) alone: the same place always means the same row, at any time. As
-    `index` counts along that order, "the lowest index not ended" is all that a checkpoint keeps.
+    (seed, epoch) alone, so the same position always means the same row. Because `index` counts
+    along that order, a checkpoint stores only the lowest index whose task has not ended.
 
     Example:
         >>> loader = StatefulLoader(rows, seed=1)
@@ -34,7 +34,7 @@ class StatefulLoader:
         """Starts at (0, 0).
 
         Args:
-            rows: At least one; held, not copied.
+            rows: At least one row. The list is kept, not copied.
             seed: Seed of the orders, 0 or more.
             shuffle: False: every epoch in file order.
 

@@ -13,11 +13,11 @@ GENERATED = "generated"
 
 
 def sorted_digits(count: int, seed: int) -> list[dict[str, Any]]:
-    """Digits to sort: the chosen answer has them in order, the rejected one does not.
+    """Returns digits to sort: the chosen answer has them in order, the rejected one does not.
 
     Args:
-        count: Rows.
-        seed: Decides which; no prompt comes twice.
+        count: Number of rows.
+        seed: Random seed; no prompt comes twice.
 
     Raises:
         InvalidInput: There are not that many prompts.

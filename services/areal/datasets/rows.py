@@ -33,14 +33,14 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
 
     Args:
         address: A .jsonl or .parquet file, a folder, or `hf://org/name[/config][@revision]`.
-        split: Which rows of a folder or a data set; of a file all are read.
+        split: Which part of a folder or a data set to read. A file is read whole.
 
     Returns:
         Rows in the order of files and lines.
 
     Raises:
-        InvalidInput: There is nothing at the address, no such split, or no rows; the message says
-            what is there.
+        InvalidInput: The address, the split or its rows do not exist; the message says what is
+            there.
         Unavailable: The Hub does not answer.
 
     Example:

@@ -12,11 +12,11 @@ _MOST = 20_000
 
 
 def posts(count: int, seed: int) -> list[dict[str, Any]]:
-    """Posts of seven words, of which one comes three times: that word is the summary.
+    """Returns posts of seven words. One word appears three times: it is the summary.
 
     Args:
         count: Rows; no post comes twice.
-        seed: Decides which.
+        seed: Random seed.
 
     Raises:
         InvalidInput: There are not that many posts.
@@ -39,10 +39,10 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """What a person would say of two summaries of each post: the right word, and nothing else.
+    """Returns a judgment for each post: of two summaries a person prefers the right word alone.
 
-    Half of the rejected ones name another word of the post; the others ramble, or stop too soon.
-    A judge that never saw the latter would like them: they are shorter still.
+    Half of the rejected summaries name another word of the post. The others have extra words or end
+    too early; a judge that never saw the short ones would prefer them.
 
     Example:
         >>> preferred(posts(1, seed=0), seed=0)[0]["rejected"]

@@ -282,7 +282,7 @@ class FSDPEngine(TrainEngine):
         return self._pending_save
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint's tensors, summed over all ranks."""
+        """Returns the size of a checkpoint's tensors, summed over all ranks."""
         return sum(tensor.nbytes for tensor in self._checkpoint_tensors().values())
 
     def _checkpoint_tensors(self) -> dict[str, Tensor]:

@@ -40,10 +40,11 @@ class OfflineTrainer:
 
         Args:
             config: The experiment's `actor` section; an empty `path` means `model.path`.
-            scalar: One number of a token instead of a distribution: a reward model.
+            scalar: The model returns one number per token instead of a distribution: a reward
+                model.
 
         Raises:
-            InvalidInput: There is a model under training already.
+            InvalidInput: A model is being trained already.
         """
         from areal.engines.fsdp import FSDPEngine
 
@@ -63,10 +64,10 @@ class OfflineTrainer:
         return self.session.step
 
     def batches(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """This rank's share of each step's `train_dataset.batch_size` units, until the last step.
+        """Yields this rank's share of `train_dataset.batch_size` units for each step, to the last.
 
-        Every epoch has an order of its own; a resumed run continues with the unit it would have
-        come to.
+        Every epoch has its own order. A resumed run continues with the unit that would have come
+        next.
 
         Raises:
             InvalidInput: There are no units.
@@ -84,12 +85,12 @@ class OfflineTrainer:
                 raise InvalidInput("batches(): expected finish_step() after each batch")
 
     def chunks(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """This rank's share of all units, in order, some at a time: to evaluate on."""
+        """Yields this rank's share of all units, in order, some at a time, for an evaluation."""
         for begin in range(0, len(units), _EVALUATED_AT_ONCE):
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
 
     def share(self, units: Sequence[Unit]) -> Batch:
-        """This rank's part of some units, packed; `chosen` too if they are pairs."""
+        """Packs this rank's part of some units; adds `chosen` if they are pairs."""
         import torch
 
         from areal.algorithms import packing
@@ -109,13 +110,13 @@ class OfflineTrainer:
         return batch
 
     def finish_step(self, stats: dict[str, float]) -> None:
-        """Ends the step: its row of metrics, and the checkpoint policy."""
+        """Ends the step: writes its metrics row, and a checkpoint if one is due."""
         self.session.row.update(named(stats))
         self.session.finish_step()
         self.engine.set_version(self.session.step)
 
     def record(self, name: str, values: Iterable[float]) -> float:
-        """Writes the mean of some figures into trainer.json and the log; returns it."""
+        """Writes the mean of some values into trainer.json and the log, and returns it."""
         figures = list(values)
         mean = sum(figures) / max(len(figures), 1)
         self.session.record(name, round(mean, 4))
@@ -128,7 +129,7 @@ class OfflineTrainer:
         return folder
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint's tensors, summed over all ranks."""
+        """Returns the size of a checkpoint's tensors, summed over all ranks."""
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:

@@ -48,8 +48,8 @@ class FSDPPPOActor:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
 
         Raises:
-            InvalidInput: There is no such section; a trainable actor exists already; or this one is
-                to be the actor's model without its adapters, and there is no actor yet.
+            InvalidInput: The section is missing; a trainable actor exists already; or a reference
+                that shares the actor's model (LoRA) is created before the actor.
         """
         if config is None:
             raise InvalidInput("ref: expected a section, for a reference (ref: {}), not null")
@@ -103,11 +103,11 @@ class FSDPPPOActor:
         self.engine, self._ppo = actor.engine, actor._ppo
 
     def get_version(self) -> int:
-        """Finished train steps: where a resumed run's loop continues."""
+        """Returns the number of finished train steps, where a resumed run's loop continues."""
         return self.engine.get_version()
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere."""
+        """Returns the logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere."""
         if not self._is_base:
             return self._ppo.compute_logprobs(batch)
         with self.engine.without_adapters():
@@ -130,11 +130,12 @@ class FSDPPPOActor:
         self.session.advantages = lambda: advantages.numpy(force=True)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """One train step on a batch with advantages; also fills the step's metrics row.
+        """Takes one train step on a batch with advantages; also fills the step's metrics row.
 
         Returns:
-            What the step's row has of the batch, the loss and the optimizer, under the same names
-            (docs/metrics.md): `reward/mean`, `train/loss`, `policy/kl`, ...; equal on all ranks.
+            The figures of the step's metrics row about the batch, the loss and the optimizer, under
+            the same names (docs/metrics.md): `reward/mean`, `train/loss`, `policy/kl`, ...; equal
+            on all ranks.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
@@ -157,18 +158,19 @@ class FSDPPPOActor:
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publishes the new policy and ends the train step.
 
-        The weights become version = finished steps; generation continues meanwhile and servers take
-        them over in place. They leave beside the next step, whose optimizer waits until they have
-        been gathered; the version before has left by then. Then the checkpoint policy is applied,
-        and what it saved is committed.
-        Steps that a resumed run replays are not published again: servers are ahead already. A
-        step whose gradient was skipped is published like any other: the version is the clock by
-        which the ledger admits and ages groups, and the next batch waits for a server to confirm
-        it. (As a delta it is empty.)
+        The new version's number is the number of finished steps. Generation continues while servers
+        load it. The weights are sent while the next step runs; its optimizer waits until they have
+        been gathered. The call itself waits until a server has confirmed the previous version. Then
+        it saves
+        a checkpoint if one is due, and commits it.
+        Steps that a resumed run replays are not published again: servers are ahead already. A step
+        whose gradient was skipped is published like any other, because the ledger measures
+        staleness in versions, and the next batch waits for a server to confirm this one. (Its delta
+        is empty.)
 
         Raises:
             StaleIncarnation: A newer trainer has taken over.
-            TransportError | WaitTimeout: The version before could not be published.
+            TransportError | WaitTimeout: The previous version could not be published.
             InvalidInput: This model is frozen.
         """
         if self.frozen:
@@ -187,15 +189,15 @@ class FSDPPPOActor:
         session.finish_step()
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint's tensors, summed over all ranks."""
+        """Returns the size of a checkpoint's tensors, summed over all ranks."""
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Copies model, optimizer and random states now; writes them in the background.
 
         Returns:
-            Done once this rank's part is in `directory`. `upload_weights` saves by itself, as
-            `checkpoint` says.
+            A future that is done once this rank's part is in `directory`. Recipes rarely need this:
+            `upload_weights` saves checkpoints as the `checkpoint` section says.
         """
         return self.engine.save_checkpoint(directory, background=True)
 

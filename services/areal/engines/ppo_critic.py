@@ -66,18 +66,18 @@ class FSDPPPOCritic:
             actor.engine.load_attached("critic", session.resumed.path)
 
     def warming_up(self) -> bool:
-        """Whether this train step trains the critic alone (`critic.warmup_steps`)."""
+        """Returns whether this train step trains the critic alone (`critic.warmup_steps`)."""
         return self.session.step < self.config.warmup_steps
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """Values of the states before the loss tokens, float32 [T]; 0 elsewhere."""
+        """Returns the values of the states before the loss tokens, float32 [T]; 0 elsewhere."""
         return self._critic.compute_values(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """One train step on a batch with advantages; fills `critic/...` of the step's metrics row.
+        """Takes one train step on a batch with advantages; fills `critic/...` of its metrics row.
 
         Returns:
-            What the step's row has of the critic, under the same names (docs/metrics.md):
+            The critic's figures in the step's metrics row, under the same names (docs/metrics.md):
             `critic/loss`, `critic/explained_variance`, ...; equal on all ranks.
 
         Raises:

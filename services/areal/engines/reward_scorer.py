@@ -32,7 +32,7 @@ _AT_ONCE = 32
 
 
 class RewardModel:
-    """Scores a conversation; all that are asked for at once share forward passes.
+    """Scores conversations; concurrent calls share forward passes.
 
     Example:
         >>> RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": "runs/.../model"})
@@ -46,7 +46,8 @@ class RewardModel:
             device: Where it computes: `cpu`, `cuda:7`.
 
         Raises:
-            InvalidInput: There is no such folder, or it is no sequence classifier of one class.
+            InvalidInput: The folder does not exist, or its model is not a sequence classifier with
+                one class.
         """
         from transformers import AutoModelForSequenceClassification
 
@@ -110,7 +111,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each token sequence, read off its last token."""
+        """Returns the score of each token sequence, read at its last token."""
         lengths = torch.tensor([len(ids) for ids in sequences], device=self._device)
         width = int(lengths.max())
         padded = torch.tensor(

@@ -42,7 +42,7 @@ class Feeding:
 
 
 class RemoteSGLangEngine:
-    """Rollouts on the inference servers, through the rollout service and the ledger."""
+    """Runs rollouts on the inference servers, through the rollout service and the ledger."""
 
     def __init__(self, config: RolloutConfig) -> None:
         """Joins the trainer session around the recipe.
@@ -63,13 +63,13 @@ class RemoteSGLangEngine:
     def prepare_batch(
         self, dataloader: RowLoader | None, workflow: RolloutWorkflow | None = None
     ) -> dict[str, Any]:
-        """The next batch of B groups; generation of later ones continues meanwhile.
+        """Returns the next batch of B groups; generation of later ones continues meanwhile.
 
         Args:
-            dataloader: Rows to submit; iterated from where it stands. None: no rows: the groups
-                are those of agents outside, which open sessions at the gateway.
-            workflow: How a row becomes trajectories; a class of the recipe or of the library.
-                None where there are no rows.
+            dataloader: Rows to submit, from its current position on. None if there are no rows:
+                then the groups come from outside agents, which open sessions at the gateway.
+            workflow: Turns a row into trajectories; a class of the recipe or of the library. None
+                if there are no rows.
 
         Returns:
             This rank's share, packed (see `areal.algorithms.packing`).
@@ -77,7 +77,8 @@ class RemoteSGLangEngine:
         Raises:
             InvalidInput: The workflow samples at another temperature than the trainer's, or there
                 are rows without a workflow.
-            WaitTimeout: No batch within 3 x rollout.request_timeout_s; says what was missing.
+            WaitTimeout: No batch within 3 x rollout.request_timeout_s; the message says what was
+                missing.
         """
         feeding: Feeding | None = None
         if dataloader is not None:
@@ -132,16 +133,17 @@ class RemoteSGLangEngine:
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
         *, version: int | None = None,
     ) -> float:  # fmt: skip
-        """Mean reward of the current policy on held-out rows, recorded under `name`.
+        """Returns the current policy's mean reward on held-out rows; records it under `name`.
 
         The answers are in the run folder: evaluations/NAME-vVERSION.jsonl.
-        `version` must sample every token; None: that of the last finished step, or what is served
-        where a resumed run replays. What was recorded at this very step is returned as it is; so
-        is the initial policy's figure before a resumed run's first step: it is served no longer.
+        Every token must be sampled by `version`. None means the version of the last finished step,
+        or, while a resumed run replays steps, the version that is served. A result that was already
+        recorded at this step is returned as it is. So is the initial policy's result before a
+        resumed run's first step, because that policy is no longer served.
 
         Raises:
-            NotFound: `version` is served no longer, or not published yet.
-            WorkflowError: No row was delivered.
+            NotFound: `version` is no longer served, or not published yet.
+            WorkflowError: No row had a result.
             WaitTimeout: As for `prepare_batch`.
         """
         session = self.session

@@ -50,11 +50,11 @@ class TrainEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def process_group(self) -> Any:
-        """The ranks with one share of a batch each, for CPU tensors; None: there is one share."""
+        """The ranks with different shares of a batch, for CPU tensors; None if all share one."""
 
     @abc.abstractmethod
     def initialize(self, total_train_steps: int | None = None) -> None:
-        """Join the process group, load and shard the model, make the optimizer.
+        """Join the process group, load and shard the model, and create the optimizer.
 
         Args:
             total_train_steps: planned optimizer steps, for the learning-rate schedule; None: a
@@ -74,17 +74,17 @@ class TrainEngine(abc.ABC):
         *,
         head: Head | None = None,
     ) -> None:
-        """Add a batch's gradients to those of the next `apply`; collective.
+        """Add a batch's gradients to those that the next `apply` uses; collective.
 
         Args:
             batch: this rank's share; may be empty.
             loss_fn: called once per micro-batch.
             loss_weight_fn: default: the number of loss tokens.
-            head: what the loss is given; None: logprobs and entropies at temperature 1.
+            head: computes what the loss gets; None: logprobs and entropies at temperature 1.
 
         Raises:
-            CapacityExceeded: the device's memory does not suffice; says which settings need less.
-                What was accumulated is dropped, as after any error.
+            CapacityExceeded: the device has too little memory; the message says which settings need
+                less. The accumulated gradients are dropped, as after any error.
         """
 
     @abc.abstractmethod
@@ -92,11 +92,11 @@ class TrainEngine(abc.ABC):
         """Take an optimizer step with what `accumulate` has added up; collective.
 
         Returns:
-            What `train_batch` does, of all batches since the last step.
+            The same statistics as `train_batch`, over all batches since the last step.
 
         Raises:
-            InvalidInput: nothing is accumulated.
-            TrainingDiverged: as `train_batch`, with the last batch.
+            InvalidInput: no batch was accumulated.
+            TrainingDiverged: as for `train_batch`; it carries the last batch.
         """
 
     def train_batch(
@@ -109,13 +109,14 @@ class TrainEngine(abc.ABC):
     ) -> dict[str, float]:
         """Take one optimizer step, `accumulate` and `apply`; collective.
 
-        The loss is the sum over all micro-batches of all ranks over the sum of their weights.
+        The loss is the sum over all micro-batches of all ranks, divided by the sum of their
+        weights.
 
         Args:
             batch: this rank's share; may be empty.
             loss_fn: called once per micro-batch.
             loss_weight_fn: default: the number of loss tokens.
-            head: what the loss is given; None: logprobs and entropies at temperature 1.
+            head: computes what the loss gets; None: logprobs and entropies at temperature 1.
 
         Returns:
             Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`,
@@ -165,16 +166,17 @@ class TrainEngine(abc.ABC):
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the weights for export; collective: every rank runs it to its end.
 
-        Rank 0 holds one bucket at a time (512 MiB, or one conversion group: the experts of a layer,
-        say), besides what the caller keeps. The others never hold a whole tensor.
+        Rank 0 holds one bucket at a time (512 MiB, or one group of tensors that are converted
+        together, such as a layer's experts), besides what the caller keeps. The others never hold a
+        whole tensor.
 
         Args:
             dtype: `float32`, `bfloat16`, ... to cast floating tensors to; None: as trained.
 
         Yields:
-            On rank 0 (name, CPU tensor), exactly those that `save_pretrained` writes: the Hub's
-            names and shapes, tied weights once. Then, unchanged, what the model's directory has
-            beside it (layers for speculative decoding, say). On other ranks nothing.
+            On rank 0, pairs (name, CPU tensor), exactly those that `save_pretrained` writes: the
+            Hub's names and shapes, tied weights once. Then, unchanged, the other tensors of the
+            model's directory (layers for speculative decoding, say). On other ranks nothing.
         """
 
     @abc.abstractmethod
@@ -185,20 +187,21 @@ class TrainEngine(abc.ABC):
         *,
         twice: bool = False,
     ) -> Future[None]:
-        """Gather the weights beside what follows; collective.
+        """Gather the weights in the background while the caller continues; collective.
 
         Only the next change of the weights (an optimizer step, `load`) waits until they have been
         gathered.
 
         Args:
             dtype: as for `iter_full_tensors`.
-            deliver: called in a thread of rank 0 with what `iter_full_tensors` yields, as bytes,
-                and, with `twice`, with what gathers it again: the next change waits for that, too.
+            deliver: called in a thread of rank 0 with the tensors that `iter_full_tensors` yields,
+                as bytes. With `twice` it also gets a function that gathers them again; the next
+                change of the weights waits for that, too.
             twice: the same on every rank.
 
         Returns:
-            Done, on rank 0, when `deliver` has returned, or with its error; elsewhere when this
-            rank has sent its part.
+            A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
+            when this rank has sent its part.
         """
 
     @abc.abstractmethod
@@ -226,7 +229,7 @@ class TrainEngine(abc.ABC):
         Weights, optimizer, schedule, random states and version.
 
         Args:
-            directory: written to directly; renaming into place is the caller's.
+            directory: written to directly; the caller renames it into place.
             extra: JSON-serializable; returned by `load_checkpoint`.
             background: return once the state is copied to CPU memory; a thread writes it.
 

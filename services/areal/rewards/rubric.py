@@ -13,10 +13,10 @@ _TAKEN = ("mean", "std")
 
 
 def rubric(**parts: Any) -> Score:
-    """The weighted sum of parts, which are also kept: each is a metric, `reward/NAME`.
+    """Returns the weighted sum of parts, and keeps them: each is a metric, `reward/NAME`.
 
     Args:
-        parts: A number, or (number, weight); without a weight it is 1.
+        parts: A number, or (number, weight); the default weight is 1.
 
     Raises:
         InvalidInput: A part is not a finite number.

@@ -42,7 +42,7 @@ RewardFn = str | Callable[..., Any]
 
 
 class InferenceEngine(Protocol):
-    """What an episode works with: generation, scoring and the tokenizer."""
+    """Gives an episode what it needs: generation, scoring and the tokenizer."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -50,19 +50,19 @@ class InferenceEngine(Protocol):
         ...
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Generates; interruptions (weight updates, dead servers) are handled inside.
+        """Generates one answer. It handles interruptions (weight updates, dead servers) itself.
 
         Raises:
             InvalidInput: The request cannot be served: too long, a token id out of range.
-            Unavailable: Servers failed again and again; names each failure.
+            Unavailable: Servers failed repeatedly; the message names each failure.
             WaitTimeout: No admissible server, or no answer, within rollout.request_timeout_s.
         """
         ...
 
     async def agenerate_group(self, request: LLMRequest) -> list[LLMResponse]:
-        """Generates `request.gconfig.n_samples` answers to one prompt, asked for in one call.
+        """Generates `request.gconfig.n_samples` answers to one prompt with one call to a server.
 
-        As `agenerate` otherwise. An answer that is interrupted continues from its own tokens.
+        Otherwise it works like `agenerate`. An interrupted answer continues from its own tokens.
         """
         ...
 
@@ -77,7 +77,7 @@ class InferenceEngine(Protocol):
         completion_ids: Sequence[Sequence[int]] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[float]:
-        """Scores completions of one row by RewardService, all in one call.
+        """Scores all completions of one row in one call to RewardService.
 
         Args:
             reward_fn: A built-in's name or a function of the recipe.
@@ -93,7 +93,8 @@ class InferenceEngine(Protocol):
 
         Raises:
             WorkflowError: The function raised, hung, or returned no finite number.
-            Unavailable: The scoring worker died or the service is away; the task is tried again.
+            Unavailable: The reward worker died or its service does not answer; the task is tried
+                again.
         """
         ...
 
@@ -133,8 +134,8 @@ class RolloutWorkflow(ABC):
             data: The dataset row.
 
         Returns:
-            The samples of this task (their ids are given by the executor), or None to reject the
-            task: it is not trained on and not tried again.
+            The samples of this task (the executor assigns their ids), or None to reject the task:
+            it is not trained on and not tried again.
         """
 
 
@@ -143,7 +144,7 @@ def make_trajectory(
     reward: float | Sequence[float],
     completion_text: str = "",
 ) -> Trajectory:
-    """One trajectory of one or more turns; the loss covers exactly the sampled tokens.
+    """Returns one trajectory of one or more turns; the loss covers exactly the sampled tokens.
 
     Args:
         responses: The model's answers in order. The prompt of each must begin with everything
@@ -151,7 +152,7 @@ def make_trajectory(
             is context. `areal.Conversation` builds such prompts.
         reward: The outcome, placed on the last sampled token; or one number per response, each
             placed on that response's last token.
-        completion_text: What people see; may be empty.
+        completion_text: The text that people see; may be empty.
 
     Returns:
         Arrays of length L = the last prompt + the last output. `trajectory_id` is left to the
@@ -159,8 +160,8 @@ def make_trajectory(
 
     Raises:
         PromptDrift: A later prompt does not extend what came before.
-        WorkflowError: There is nothing sampled, or the number of rewards is not 1 or the number
-            of responses.
+        WorkflowError: No token was sampled, or the number of rewards is neither 1 nor the number of
+            responses.
     """
     turns = [responses] if isinstance(responses, LLMResponse) else list(responses)
     context: list[int] = []

@@ -21,7 +21,7 @@ from areal.workflows.rendering import ChatRenderer, Message, Reply, TemplateRend
 
 
 class Conversation:
-    """One episode's chat, and in the end its trajectory.
+    """Keeps the chat of one episode, and turns it into a trajectory at the end.
 
     Example:
         >>> chat = Conversation(engine.tokenizer, [{"role": "user", "content": "12+34="}])
@@ -41,9 +41,9 @@ class Conversation:
         """Renders the opening.
 
         Args:
-            renderer: Writes the model's chat format; a tokenizer stands for its own chat template
+            renderer: Writes the model's chat format. A tokenizer means its own chat template
                 (`TemplateRenderer(tokenizer, enable_thinking=False)` sets template variables).
-            messages: Those that open the chat, up to the model's first answer.
+            messages: The messages before the model's first answer.
             tools: JSON schemas of the functions offered to the model.
 
         Raises:
@@ -63,7 +63,7 @@ class Conversation:
 
     @property
     def input_ids(self) -> list[int]:
-        """Everything so far, ready to be answered: the prompt of the next request."""
+        """All tokens so far, ready to be answered: the prompt of the next request."""
         return self._ids + self._context
 
     @property
@@ -72,10 +72,10 @@ class Conversation:
         return [*self._messages, *self._pending]
 
     def add_messages(self, *messages: Message) -> None:
-        """What the model reads before its next answer: a user's words, results of tools.
+        """Adds what the model reads before its next answer: a user's message, results of tools.
 
         Raises:
-            InvalidInput: One is an assistant's, or the chat template refuses them.
+            InvalidInput: One of them has the role assistant, or the chat template refuses them.
         """
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
@@ -99,9 +99,9 @@ class Conversation:
         self._pending = pending
 
     def add_response(self, response: LLMResponse) -> Reply:
-        """The model's answer to `input_ids`, kept as sampled.
+        """Adds the model's answer to `input_ids`, with its tokens exactly as sampled.
 
-        An answer that was cut may be continued: ask again without adding messages.
+        To continue an answer that was cut off, ask again without adding messages.
 
         Raises:
             WorkflowError: It was sampled for another prompt.
@@ -120,12 +120,12 @@ class Conversation:
         return reply
 
     def trajectory(self, reward: float | Sequence[float], completion_text: str = "") -> Trajectory:
-        """All turns up to the last answer; the loss covers exactly the sampled tokens.
+        """Returns all turns up to the last answer; the loss covers exactly the sampled tokens.
 
         Args:
             reward: The outcome, placed on the last sampled token; or one number per answer, each
                 placed on that answer's last token.
-            completion_text: What people see; default: the last answer's text.
+            completion_text: The text that people see; default: the last answer's.
 
         Raises:
             WorkflowError: Nothing was sampled, or the number of rewards is neither 1 nor the

@@ -60,15 +60,15 @@ class EnvWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Finds the environment; episodes make one each.
+        """Finds the environment; each episode creates its own.
 
         Args:
             environment: A class or function of the recipe that makes an `Environment`, or
                 "reasoning_gym:TASK", "gymnasium:ID", "module:Class".
             gconfig: How to sample; `max_new_tokens` is for each answer.
-            max_turns: Answers of an episode.
-            options: Keywords to make the environment with.
-            step_timeout_s: Of one reset or step.
+            max_turns: Maximum number of answers in an episode.
+            options: Keyword arguments that create the environment.
+            step_timeout_s: Longest time for one reset or step, in seconds.
             system_prompt: Put before the first observation.
             template: Variables of the chat template (`{"enable_thinking": False}`).
 
@@ -92,7 +92,7 @@ class EnvWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One group: n episodes on one row, each in a world of its own."""
+        """Plays n episodes on one row, each in its own environment, and returns one group."""
         worlds = [self.make(**self.options) for _ in range(self.gconfig.n_samples)]
         try:
             firsts = [await self._wait("reset", world.reset, dict(data)) for world in worlds]

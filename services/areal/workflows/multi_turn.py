@@ -33,15 +33,15 @@ class MultiTurnWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments, as far as that needs no row.
+        """Checks the arguments that can be checked without a row.
 
         Args:
             reward_fn: A built-in reward's name, or a function of the recipe.
             gconfig: How to sample; `max_new_tokens` is for each answer.
-            max_turns: Answers of a conversation.
-            feedback: What the user says to a wrong answer; or a function of the recipe,
+            max_turns: Maximum number of answers in a conversation.
+            feedback: The user's reply to a wrong answer; or a function of the recipe,
                 `feedback(completion, reward, **data) -> str`.
-            turn_discount: From 0 to 1.
+            turn_discount: Factor per earlier answer, from 0 to 1.
             system_prompt: Put before the row's messages.
             template: Variables of the chat template (`{"enable_thinking": False}`).
 
@@ -61,7 +61,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One group: n conversations about one row."""
+        """Samples n conversations about one row and returns one group."""
         messages = row_messages(data, self.system_prompt)
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
         chats = [Conversation(renderer, messages) for _ in range(self.gconfig.n_samples)]

@@ -14,9 +14,9 @@ from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, mak
 class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` answers to a row and scores them in one call.
 
-    A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message); all its
-    fields except `images` reach the reward function as keywords. Images stand before a `prompt`,
-    or where its messages have {"type": "image"}.
+    A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message). The reward
+    function gets all its fields except `images` as keyword arguments. Images come before a
+    `prompt`, or where the messages have {"type": "image"}.
 
     Example:
         >>> RLVRWorkflow("math", GenerationHyperparameters(n_samples=8, max_new_tokens=256))
@@ -29,7 +29,7 @@ class RLVRWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         reward_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments, as far as that needs no row.
+        """Checks the arguments that can be checked without a row.
 
         Args:
             reward_fn: A built-in reward's name, or a function of the recipe:
@@ -38,10 +38,10 @@ class RLVRWorkflow(RolloutWorkflow):
                 tokens.
             gconfig: How to sample.
             system_prompt: Put before the row's messages.
-            reward_kwargs: More keywords for the reward ("regex" wants `pattern`).
+            reward_kwargs: More keyword arguments for the reward ("regex" needs `pattern`).
 
         Raises:
-            InvalidInput: n_samples below 1, or a reward that is neither a name nor a function.
+            InvalidInput: n_samples is below 1, or the reward is neither a name nor a function.
         """
         self.reward_fn = reward_fn
         self.gconfig = gconfig or GenerationHyperparameters()
@@ -55,7 +55,7 @@ class RLVRWorkflow(RolloutWorkflow):
             raise InvalidInput(f"gconfig.n_samples {self.gconfig.n_samples}: expected 1 or more")
 
     def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int]:
-        """Token ids of a row's prompt, with the chat template if the tokenizer has one.
+        """Returns the token ids of a row's prompt, with the chat template if the tokenizer has one.
 
         Raises:
             InvalidInput: The row has neither `messages` nor `prompt`, or they are malformed.
@@ -78,7 +78,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return engine.tokenizer.apply_chat_template(messages)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One group: n samples of one prompt."""
+        """Samples n answers to one prompt and returns one group."""
         input_ids = self.prompt_ids(engine, data)
         request = LLMRequest(input_ids, self.gconfig, images=image_files(data))
         responses = await engine.agenerate_group(request)

@@ -43,14 +43,15 @@ class ToolWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments, as far as that needs no row.
+        """Checks the arguments that can be checked without a row.
 
         Args:
-            tools: Functions of the recipe, async or not (those run in threads). Annotations and
-                defaults of their parameters are the schema, docstrings their descriptions.
+            tools: Functions of the recipe, async or not (the latter run in threads). The model sees
+                a schema made from the annotations and defaults of their parameters, and their
+                docstrings as descriptions.
             reward_fn: A built-in reward's name, or a function of the recipe.
             gconfig: How to sample; `max_new_tokens` is for each answer.
-            max_turns: Answers of a conversation, the last one included.
+            max_turns: Maximum number of answers in a conversation, including the last one.
             tool_timeout_s: Limit of one call, in seconds.
             system_prompt: Put before the row's messages.
             template: Variables of the chat template.
@@ -70,7 +71,7 @@ class ToolWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """One group: n conversations about one row."""
+        """Samples n conversations about one row and returns one group."""
         return await asyncio.gather(
             *(self._converse(engine, data) for _ in range(self.gconfig.n_samples))
         )
