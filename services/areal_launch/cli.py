@@ -154,7 +154,7 @@ def evaluate(
 @app.command()
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A folder, org/name of the Hub, or s3://bucket/folder.")
+        str, typer.Argument(help="A folder, org/name on the Hub, or s3://bucket/folder.")
     ],
     overrides: Overrides = None,
     servers: Annotated[int, typer.Option(min=1, max=64, help="How many servers.")] = 1,
@@ -165,8 +165,9 @@ def serve(
 ) -> int:
     """Start inference servers for a model, print their addresses, and serve until Ctrl-C.
 
-    They speak SGLang's protocol and OpenAI's and Anthropic's chat. With --gpus SGLang serves (of
-    `make sglang-gpu`, or stack.inference_command), else the CPU engine.
+    They speak SGLang's protocol and the chat APIs of OpenAI and Anthropic. Without --gpus the
+    CPU engine serves the model; with it SGLang does (run `make sglang-gpu` first, or set
+    stack.inference_command).
     """
     from areal_launch.commands.serve import serve_model
 
@@ -237,7 +238,7 @@ def check(
 def doctor(
     recipe: Annotated[
         str | None,  # a Path would turn the // of an override's url into /
-        typer.Argument(help="The recipe, or a model's folder; may be left out."),
+        typer.Argument(help="The recipe, or a model's folder; optional."),
     ] = None,
     overrides: Overrides = None,
     config: Config = None,
@@ -246,7 +247,7 @@ def doctor(
 ) -> int:
     """Check that a run can start here or on a cluster and say how to fix problems; start nothing.
 
-    With a model's folder: check whether it can be trained. Exit code 1 if something is missing.
+    Given a model's folder, check whether it can be trained. Exit code 1 if something is missing.
     """
     from areal_launch.commands.doctor import examine
 

@@ -1,4 +1,4 @@
-"""`areal serve MODEL`: inference servers alone, for people and programs that ask a model.
+"""`areal serve MODEL`: starts inference servers alone, for people and programs that query a model.
 
 find the model ──> fetch it, if it is elsewhere ──> start servers ──> print URLs ──┐
                                                      Ctrl-C, SIGTERM, a failure ───┤
@@ -26,17 +26,17 @@ from areal_launch.view.output import say
 
 
 def serve_model(model: str, overrides: list[str], *, servers: int, port: int, gpus: int) -> int:
-    """Serves until Ctrl-C; returns the exit code.
+    """Serves the model until Ctrl-C; returns the exit code.
 
     Args:
-        model: A folder, a name of the Hub, or an address in an object store.
-        overrides: Of the experiment file; `model.context_length` and `stack.*` matter here.
-        servers: How many.
-        port: Of the first; each next one takes the next, or any that is free.
-        gpus: Of each server; 0: on CPUs.
+        model: A folder, a model's name on the Hub, or an address in an object store.
+        overrides: `KEY=VALUE` settings; `model.context_length` and `stack.*` matter here.
+        servers: Number of servers.
+        port: Port of the first server. Each other server takes the next port, or any free one.
+        gpus: GPUs of each server; 0 runs the CPU engine.
 
     Raises:
-        CannotStart: There is no such model, no SGLang, or its run folder is in use.
+        CannotStart: The model does not exist, SGLang is not installed, or the run folder is in use.
     """
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", model).strip("-.")[-60:] or "model"
     settings = [
@@ -49,14 +49,14 @@ def serve_model(model: str, overrides: list[str], *, servers: int, port: int, gp
     resolved = resolve_up(None, None, [*settings, *overrides])
     if gpus and not inference_command(resolved.config):
         raise CannotStart(
-            "--gpus: there is no SGLang beside this environment; make it with `make sglang-gpu`, "
+            "--gpus: SGLang is not installed next to this environment; run `make sglang-gpu`, "
             "or say how to start it: stack.inference_command='python -m sglang.launch_server'"
         )
     return asyncio.run(_serve(resolved, port, _Servers(servers, gpus)))
 
 
 class _Servers(Cluster):
-    """This machine: the first GPUs are the servers', as there is no trainer."""
+    """This machine. The servers get the first GPUs, because there is no trainer."""
 
     def __init__(self, servers: int, gpus: int) -> None:
         self._nodes = tuple(
@@ -101,11 +101,15 @@ async def _serve(resolved: Resolved, port: int, cluster: Cluster) -> int:
 
 
 async def _work(stack: LocalStack, resolved: Resolved) -> None:
-    """Starts, says where, and waits; raises StackFailure when a server cannot be kept alive."""
-    say(f"starting {resolved.config.model.path}; its logs are in {stack.folder.logs}")
+    """Starts the servers, prints their addresses, and waits for them to end.
+
+    Raises StackFailure when a server cannot be kept alive.
+    """
+    say(f"starting {resolved.config.model.path}; logs are in {stack.folder.logs}")
     await stack.start(prepare=resolved.prepare, source=resolved.source)
     for spec in stack.plan.inference:
         say(f"serving {spec.url}/v1  (OpenAI and Anthropic; SGLang's protocol at {spec.url})")
+
     say(f"API key: areal token --run {stack.folder.path}")
     say("Ctrl-C stops it")
     await stack.wait()

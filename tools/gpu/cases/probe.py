@@ -15,12 +15,14 @@ _MODULES = ("transformers", "flash_attn", "liger_kernel", "peft", "obstore", "sg
 def settings(miniature: bool) -> list[dict[str, Any]]:
     """The same at any size."""
     del miniature
-    return [{"of": "versions"}, {"of": "matmul"}, {"of": "copies"}]
+    return [{"measures": "versions"}, {"measures": "matmul"}, {"measures": "copies"}]
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """See `settings`."""
-    return {"versions": _versions, "matmul": _matmul, "copies": _copies}[setting["of"]](miniature)
+    return {"versions": _versions, "matmul": _matmul, "copies": _copies}[setting["measures"]](
+        miniature
+    )
 
 
 def _versions(miniature: bool) -> dict[str, Any]:
