@@ -2,6 +2,7 @@ r"""A task of reasoning-gym, from easy questions to hard ones.
 
     pip install reasoning-gym==0.1.25
     areal run examples/reasoning_gym.py                    # sums of two or three digits, on a CPU
+    areal run examples/reasoning_gym.py control=true       # rewards dealt at random: must not learn
     areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
         task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
 
@@ -21,6 +22,7 @@ from areal import (
     RemoteSGLangEngine,
     WeightUpdateMeta,
     load_expr_config,
+    shuffle_rewards,
 )
 from areal.datasets.difficulty import CurriculumLoader
 from areal.workflows.gyms import reasoning_gym_rows
@@ -30,6 +32,8 @@ from areal.workflows.gyms import reasoning_gym_rows
 class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
+    control: bool = False
+    """Deal each batch's rewards at random: held-out reward must then stay where it was."""
     task: str = "chain_sum"
     options: dict[str, Any] = field(default_factory=dict)
     """Of the task, as reasoning-gym calls them."""
@@ -69,8 +73,10 @@ def main(argv):
     dataloader = CurriculumLoader(train, difficulty, seed=config.seed)
 
     rollout.evaluate(heldout, EnvWorkflow(environment, once), name="heldout_before")
-    for _ in range(actor.get_version(), config.total_train_steps):
+    for step in range(actor.get_version(), config.total_train_steps):
         batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        if config.control:
+            shuffle_rewards(batch, seed=step)
         actor.compute_advantages(batch)
         actor.ppo_update(batch)
         actor.upload_weights(WeightUpdateMeta.from_disk())

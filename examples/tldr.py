@@ -60,10 +60,14 @@ def main(argv):
     actor = FSDPPPOActor(config.actor)
     reference = FSDPPPOActor(config.ref)  # the writer as it was: it should not learn to flatter
     workflow = RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": config.judge})
-    truth = RLVRWorkflow(is_right, GenerationHyperparameters(max_new_tokens=12))
+    once = GenerationHyperparameters(max_new_tokens=12)
+    judged = RLVRWorkflow("reward_model", once, reward_kwargs={"path": config.judge})
+    truth = RLVRWorkflow(is_right, once)
     dataloader = StatefulLoader(asked, seed=config.seed)
 
+    unseen = [{"messages": row["messages"]} for row in heldout]
     rollout.evaluate(heldout, truth, name="heldout_before")
+    rollout.evaluate(unseen, judged, name="score_before")
     for _ in range(actor.get_version(), config.total_train_steps):
         batch = rollout.prepare_batch(dataloader, workflow=workflow)
         batch["reference_logprobs"] = reference.compute_logprobs(batch)
@@ -71,6 +75,7 @@ def main(argv):
         actor.ppo_update(batch)
         actor.upload_weights(WeightUpdateMeta.from_disk())
     rollout.evaluate(heldout, truth, name="heldout_after")
+    rollout.evaluate(unseen, judged, name="score_after")
 
 
 # -- models: made on the spot, once ------------------------------------------------------------

@@ -53,6 +53,8 @@ MINIATURES = {
     "each_guess_is_an_answer_of_one_trajectory",
     "lora_grpo": f"{_INTEGRATION}/test_lora_recipe.py::test_lora_grpo_when_run_then_servers_have_"
     "what_peft_merges",
+    "on_policy_distill": f"{_SEEING}::test_on_policy_distill_when_the_teacher_is_served_then_its_"
+    "steps_are_those_of_a_folder",
     "openai_agent": f"{_INTEGRATION}/test_openai_agent.py::test_openai_agent_when_run_then_it_"
     "trains",
     "outside_agents": f"{_INTEGRATION}/test_online_recipe.py::test_outside_agents_when_they_play_"

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 4096
 """Most sequences one /generate call may start."""
 
+MAX_TOP_LOGPROBS = 128
+"""Most ids of one position."""
+
 RESERVED_POSITIONS = 6
 """Of the context, that SGLang keeps from prompts; so do we, or clients would rely on them."""
 
@@ -66,7 +69,6 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
     "audio_data": (None, []),
     "video_data": (None, []),
-    "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "lora_path": (None,),
     "session_params": (None,),
@@ -154,6 +156,12 @@ def parse_generate(
         raise RequestError(f"{len(prompts)} prompts x n={n}, expected at most {MAX_SEQUENCES}")
     return_logprob = _boolean(body, "return_logprob", default=False)
     start = _integer(body, "logprob_start_len", -1, -1, None)
+    top = _integer(body, "top_logprobs_num", 0, 0, min(MAX_TOP_LOGPROBS, limits.vocab_size))
+    if top and not (return_logprob and start >= 0):
+        raise RequestError(
+            "top_logprobs_num: only of prompts on this engine, expected return_logprob and "
+            "logprob_start_len"
+        )
     stream = _boolean(body, "stream", default=False)
     rids = _per_prompt(body, "rid", len(prompts), batched, str, None)
     extra_keys = _per_prompt(body, "extra_key", len(prompts), batched, str, None)
@@ -177,6 +185,7 @@ def parse_generate(
                     params=_sampling_params(raw, len(prompt), index, limits),
                     extra_key=extra_key,
                     logprob_start=min(start, len(prompt) - 1) if return_logprob else -1,
+                    top_logprobs=top,
                     stream=stream,
                     received_at=now,
                     seen=seen,
@@ -401,6 +410,8 @@ def render(
     if call.return_logprob:
         text = (lambda token: decode([token], False)) if call.return_text and decode else None
         meta["input_token_logprobs"] = _input_triples(request, text)
+        if request.top_logprobs:
+            meta["input_top_logprobs"] = _top_triples(request, text)
         meta["output_token_logprobs"] = [
             [logprob, token, text(token) if text else None]
             for logprob, token in zip(request.logprobs[:count], output_ids, strict=True)
@@ -431,3 +442,14 @@ def _input_triples(request: Request, text: Callable[[int], str] | None) -> list[
     # The first position has no logprob: nothing before it was asked for.
     logprobs = [None, *request.input_logprobs]
     return [[lp, i, text(i) if text else None] for lp, i in zip(logprobs, ids, strict=True)]
+
+
+def _top_triples(request: Request, text: Callable[[int], str] | None) -> list[Any]:
+    """Of each position the likeliest ids, as triples; nothing of the first."""
+    if request.input_top_logprobs is None:
+        return []
+    found = [
+        [[lp, i, text(i) if text else None] for lp, i in each]
+        for each in request.input_top_logprobs
+    ]
+    return [None, *found]

@@ -51,6 +51,21 @@ async def test_generate_when_greedy_then_tokens_and_logprobs_are_those_of_transf
     assert finish(answer) == {"type": "length", "length": 40}
 
 
+async def test_generate_when_top_logprobs_of_the_prompt_then_they_are_the_likeliest_ids(
+    http: Http,
+):
+    extra = {"logprob_start_len": 1, "top_logprobs_num": 4}
+    answer = await http.generate(PROMPT, max_new_tokens=1, temperature=0, extra=extra)
+    entries = answer["meta_info"]["input_top_logprobs"]
+    assert entries[0] is None
+    assert len(entries) == len(PROMPT) - 1, "of the token at logprob_start_len and those after it"
+    whole = reference(http.engine.models[0], PROMPT[:2], PROMPT[2:])
+    for entry, logits in zip(entries[1:], whole, strict=True):
+        best, ids = torch.log_softmax(logits, -1).topk(4)
+        assert [token for _, token, _ in entry] == ids.tolist()
+        close(torch.tensor([logprob for logprob, _, _ in entry]), best)
+
+
 @pytest.mark.parametrize(
     "params",
     [

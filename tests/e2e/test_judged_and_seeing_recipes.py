@@ -1,4 +1,4 @@
-"""Recipes that make more than one thing: a judge and a writer, a model that sees."""
+"""Recipes of more than one model, or of one that sees: a judge, a teacher, a vision tower."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.e2e.test_recipe_loops import run
+from tests.inference_server import running_server
 from tests.integration.stack_tools import RunningStack
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -28,6 +29,27 @@ def test_tldr_when_run_then_answers_have_the_scores_of_the_reward_model(tmp_path
     assert 0.0 <= summary["heldout_after"] <= 1.0
     scored = json.loads((tmp_path / "runs/models/tldr-judge-seed0/config.json").read_text())
     assert scored["architectures"] == ["Qwen2ForSequenceClassification"]
+
+
+def test_on_policy_distill_when_the_teacher_is_served_then_its_steps_are_those_of_a_folder(
+    tmp_path: Path,
+) -> None:
+    recipe = str(EXAMPLES / "on_policy_distill.py")
+    more = ("total_train_steps=8", "train_dataset.batch_size=32", "heldout_problems=10")
+    more += ("warm_start_loss=2.5", "warm_start_steps=60", "rollout.max_head_offpolicyness=0")
+    stack = RunningStack(tmp_path / "runs" / "on-policy-distill" / "trial0")
+    summary, rows = run(stack, tmp_path, recipe, *more)
+    assert summary["status"] == "finished"
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"], "the student nears the teacher"
+    folder = tmp_path / "runs/models/on-policy-teacher-seed0"
+    with running_server(folder, "--context-length", "64") as server:
+        stack = RunningStack(tmp_path / "runs" / "on-policy-distill" / "served")
+        keys = (*more, f"teacher={server.url}", "trial_name=served")
+        summary, served = run(stack, tmp_path, recipe, *keys)
+    assert summary["status"] == "finished"
+    assert served[-1]["train/loss"] < served[0]["train/loss"]
+    # Other answers, sampled from the same student: about the same distance at first.
+    assert served[0]["train/loss"] == pytest.approx(rows[0]["train/loss"], rel=0.3)
 
 
 def test_clevr_count_when_run_then_servers_and_trainer_see_the_same_and_the_tower_learns(

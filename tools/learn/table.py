@@ -90,9 +90,15 @@ def _rows_alone(
     return Row(name or example.replace("_", "-"), title, OFFLINE, overrides, example, measure)
 
 
+def _task(example: str, title: str, measure: Measure, *overrides: str) -> Row:
+    name = example.replace("_", "-") + ("-control" if "control=true" in overrides else "")
+    return Row(name, title, TASKS, overrides, example, measure)
+
+
 FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
 OFFLINE = "Rows alone"
+TASKS = "Other tasks"
 
 ACCURACY = Measure("heldout_accuracy", before="", least=0.9, curve="train/loss")
 # What follows the question is certain, but for the few sums that no row of training has.
@@ -105,6 +111,10 @@ TEACHER = Measure(
     curve="train/loss",
 )
 
+SCORE = Measure("score_after", "score_before", least=0.5)
+"""Of the reward model, in nats."""
+STILL = Measure(least=None, most=0.05)
+
 ROWS = [
     _algorithm("grpo", "GRPO"),
     Row(
@@ -112,7 +122,7 @@ ROWS = [
         "GRPO, shuffled rewards (control)",
         FAMILY,
         ("control=true",),
-        measure=Measure(least=None, most=0.05),
+        measure=STILL,
     ),
     Row("ppo-critic", "PPO with a critic", FAMILY, example="ppo_critic"),
     _algorithm("rloo", "RLOO"),
@@ -130,6 +140,14 @@ ROWS = [
     ),
     *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],
     _staleness(8, "actor.prox_logp_method=behavior", title="η = 8, plain PPO"),
+    _task("clevr_count", "Vision: counting squares", Measure(least=0.1)),
+    _task("clevr_count", "Vision, shuffled rewards (control)", STILL, "control=true"),
+    _task("tldr", "Summaries, judged by a reward model", SCORE),
+    _task("guess_number", "Environment: a digit in four tries", Measure(least=0.15)),
+    _task("guess_number", "Environment, shuffled rewards (control)", STILL, "control=true"),
+    _task("on_policy_distill", "On-policy distillation", Measure()),
+    _task("reasoning_gym", "reasoning-gym's chain_sum", Measure(least=0.15)),
+    _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),
     _rows_alone("gsm8k_sft", "SFT", LOSS),
     _rows_alone("dpo", "DPO", ACCURACY),
     _rows_alone("dpo", "DPO, LoRA", ACCURACY, lora_lr="3e-3", name="dpo-lora"),

@@ -146,7 +146,7 @@ class PPOActor:
             raise InvalidInput("batch has no 'advantages': expected compute_advantages() first")
         if config.kl_loss_ctl != 0.0:
             _need_reference(batch, f"kl_loss_ctl={config.kl_loss_ctl}")
-        stats = self._describe(batch)
+        stats = self.describe(batch)
         if self._needs_proximal_forward(batch):
             batch = {**batch, "proximal_logprobs": self.compute_logprobs(batch)}
         parts = [batch]
@@ -295,8 +295,8 @@ class PPOActor:
             cu_seqlens=batch["cu_seqlens"],
         )
 
-    def _describe(self, batch: Batch) -> dict[str, float]:
-        """Statistics of a batch, over all ranks."""
+    def describe(self, batch: Batch) -> dict[str, float]:
+        """Statistics of a batch before an update, over all ranks; see `ppo_update`."""
         mask, cu_seqlens = batch["loss_mask"], batch["cu_seqlens"]
         rewards = adv.sequence_sums(batch["rewards"], cu_seqlens)
         lengths = adv.sequence_sums(mask, cu_seqlens)
@@ -309,7 +309,7 @@ class PPOActor:
             "truncated": batch["truncated"].sum() if "truncated" in batch else 0.0,
             "groups_zero_std": equal,
             "groups_of_several": several,
-            "advantage_abs": batch["advantages"].abs().sum(),
+            "advantage_abs": batch["advantages"].abs().sum() if "advantages" in batch else 0.0,
             "staleness": 0.0,
             "staleness_max": 0.0,
         }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from areal.algorithms.packing import Batch
+    from areal.engines.distill import Distillation
     from areal.weights.safetensors import HostTensor
 
 
@@ -149,11 +150,26 @@ class FSDPPPOActor:
 
             settings = failed_step.settings_of(self._ppo.config, self._ppo.temperature)
             raise failed_step.keep(error, self.session, actor=settings) from None
-        del stats["staleness"]  # of trajectories: the batch has that of groups
-        metrics = named(stats)
-        self.session.row.update(metrics)
-        self.session.row["time/train"] = time.monotonic() - start
-        return metrics
+        return self._enter(stats, start)
+
+    def distill(self, batch: Batch, distillation: Distillation) -> dict[str, float]:
+        """One train step toward what a teacher would have said; also fills the step's metrics row.
+
+        Args:
+            batch: Of `RemoteSGLangEngine.prepare_batch`, after `distillation.ask`.
+            distillation: Which ids and which divergence.
+
+        Returns:
+            As `ppo_update`, without what is of PPO; `train/loss` is the mean KL of a token.
+
+        Raises:
+            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite.
+            InvalidInput: The teacher was not asked.
+        """
+        start = time.monotonic()
+        stats = self._ppo.describe(batch) | distillation.train(self.engine, batch)
+        del stats["advantage_abs"]
+        return self._enter(stats, start)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publishes the new policy and ends the train step.
@@ -200,6 +216,14 @@ class FSDPPPOActor:
             `upload_weights` saves checkpoints as the `checkpoint` section says.
         """
         return self.engine.save_checkpoint(directory, background=True)
+
+    def _enter(self, stats: dict[str, float], start: float) -> dict[str, float]:
+        """Into the step's row, under the names of metrics."""
+        del stats["staleness"]  # of trajectories: the batch has that of groups
+        metrics = named(stats)
+        self.session.row.update(metrics)
+        self.session.row["time/train"] = time.monotonic() - start
+        return metrics
 
     def _publish(self, meta: WeightUpdateMeta, version: int) -> None:
         """Every rank takes part in gathering; rank 0 publishes, in a thread."""

@@ -54,6 +54,8 @@ class Request:
     """Requests share prompt work only if this is equal too (it carries the policy version)."""
     logprob_start: int = -1
     """First prompt position whose logprob is wanted; -1: none."""
+    top_logprobs: int = 0
+    """How many of the likeliest ids are wanted in the place of each prompt token after it."""
     stream: bool = False
     """Wake the HTTP side every `stream_interval` tokens, not only at the end."""
     received_at: float = 0.0
@@ -65,6 +67,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float] | None = None
     """logprob of input_ids[logprob_start + 1 :]."""
+    input_top_logprobs: list[list[tuple[float, int]]] | None = None
+    """Of the same positions the `top_logprobs` likeliest ids: (logprob, id), falling."""
     spans: list[tuple[str, int]] = field(default_factory=list)
     """(weight version, index of the first output token it sampled), in order."""
     weight_version: str = ""

@@ -89,12 +89,13 @@ class ModelRunner:
             for index, request in enumerate(group):
                 if request.logprob_start >= 0 and request.input_logprobs is None:
                     row = hidden[index] if hidden is not None else None
-                    request.input_logprobs = self._input_logprobs(request, row)
+                    self._read_prompt(request, row)
 
-    def _input_logprobs(self, request: Request, hidden: torch.Tensor | None) -> list[float]:
+    def _read_prompt(self, request: Request, hidden: torch.Tensor | None) -> None:
         """Raw logprobs of the prompt's tokens after logprob_start, a slice of logits at a time."""
         targets = torch.tensor(request.input_ids[request.logprob_start + 1 :], dtype=torch.int64)
         found: list[float] = []
+        top: list[list[tuple[float, int]]] = []
         if hidden is not None and len(targets):
             at = hidden[request.logprob_start : request.logprob_start + len(targets)]
             parts = zip(
@@ -103,7 +104,12 @@ class ModelRunner:
             for part, ids in parts:
                 logprobs = torch.log_softmax(self.model.logits(part), dim=-1)
                 found += logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
-        return found
+                if request.top_logprobs:
+                    best, likeliest = logprobs.topk(request.top_logprobs, dim=-1)
+                    pairs = zip(best.tolist(), likeliest.tolist(), strict=True)
+                    top += [list(zip(*pair, strict=True)) for pair in pairs]
+        request.input_logprobs = found
+        request.input_top_logprobs = top if request.top_logprobs else None
 
     def decode(
         self, requests: Sequence[Request], *, changed: bool

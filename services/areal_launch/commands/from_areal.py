@@ -312,7 +312,7 @@ RULES: dict[str, str | Rule] = {
     "actor": Rule("no counterpart"),
     "ref": Rule("`ref.path` and `ref.offload`; the rest follows the actor", _reference),
     "critic": Rule("`algorithm: ppo` and `critic.lr`; the rest follows the actor"),
-    "teacher": Rule("no counterpart yet"),
+    "teacher": Rule("`examples/on_policy_distill.py`: `teacher` is a folder or a server's URL"),
     "sglang.context_length": "model.context_length",
     "sglang.max_running_requests": "stack.inference_max_running",
     "sglang.dtype": _only("sglang.dtype", ("bfloat16", "float32"), "model.dtype"),

@@ -80,7 +80,8 @@ def test_parse_when_malformed_then_schema_error_names_the_field(bad, message: st
         (with_params(n=5000), "n: 5000, expected 1..4096"),
         (with_params(min_p=0.1), "min_p: not supported"),
         (with_params(stop=["x"]), "stop: not supported"),
-        (body(top_logprobs_num=2), "top_logprobs_num: not supported"),
+        (body(top_logprobs_num=2), "top_logprobs_num: only of prompts"),
+        (body(top_logprobs_num=-1), "top_logprobs_num: -1, expected 0.."),
         ({"text": "hello"}, "no tokenizer"),
     ],
 )

@@ -95,7 +95,7 @@ def test_ppo_update_when_groups_have_equal_rewards_then_their_share_is_told(
     ]
     batch = packing.pack(sequences, groups)
     batch["advantages"] = torch.zeros(15)
-    assert actor._describe(batch)["groups_zero_std"] == share
+    assert actor.describe(batch)["groups_zero_std"] == share
 
 
 def test_ppo_update_when_reported_then_describes_the_batch(make_actor):

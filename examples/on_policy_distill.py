@@ -1,0 +1,126 @@
+r"""On-policy distillation: a student answers, and learns what its teacher would have said.
+
+    areal run examples/on_policy_distill.py                # two tiny models, on a laptop's CPU
+    areal run examples/on_policy_distill.py teacher=http://gpu-7:30000 \
+        model.path=Qwen/Qwen3-0.6B actor.optimizer.lr=1e-5 gconfig.max_new_tokens=1024
+
+The student's servers sample its answers; on their tokens it learns the teacher's `k` likeliest
+ones. The teacher is a folder, frozen in the trainer, or the URL of an SGLang server or of `areal
+serve`, with the same vocabulary. No reward is needed: the sums here are only scored to be seen.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from areal import (
+    FSDPPPOActor,
+    GenerationHyperparameters,
+    GRPOConfig,
+    RemoteSGLangEngine,
+    RLVRWorkflow,
+    StatefulLoader,
+    WeightUpdateMeta,
+    load_expr_config,
+)
+from areal.datasets.arithmetic import addition
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    teacher: str = ""
+    """A Hugging Face folder, or a server's URL."""
+    k: int = 16
+    """Ids of each token that the student learns."""
+    direction: Literal["forward", "reverse"] = "reverse"
+    train_problems: int = 6000
+    heldout_problems: int = 300
+    warm_start_loss: float = 0.5
+    """Supervised steps of the student end there: it then knows the form, and some of the sums."""
+    teacher_loss: float = 0.06
+    """Those of the teacher, there."""
+    warm_start_steps: int = 1500
+    """Or here."""
+
+
+def problems(config: Config) -> tuple[list[dict], list[dict]]:
+    """Train and held-out sums of two-digit numbers."""
+    return addition(
+        2, train=config.train_problems, heldout=config.heldout_problems, seed=config.seed
+    )
+
+
+def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:
+    """1 for the right sum, else 0."""
+    return float(completions.strip().lstrip("0") == answer)
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    from areal.engines.distill import Distillation
+    from areal.engines.offline import frozen
+    from areal.engines.served_teacher import ServedTeacher
+
+    train, heldout = problems(config)
+    rollout = RemoteSGLangEngine(config.rollout)
+    student = FSDPPPOActor(config.actor)
+    served = "://" in config.teacher
+    teacher = ServedTeacher(config.teacher) if served else frozen(config.actor, config.teacher)
+    distillation = Distillation(config.k, config.direction)
+    workflow = RLVRWorkflow(reward_fn, config.gconfig)
+    one_sample = RLVRWorkflow(reward_fn, GenerationHyperparameters(max_new_tokens=8))
+    dataloader = StatefulLoader(train, seed=config.seed)
+
+    rollout.evaluate(heldout, one_sample, name="heldout_before")
+    for _ in range(student.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        distillation.ask(teacher, batch)
+        student.distill(batch, distillation)
+        student.upload_weights(WeightUpdateMeta.from_disk())
+    rollout.evaluate(heldout, one_sample, name="heldout_after")
+
+
+# -- models: made on the spot, once ------------------------------------------------------------
+
+
+def prepare_model(config: Config) -> None:
+    """Makes two Qwen2 models of 0.6 M parameters, one of which has learned more."""
+    teach(config, config.model.path, config.warm_start_loss)
+    if "://" not in config.teacher:
+        teach(config, config.teacher, config.teacher_loss)
+
+
+def teach(config: Config, path: str, until: float) -> None:
+    """Supervised steps on the sums' answers, until the loss is low enough."""
+    import random
+
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.engines.sft import FSDPLMEngine, pack_examples
+    from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
+
+    if (Path(path) / "model.safetensors").exists():
+        return
+    fresh = make_tiny_model(Path(f"{path}-fresh"), seed=config.seed)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.02)
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=config.warm_start_steps)
+    tokenizer = Tokenizer.load(fresh)
+    examples = [  # with leading zeros: where each digit belongs is then easy to learn
+        (
+            tokenizer.apply_chat_template(row["messages"]),
+            [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],
+        )
+        for row in problems(config)[0]
+    ]
+    rng, loss = random.Random(config.seed), 5.0
+    for step in range(config.warm_start_steps):
+        loss += 0.1 * (engine.train_lm(pack_examples(rng.sample(examples, 128)))["loss"] - loss)
+        if step % 50 == 0:
+            print(f"{path}, step {step}: loss {loss:.2f} (until {until})", flush=True)
+        if loss <= until:
+            break
+    engine.save(path)
+    engine.destroy()
