@@ -1,4 +1,4 @@
-"""The library a recipe imports; everything is loaded on first use, so workers stay torch-free."""
+"""The library that a recipe imports. Modules load on first use, so workers never import torch."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Security:
         return scheme.lower() == b"bearer" and hmac.compare_digest(token, self.token.encode())
 
     def foreign(self, header: Callable[[str], str | None]) -> str:
-        """Why an HTTP request may be a foreign web page's; "" when it is not.
+        """Says why an HTTP request may come from a foreign web page; "" if it does not.
 
         Without a token only this machine reaches us, and a browser on it runs pages of strangers.
         It says whose page asks, and the name that it looked up: a page may have had its own name

@@ -306,7 +306,7 @@ class RedisStore:
         return await self._with_dead_letters("retry", task_ids)
 
     async def drop_dead_letters(self, task_ids: Sequence[str]) -> int:
-        """Takes dead letters (empty: all) off the list for good; returns how many."""
+        """Removes dead letters (empty: all) from the list permanently; returns how many."""
         return await self._with_dead_letters("drop", task_ids)
 
     async def _with_dead_letters(self, script: str, task_ids: Sequence[str]) -> int:

@@ -1,1 +1,1 @@
-"""Agents as they are: what they call, recorded token by token, and what is trained of it."""
+"""Trains unchanged agents: records their model calls and makes trajectories of them."""

@@ -35,10 +35,10 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """A request as the session understands it.
+    """Turns the JSON of a request into arguments that the session understands.
 
     Raises:
-        InvalidInput: A field is malformed, or asks for what cannot be done.
+        InvalidInput: A field is malformed, or asks for something unsupported.
     """
     refuse(body, mcp_servers=([],), container=())
     messages: list[ChatMessage] = []
@@ -149,7 +149,7 @@ def _blocks(answer: Answer) -> list[Block]:
 
 
 def write_message(answer_id: str, model: str, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The answer to a request that does not stream."""
+    """Writes the answer to a request that does not stream."""
     [answer] = answers
     return _message(answer_id, model, answer).model_dump(mode="json", exclude_unset=True)
 
@@ -171,7 +171,7 @@ def _message(answer_id: str, model: str, answer: Answer) -> Message:
 
 
 def write_events(answer_id: str, model: str, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-    """The same as a stream's events; `type` names each."""
+    """Writes the same answer as a stream's events; `type` names each."""
     [answer] = answers
     begun = _message(answer_id, model, answer)
     begun.content, begun.stop_reason, begun.stop_sequence = [], None, None

@@ -12,10 +12,10 @@ from areal.types import LLMResponse, StopReason
 
 
 class CallStore(Protocol):
-    """Where the calls of one session are."""
+    """Stores the calls of one session."""
 
     async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
-        """Notes `n` answers to come; returns the number of the first. In order of arrival."""
+        """Reserves numbers for `n` answers, in order of arrival; returns the first number."""
         ...
 
     async def record(
@@ -24,37 +24,37 @@ class CallStore(Protocol):
         """An answer as sampled.
 
         Args:
-            number: Of the answer.
-            response: Its ids.
-            text: What people see of it.
-            turn: The digest of the conversation that it ends; may be empty.
-            kept: What `kept` returns for it.
+            number: The answer's number.
+            response: The answer's token ids.
+            text: The text that people see.
+            turn: Digest of the conversation that ends with this answer; may be empty.
+            kept: Data that `kept` returns for this answer.
         """
         ...
 
     async def find(self, turn: str, prefer: int | None = None) -> int | None:
-        """The answer that ended this conversation: `prefer` if it did, else the latest."""
+        """Finds the answer that ended this conversation: `prefer` if it did, else the latest."""
         ...
 
     async def whole(self, number: int) -> list[int]:
-        """Prompt and answer that `find` has found."""
+        """Returns prompt and answer that `find` has found."""
         ...
 
     async def kept(self, number: int) -> str:
-        """What was recorded with an answer; empty: nothing, or there is no such answer."""
+        """Returns the data recorded with an answer; empty if there is none."""
         ...
 
     async def delivered(self, numbers: Sequence[int]) -> None:
-        """These answers left for the agent."""
+        """Marks these answers as sent to the agent."""
         ...
 
     async def reward(self, number: int | None, value: float) -> None:
-        """The reward of one answer, or (None) of the whole session; raises NotFound."""
+        """Sets the reward of one answer, or (None) of the whole session; raises NotFound."""
         ...
 
 
 class Calls:
-    """A `CallStore` for an agent that runs, and dies, with this process."""
+    """A `CallStore` for an agent that runs and ends with this process."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -111,5 +111,5 @@ class Calls:
         self._calls[number] = replace(self._calls[number], reward=value)
 
     def merged(self, outcome: float | None) -> Merged:
-        """What the session comes to; see `areal.agents.tree.merge`."""
+        """Returns the session's trajectories; see `areal.agents.tree.merge`."""
         return merge(self._calls, outcome)

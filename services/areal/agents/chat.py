@@ -1,4 +1,4 @@
-"""A chat request and its answers, whichever API they came by."""
+"""A chat request and its answers, whichever API they use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What an agent asks for. How to sample is the session's: training assumes it."""
+    """An agent's request. The session sets the sampling parameters: training relies on them."""
 
     messages: list[Message]
     """As chat templates know them: roles, texts, tool calls with their arguments as objects."""
@@ -47,7 +47,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Call:
-    """A function that the model asks for, with an id of its own."""
+    """A function call that the model asks for, with its id."""
 
     id: str
     name: str
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer as agents read it, and as it was sampled."""
+    """One answer, both as agents read it and as it was sampled."""
 
     number: int
     """Of the session's calls, in the order of arrival."""
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """As the next request will show it."""
+        """The answer as the next request will contain it."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [
@@ -92,7 +92,7 @@ class Answer:
 def read_answer(
     number: int, response: LLMResponse, reply: Reply, offered: bool, stopped_by: str = ""
 ) -> Answer:
-    """Splits an answer into thought, words and calls; `offered`: the agent takes calls."""
+    """Splits an answer into reasoning, text and calls; `offered`: the agent accepts calls."""
     text = reply.text
     if stopped_by:
         text = text[: text.index(stopped_by)]
@@ -116,7 +116,8 @@ def cut_at_stop(
 ) -> tuple[LLMResponse, str]:
     """The response up to the token that completes a stop text, and which text that is.
 
-    A prefix of what was sampled, so still a sample: whether to stop depends on it alone.
+    The result is still a valid sample, because the decision to stop depends only on the tokens
+    kept.
     """
 
     def found(count: int) -> str:
@@ -147,7 +148,7 @@ def cut_at_stop(
 
 @dataclass(frozen=True)
 class History:
-    """Digests of every beginning of a conversation: how a later request is known to extend it."""
+    """Digests of every prefix of a conversation; they tell whether a later request extends it."""
 
     start: str
     """Of the tools that are offered."""
@@ -169,7 +170,7 @@ class History:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a request and its answer add to the conversation that they continue."""
+    """The messages that a request and its answer add to the conversation that they continue."""
 
     after: int | None
     """The answer that ends that conversation; None: it begins here."""
@@ -202,7 +203,7 @@ def _gist(message: Message) -> list[Any]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: a string, or parts that are texts.
+    """Returns the text of a message's content: a string, or text parts.
 
     Raises:
         InvalidInput: It has a part of another kind.

@@ -17,7 +17,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
 class Endpoint:
-    """Serves while it is entered; knows sessions by their keys.
+    """Serves inside `async with`; finds a session by its API key.
 
     Example:
         >>> async with Endpoint() as endpoint:
@@ -31,7 +31,7 @@ class Endpoint:
         self.base_url = ""
 
     def open(self, session: Session) -> str:
-        """Lets an agent in; returns its API key."""
+        """Admits an agent; returns its API key."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key

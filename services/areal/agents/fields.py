@@ -71,7 +71,7 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
 
 
 def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
-    """A list whose members are all objects."""
+    """A list of objects."""
     for index, value in enumerate(values):
         if not isinstance(value, dict):
             raise InvalidInput(f"{where}[{index}]: expected an object")
@@ -79,13 +79,13 @@ def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
 
 
 def number_of(answer_id: str) -> int | None:
-    """The number in an answer's id; None: it is no answer's id."""
+    """Returns the number in an answer's id, or None if it is not an answer's id."""
     found = _NUMBER.search(answer_id)
     return int(found[1]) if found else None
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A string or a list of them, none empty; absent: none."""
+    """A string or a list of strings, none empty; an empty list if absent."""
     value = body.get(name)
     values = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
@@ -94,7 +94,7 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def refuse(body: Mapping[str, Any], **harmless: tuple[Any, ...]) -> None:
-    """Refuses what would change the answer and cannot be done: all but the harmless values."""
+    """Refuses unsupported fields, except where their values would change nothing."""
     for name, allowed in harmless.items():
         if body.get(name) is not None and body[name] not in allowed:
             shown = str(body[name])[:80]

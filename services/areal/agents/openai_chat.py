@@ -34,10 +34,10 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """A request as the session understands it.
+    """Turns the JSON of a request into arguments that the session understands.
 
     Raises:
-        InvalidInput: A field is malformed, or asks for what cannot be done.
+        InvalidInput: A field is malformed, or asks for something unsupported.
     """
     refuse(body, logit_bias=({},), modalities=(["text"],), function_call=("none", "auto"))
     refuse(body, response_format=({"type": "text"},), top_logprobs=(0,))
@@ -110,14 +110,14 @@ def _call(call: Message, where: str) -> Message:
 
 
 def finish_reason(answer: Answer) -> Finish:
-    """Why it ended, in OpenAI's words."""
+    """Returns why the answer ended, in OpenAI's terms."""
     if answer.calls:
         return "tool_calls"
     return "length" if answer.truncated else "stop"
 
 
 def usage_of(answers: Sequence[Answer]) -> CompletionUsage:
-    """Tokens of a request with all its answers."""
+    """Counts the tokens of a request and all its answers."""
     prompt = len(answers[0].response.input_tokens)
     sampled = sum(len(answer.response.output_tokens) for answer in answers)
     return CompletionUsage(
@@ -144,7 +144,7 @@ def write_completion(
     body: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """The answer to a request that does not stream.
+    """Writes the answer to a request that does not stream.
 
     With `return_token_ids` in the request, as vLLM has it, each choice has `token_ids`, and the
     whole `prompt_token_ids`.
@@ -190,7 +190,7 @@ def write_events(
     body: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> Iterator[dict[str, Any]]:
-    """The same as a stream's chunks."""
+    """Writes the same answer as a stream's chunks."""
     created = int(time.time())
 
     def chunk(choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def previous_of(body: Mapping[str, Any], session_id: str) -> int | None:
 def read_request(
     body: Mapping[str, Any], extends: int | None = None, before: Sequence[Message] = ()
 ) -> ChatRequest:
-    """A request as the session understands it.
+    """Turns the JSON of a request into arguments that the session understands.
 
     Args:
         body: The request.
@@ -81,7 +81,7 @@ def read_request(
         before: The conversation that it ends.
 
     Raises:
-        InvalidInput: A field is malformed, or asks for what cannot be done.
+        InvalidInput: A field is malformed, or asks for something unsupported.
     """
     refuse(body, background=(False,), conversation=(), prompt=(), truncation=("disabled",))
     refuse(body, top_logprobs=(0,), context_management=([],))
@@ -200,11 +200,11 @@ class Writer:
         self._number = 0
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Writes the answer to a request that does not stream."""
         return _json(self._response(answer))
 
     def events(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """The same as a stream's events; `type` names each."""
+        """Writes the same answer as a stream's events; `type` names each."""
         begun = self._response(None)
         yield self._made(ResponseCreatedEvent, response=begun)
         yield self._made(ResponseInProgressEvent, response=begun)

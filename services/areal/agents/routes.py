@@ -49,7 +49,7 @@ Answering = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Reply:
-    """What goes back over HTTP."""
+    """A reply, as it is sent over HTTP."""
 
     status: int
     body: bytes
@@ -68,13 +68,13 @@ async def handle(
     content: bytes,
     own: Mapping[tuple[str, str], Answering] | None = None,
 ) -> Reply:
-    """Answers a request; every error of ours becomes the API's own.
+    """Answers a request; each of our errors is translated to the error format of that API.
 
     Args:
         find: The session of an API key; raises Unauthenticated.
-        method: In upper case.
+        method: The HTTP method, in upper case.
         path: Begins with /v1 once, twice (SDKs differ in what they append) or not at all.
-        headers: Names in any case.
+        headers: Header names in any case.
         content: The body.
         own: Other routes, by method and path: body of a request to body of the answer.
     """

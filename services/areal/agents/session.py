@@ -1,7 +1,7 @@
 """One session: answers an agent's requests, and records each call as it was sampled.
 
 request ── messages ──> does it extend an earlier answer?
-                          yes: that answer's very ids, and what stands between (the bridge)
+                          yes: that answer's own ids, then the messages since (the bridge)
                           no:  rendered from the start: a new root of the tree
              ids ──> the model ──> ids, recorded ──> text, thought, calls ──> the agent
 """
@@ -32,7 +32,7 @@ Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 
 @dataclass(frozen=True)
 class Model:
-    """What sessions talk to."""
+    """The model as a session sees it."""
 
     name: str
     generate: Generate
@@ -43,7 +43,7 @@ class Model:
 
 
 class Session:
-    """An agent's calls; serves any number of them at once."""
+    """Serves an agent's calls, any number of them at once."""
 
     def __init__(self, session_id: str, model: Model, calls: CallStore) -> None:
         """Requests of one session prefer the same server."""
@@ -57,12 +57,12 @@ class Session:
         """Answers a chat request `n` times.
 
         Args:
-            request: What the agent asks.
-            retry: Its SDK says that it asked before.
+            request: The agent's request.
+            retry: True if the agent's SDK says that this request is a retry.
 
         Raises:
             InvalidInput: The chat template refuses the messages, or they leave no room.
-            Unavailable: No server could answer; so do the other errors of `agenerate`.
+            Unavailable: No server could answer. The other errors of `agenerate` are raised, too.
         """
         history = History.of(request.messages, request.tools)
         prompt, extended, old = await self._prompt(request, history)
@@ -86,7 +86,7 @@ class Session:
         return answers
 
     async def conversation(self, number: int) -> list[Message]:
-        """The messages up to an answer and that answer, as they were kept; empty: they were not."""
+        """Returns the messages up to and including an answer; empty if they were not kept."""
         parts: list[list[Message]] = []
         at: int | None = number
         while at is not None:
@@ -107,7 +107,7 @@ class Session:
         *,
         retry: bool = False,
     ) -> list[Answer]:
-        """Answers token ids `n` times: tokens in, tokens out. Raises as `chat`."""
+        """Answers token ids `n` times: tokens in, tokens out. Raises the errors of `chat`."""
         first, responses = await self._sample(list(prompt), n, max_new_tokens, retry)
         answers = []
         for number, whole in enumerate(responses, first):

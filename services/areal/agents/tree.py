@@ -1,4 +1,4 @@
-"""From the model calls of one session to trajectories, without changing a single sampled id.
+"""Turns the model calls of one session into trajectories, without changing a sampled id.
 
 A call whose prompt begins with another call's prompt and answer extends it. So the calls of a
 session form trees, and what becomes a trajectory is a chain in one of them:
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a session comes to."""
+    """The trajectories and rewards of a session."""
 
     trajectories: list[Trajectory]
     """In the order of their first own calls; `trajectory_id` is left to the caller."""
@@ -52,7 +52,7 @@ class Merged:
 
 
 def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
-    """The trajectories of a session's calls.
+    """Makes trajectories of a session's calls.
 
     Args:
         calls: In the order in which the requests arrived.

@@ -1,4 +1,4 @@
-"""An agent that exists, as a workflow: it needs a base URL and a key, and knows nothing of us."""
+"""A workflow that runs an unchanged agent, which needs only a base URL and an API key."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rewards to advantages: shaping, KL penalty, generalized advantage estimation.
 
 Everything is full length and aligned with `input_ids` (see `areal.algorithms.packing`); advantages
-exist on tokens with `loss_mask`, all other tokens (prompts, tool output) are stepped over: the
-token after a tool call carries its value straight back to the last token before it.
+exist on tokens with `loss_mask`; all other tokens (prompts, tool output) are skipped: the last
+generated token before a tool's output is directly followed by the first one after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What has changed since a token was sampled: weights that correct for it, and what they rest on.
+"""Importance weights that correct for policy changes since a token was sampled, and their checks.
 
 behavior: the policy that sampled, as its server computed it. proximal: the policy at the start of
 the update. policy: the one under training.
@@ -21,7 +21,7 @@ _HALVINGS = 61
 
 
 def masked_difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-    """Return a - b, 0 off the mask whatever stands there."""
+    """Return a - b, and 0 off the mask, whatever the values there are."""
     return torch.where(mask, a - b, 0.0)
 
 
@@ -83,13 +83,14 @@ def second_moment_mask(
 
     With m = (proximal - behavior)^2, tokens are left out from the largest m on, until the mean of
     the others is below the threshold. The choice is made over the batch of all ranks (AReaL makes
-    it in each micro-batch: there it depends on how a batch is cut). Equal ones stay or go together.
+    it in each micro-batch: there it depends on how a batch is cut). Tokens with equal m are kept or
+    left out together.
 
     Args:
         proximal_logprobs: float [T].
         behavior_logprobs: float [T].
         loss_mask: bool [T].
-        threshold: what the mean of the kept must stay below.
+        threshold: upper bound for the mean over the kept tokens.
         process_group: data-parallel group, or None.
 
     Returns:
@@ -101,7 +102,7 @@ def second_moment_mask(
     sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
 
     def below(limit: Tensor) -> bool:
-        """Whether the mean of all that are at most `limit` is below the threshold."""
+        """Return whether the mean of all values that are at most `limit` is below the threshold."""
         count = torch.searchsorted(ordered, limit, right=True)
         total = torch.stack([sums[count], count.double()])
         total = sum_over_ranks(total, process_group)
@@ -128,11 +129,11 @@ def mismatch(
     cu_seqlens: Tensor,
     version: int,
 ) -> dict[str, Tensor]:
-    """Compare the sampler's logprobs with the trainer's where the same weights gave both.
+    """Compare the sampler's logprobs with the trainer's where both used the same weights.
 
-    That is in sequences of which `version` sampled every token. In any other one the weights have
-    changed since, or the keys and values of earlier tokens come from older weights: its logprobs
-    differ rightly, and `behavior_weight` corrects for it.
+    These are the sequences whose tokens were all sampled by `version`. In any other sequence the
+    weights have changed since, or the keys and values of earlier tokens come from older weights.
+    Its logprobs are expected to differ, and `behavior_weight` corrects for that.
 
     Args:
         policy_logprobs: of the weights `version`, [T].

@@ -10,9 +10,9 @@ no logprob, however small, makes an infinite ratio or weight, and so no NaN wher
 advantage or weight of 0. The gradient is exact inside and 0 beyond, like that of verl's clamp.
 (verl clamps GSPO's ratio of a sequence at 10 instead, from above only; AReaL clamps nothing.)
 
-What is called the center is the policy that a ratio is taken against; a token's weight is what it
-counts for beyond that (`behavior_weight`, 0 for what is left out). Advantages may carry another
-weight >= 0: each loss is linear in their size (`token_weights` makes other means so).
+The center is the policy in the denominator of a ratio. A token's weight multiplies its loss
+(`behavior_weight`; 0 for a token that is left out). Advantages may carry another weight >= 0,
+because each loss is linear in their size (`token_weights` uses this to make other means).
 
 Statistics are float scalars without gradient: sums over loss tokens, which the engine divides by
 the same number; a name that ends in `_max` is combined by maximum instead.
@@ -72,11 +72,10 @@ def token_weights(
     sequences: float,
     max_tokens: int,
 ) -> Tensor:
-    """Return what each token counts for, so that the engine's mean over tokens is another mean.
+    """Return weights of tokens that turn the engine's mean over tokens into another mean.
 
-    `sequence_mean`: each sequence's mean, and of these the mean. `constant`: each sequence's sum
-    over `max_tokens`, and of these the mean (Dr. GRPO). Sequences without loss tokens count in
-    neither.
+    `sequence_mean`: the mean of the sequences' means. `constant`: the mean of the sequences' sums,
+    each divided by `max_tokens` (Dr. GRPO). Sequences without loss tokens do not count.
 
     Args:
         loss_mask: bool [T].
@@ -231,7 +230,7 @@ def sapo_loss(
         loss = sum of -w A (4 / tau) sigmoid(tau (r - 1))
 
     with tau_positive where A > 0, and elsewhere tau_negative, which closes faster. At r = 1 its
-    slope is that of the ratio. AReaL refuses it with decoupled PPO; with w it is as sound as PPO.
+    slope is that of the ratio. AReaL refuses it with decoupled PPO; with w it is as valid as PPO.
     The other arguments and the result are those of `ppo_actor_loss`; nothing is clipped.
     """
     with torch.no_grad():

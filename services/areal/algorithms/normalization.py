@@ -71,7 +71,7 @@ def normalize_tokens(
 def center_and_scale(
     scores: Tensor, group_index: Tensor, norm: RewardNorm, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Find what is subtracted from each sequence's score, and what then divides it.
+    """Find the center and the scale of each sequence's score: (score - center) / scale.
 
     Groups have their actual sizes: a group that lost members to rejection is normalized over the
     rest. The center of a group of one that is left out of its own mean is its score. The standard

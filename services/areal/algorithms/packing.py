@@ -255,8 +255,8 @@ def cost(lengths: Sequence[int], pair_cost: float) -> float:
 
     Args:
         lengths: tokens of each sequence.
-        pair_cost: of a pair of tokens of one sequence, in attention, over that of a token
-            elsewhere; about 1 / (12 x hidden size).
+        pair_cost: attention cost of a pair of tokens in one sequence, divided by the other cost of
+            a token; about 1 / (12 x hidden size).
     """
     return sum(length + pair_cost * length * length for length in lengths)
 
@@ -310,8 +310,8 @@ def split_micro_batches(
 
     Groups stay together where they fit, so that their common prefixes are computed once. Where
     that makes fewer micro-batches than `min_count`, the largest is split until there are enough:
-    no micro-batch grows, so the budget holds. As many as that makes are dealt so that their costs
-    are balanced, where a deal within the budget is found.
+    no micro-batch grows, so the budget holds. Then the sequences are dealt again to the same number
+    of micro-batches with balanced costs, if such a deal fits the budget.
 
     Args:
         batch: the batch.
@@ -322,7 +322,8 @@ def split_micro_batches(
 
     Returns:
         For each micro-batch the ascending indices of its sequences; deterministic, none empty. The
-        costliest comes first: ranks wait for each other after each, so the like meet.
+        costliest comes first: ranks wait for each other after each one, so similar costs should
+        meet.
     """
     lengths = sequence_lengths(batch).tolist()
     units = []

@@ -1,4 +1,4 @@
-"""What a loss or a reward is charged for leaving a reference, and a loss for losing its entropy.
+"""Penalties: for leaving a reference (in a loss or a reward) and for losing entropy (in a loss).
 
 Both are means of a function of the policy, whose gradient has to come from sampled tokens alone.
 For KL(policy || reference), with d = log policy - log reference and r the importance ratio of
@@ -14,8 +14,9 @@ r k3: TRL's `use_bias_correction_kl`, DeepSeek-V3.2). For the entropy H in the s
 
     gradient H = -E[r (log policy + H) gradient log policy]
 
-where H, a baseline, takes no part in the mean and most of the noise away; the model's head computes
-it with the logprobs. (TRL and verl differentiate H through the logits: the same in the mean.)
+where H is a baseline: it does not change the mean and removes most of the noise. The model's head
+computes it with the logprobs. (TRL and verl differentiate H through the logits: the same in the
+mean.)
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The process every service is: gRPC with health and reflection, /metrics, drain on SIGTERM."""
+"""What every service's process has: gRPC with health and reflection, /metrics, drain on SIGTERM."""

@@ -1,4 +1,4 @@
-"""The token at the door of every server of the chassis; only health is open.
+"""Checks the token of every call to a server of the chassis; only health needs none.
 
 A probe (of a kubelet, of a load balancer) cannot carry a secret and learns only "serving or not".
 Reflection asks for the token like everything else: a tool that calls methods sends the same header.
@@ -33,11 +33,11 @@ class Doorkeeper:
         )
 
     def foreign(self, header: Callable[[str], str | None]) -> str:
-        """Why an HTTP request may be a foreign web page's; "" when it is not."""
+        """Says why an HTTP request may come from a foreign web page; "" if it does not."""
         return self._security.foreign(header)
 
     def admits(self, authorization: str | bytes | None, protocol: str) -> bool:
-        """Whether a call may pass."""
+        """Returns whether a call carries the token."""
         if self._security.admits(authorization):
             return True
         self._refused.labels(protocol).inc()
@@ -45,7 +45,7 @@ class Doorkeeper:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """The first of a server's interceptors: no message of a stranger is even read."""
+    """The first of a server's interceptors: it refuses a call before its message is read."""
 
     def __init__(self, doorkeeper: Doorkeeper) -> None:
         self._doorkeeper = doorkeeper
@@ -57,7 +57,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's handler, or one that refuses."""
+        """Returns the method's handler, or one that refuses the call."""
         if str(handler_call_details.method).startswith(OPEN_GRPC):
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
@@ -71,7 +71,7 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
 
 
 def http_middleware(doorkeeper: Doorkeeper) -> Any:
-    """For the chassis's small HTTP server: all but /healthz."""
+    """Guards the chassis's small HTTP server: all routes except /healthz."""
 
     @web.middleware
     async def check(

@@ -1,4 +1,4 @@
-"""The pause before the next try: longer each time, and never the same for two processes."""
+"""Computes the pause before the next try: longer each time, and different in each process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 class Backoff:
     """Doubling delays with jitter; `reset` after a success.
 
-    Jitter, because a thousand clients that lost one server at once must not come back at once.
+    Jitter keeps a thousand clients that lost one server together from returning together.
 
     Example:
         backoff = Backoff()
@@ -22,7 +22,7 @@ class Backoff:
     """
 
     def __init__(self, first_s: float = 0.1, most_s: float = 3.0) -> None:
-        """The first delay is at most `first_s`, none is above `most_s`."""
+        """The first delay is at most `first_s`; no delay is longer than `most_s`."""
         self._first_s = first_s
         self._most_s = most_s
         self._ceiling_s = first_s
@@ -39,7 +39,7 @@ class Backoff:
         return delay
 
     def reset(self) -> None:
-        """It worked: the next failure starts from the first delay."""
+        """Call after a success: the next failure starts from the first delay."""
         self._ceiling_s = self._first_s
 
     async def sleep(self) -> None:

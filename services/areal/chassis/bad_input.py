@@ -1,6 +1,7 @@
-"""How a process says that starting it again is pointless, where its exit code cannot get through.
+"""Lets a process say that a restart is pointless when its exit code does not reach the supervisor.
 
-torchrun ends with code 1 whatever its ranks ended with. So a rank with bad input, or with a recipe
+torchrun exits with code 1, whatever the codes of its ranks were. So a rank with bad input, or with
+a recipe
 that fails, writes its one line into the file that `AREAL_VERDICT` names; the supervisor reads it
 when the job has ended.
 """
@@ -18,7 +19,7 @@ _MOST_BYTES = 4096
 
 
 def write_verdict(line: str) -> None:
-    """Says that starting again is pointless; nothing to do where no one asks."""
+    """Writes that a restart is pointless; does nothing if no file is named."""
     for variable in (VERDICT_VARIABLE, POD_VERDICT_VARIABLE):
         if name := os.environ.get(variable):
             file = Path(name)
@@ -29,13 +30,13 @@ def write_verdict(line: str) -> None:
 
 
 def earlier_verdict() -> str:
-    """What an earlier life of this pod's container said, or ""."""
+    """Returns what an earlier process in this pod's container wrote, or ""."""
     name = os.environ.get(POD_VERDICT_VARIABLE)
     return read_verdict(Path(name)) if name else ""
 
 
 def read_verdict(file: Path) -> str:
-    """The line, or "": the process had no such complaint."""
+    """Returns the line, or "" if the process wrote none."""
     try:
         with file.open("rb") as stream:
             return stream.read(_MOST_BYTES).decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Loops that run until they are cancelled: any other end of one is told."""
+"""Loops that run until they are cancelled; any other end is reported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def keep(
 
     Args:
         coroutine: Runs until it is cancelled.
-        name: Of the task, and in what is told.
-        tell: Called when it has raised, or returned without having been cancelled.
+        name: The task's name, also used in the report.
+        tell: Called when the loop raises, or returns without having been cancelled.
     """
 
     def ended(task: asyncio.Task[Any]) -> None:

@@ -1,4 +1,4 @@
-"""grpc.health.v1, of the services of this process only."""
+"""Serves grpc.health.v1 for the services of this process only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpc_health.v1._async import HealthServicer
 class BoundedHealthServicer(HealthServicer):  # type: ignore[misc]
     """Remembers nothing about names that are not served here.
 
-    The library's own keeps a condition for every name that somebody watches; strangers choose
-    those names, and one character more makes a new one.
+    The library's servicer keeps a condition for every name that a client watches. Clients choose
+    the names, so its memory could grow without limit.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -28,7 +28,7 @@ class BoundedHealthServicer(HealthServicer):  # type: ignore[misc]
         request: health_pb2.HealthCheckRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """As in the protocol: an unknown name is told so once, and the stream stays open."""
+        """Follows the protocol: for an unknown name it says so once, and the stream stays open."""
         if request.service in self._known:
             await super().Watch(request, context)
             return

@@ -20,7 +20,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 class OwnPagesOnly:
-    """Middleware for a server without a token: a foreign web page gets 403 and no further."""
+    """Middleware for a server without a token: requests of foreign web pages get 403."""
 
     def __init__(self, app: App, *, security: Security) -> None:
         self.app = app
@@ -42,7 +42,7 @@ def _reader(scope: Scope) -> Callable[[str], str | None]:
 
 
 class BearerAuth:
-    """Middleware: a request without the token gets 401 and no further.
+    """Middleware: a request without the token gets 401.
 
     Example:
         app.add_middleware(BearerAuth, security=security, open_paths=frozenset({"/healthz"}))
@@ -61,7 +61,7 @@ class BearerAuth:
             await self.refuse(scope, send)
 
     def admits(self, scope: Scope) -> bool:
-        """Whether a request may pass."""
+        """Returns whether a request may pass."""
         if scope["path"] in self._open_paths:
             return True
         return self.security.admits(header(scope, b"authorization"))

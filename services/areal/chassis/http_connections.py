@@ -1,12 +1,13 @@
-"""Connections on which no whole request has come: an HTTP server hangs up on them.
+"""Closes HTTP connections on which no complete request has arrived.
 
     accepted ──> waiting ── the head of a request is whole ──> not our business
                     │ HEAD_WITHIN_S passes, or too many others wait
                     v
                  hung up
 
-Every connection takes a descriptor, and a process has only so many: without this, a few hundred
-that say nothing would keep all others out, health probes too. No secret is asked for that early.
+Every connection takes a file descriptor, of which a process has a limited number. Without this
+limit, a few hundred silent connections would keep all others out, health probes too, before any
+token is checked.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ IDLE_S = 30.0
 
 
 class Waiting:
-    """Who has connected to one server and asked for nothing yet, the longest first."""
+    """The connections of one server without a request yet, the oldest first."""
 
     def __init__(self, within_s: float = HEAD_WITHIN_S, at_most: int | None = None) -> None:
-        """`at_most`: so many wait at once; None: a quarter of the descriptors of this process."""
+        """`at_most`: how many may wait at once; None: a quarter of the process's descriptors."""
         self._within_s = within_s
         self._at_most = max(1, open_files() // _SHARE) if at_most is None else at_most
         self._waiting: dict[Hashable, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
 
     def begin(self, connection: Hashable, hang_up: Callable[[], None]) -> None:
-        """It waits from now on; one that waits already keeps its deadline."""
+        """Adds a connection; one that is waiting already keeps its deadline."""
         if connection in self._waiting:
             return
         if len(self._waiting) >= self._at_most:
@@ -47,7 +48,7 @@ class Waiting:
         self._waiting[connection] = timer, hang_up
 
     def end(self, connection: Hashable) -> None:
-        """It asks, or it is gone."""
+        """Removes a connection that has sent its request or closed."""
         if found := self._waiting.pop(connection, None):
             found[0].cancel()
 
@@ -66,7 +67,7 @@ class Waiting:
 
 
 class HttpSite(web.BaseSite):
-    """Where an aiohttp application listens, with the same patience."""
+    """Listens for an aiohttp application, with the same deadline for silent connections."""
 
     def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
         super().__init__(runner)

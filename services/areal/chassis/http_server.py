@@ -1,4 +1,4 @@
-"""uvicorn as our services run it."""
+"""Configures uvicorn for our services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal.errors import ConfigError
 
 
 def bind(host: str, port: int, key: str) -> socket.socket:
-    """Listens, before the server takes requests; an error names `key`."""
+    """Opens the listening socket before the server takes requests; an error names `key`."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -32,7 +32,7 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that hangs up on those who do not ask, and leaves signals to the process."""
+    """uvicorn that closes silent connections and leaves signals to the process."""
 
     def __init__(self, app: App, **options: Any) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none: the service drains first."""
+        """Captures no signals: the service drains first."""
         yield
 
 

@@ -1,4 +1,4 @@
-"""ASGI middleware: a request that brings a trace with it gets a span."""
+"""ASGI middleware: creates a span for each request that carries a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens around every RPC: timing, one log line for an error, exception to status."""
+"""Wraps every RPC: measures time, logs an error in one line, maps exceptions to statuses."""
 
 from __future__ import annotations
 

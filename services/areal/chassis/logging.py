@@ -53,7 +53,7 @@ def configure_logging(
 
 
 class LossyStream:
-    """A text stream that drops what it cannot write: a full disk must not end what is logged.
+    """A text stream that drops what it cannot write, so a full disk does not stop the process.
 
     Once it can write again it says how many lines are missing.
     """
@@ -63,7 +63,7 @@ class LossyStream:
         self._dropped = 0
 
     def write(self, text: str) -> int:
-        """All of it or nothing; returns its length either way."""
+        """Writes the whole text or nothing; returns its length either way."""
         try:
             if self._dropped:
                 note = {"event": "log_lines_dropped", "level": "warning", "count": self._dropped}
@@ -81,7 +81,7 @@ class LossyStream:
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether a person reads it."""
+        """Returns whether the output is a terminal."""
         return self._stream.isatty()
 
 

@@ -1,4 +1,4 @@
-"""What a process is told, asks of the kernel, and hides: its name, its open files, its memory."""
+"""Process settings: its name, its limit of open files, and the protection of its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENOUGH = 1_048_576
 
 
 def open_files() -> int:
-    """Raises the limit as far as the system lets us (it often starts at 1,024); returns it."""
+    """Raises the limit of open files (often 1,024) as far as the system allows; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _ENOUGH if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -27,7 +27,7 @@ _PR_SET_DUMPABLE = 4
 
 
 def hide_memory() -> None:
-    """Makes this process one that only root looks into; without effect where Linux is not.
+    """Lets only root read this process's memory and environment; does nothing outside Linux.
 
     A service has secrets in its environment and memory; code of users (rewards, and what they
     start) runs beside it as the same user. The kernel shows `/proc/PID/environ` and

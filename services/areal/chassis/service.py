@@ -58,7 +58,7 @@ Config = TypeVar("Config")
 
 
 class Closable(Protocol):
-    """A connection, or what holds some."""
+    """A connection, or an object that holds connections."""
 
     async def close(self) -> None: ...
 
@@ -67,7 +67,7 @@ Owned = TypeVar("Owned", bound=Closable)
 
 
 class ServiceContext:
-    """What the chassis lends a service: background tasks, metrics, its waits, its secrets."""
+    """What the chassis provides to a service: background tasks, metrics, waits, secrets."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ServiceContext:
         WaitsCollector(name, self.waits, self.registry)
 
     def own(self, opened: Owned) -> Owned:
-        """Closes it after the service has ended, the last opened first."""
+        """Registers a connection; connections are closed after the service, in reverse order."""
         self.closing.push_async_callback(opened.close)
         return opened
 
@@ -101,7 +101,7 @@ class ServiceContext:
 
 
 class Server:
-    """The process of one service: override what is needed."""
+    """Base of a service's process; a service overrides the methods that it needs."""
 
     def registrations(self) -> Sequence[Registration]:
         """The gRPC services; none: no gRPC server is started."""
@@ -111,7 +111,7 @@ class Server:
         """Connects and begins; returns when ready to serve. Raise ArealError to give up."""
 
     async def drain(self) -> None:
-        """Stops taking work and hands back what is held; bounded by the grace period."""
+        """Stops taking work and returns what the service holds; bounded by the grace period."""
 
     async def close(self) -> None:
         """Releases connections."""
@@ -126,7 +126,7 @@ def split_address(address: str, key: str) -> tuple[str, int]:
 
 
 def check_address(address: str, key: str, security: Security) -> None:
-    """One clear line for an address that is taken, or that would let strangers in."""
+    """Refuses an address that is taken, or open to the network without a token, in one line."""
     host, port = split_address(address, key)
     security.check_bind(host, key)
     with socket.socket() as probe:
@@ -228,7 +228,7 @@ class Listeners:
         self._names = [""]
 
     async def start(self, server: Server, metrics: str) -> None:
-        """Listens, and says of the service that it does not serve yet."""
+        """Starts to listen; health answers NOT_SERVING."""
         context = self._context
         doorkeeper = Doorkeeper(context.name, context.security, context.registry)
         if metrics:
@@ -241,7 +241,7 @@ class Listeners:
             self.rpc = await _start_grpc(context, registrations, self._health, doorkeeper)
 
     async def serve(self, serving: bool) -> None:
-        """Says on both whether the service serves."""
+        """Sets health on both servers: serving or not."""
         (self._serving.set if serving else self._serving.clear)()
         states = health_pb2.HealthCheckResponse
         for name in self._names:
@@ -256,7 +256,7 @@ class Listeners:
 
 
 async def listen_in(context: ServiceContext, server: Server, metrics: str) -> Listeners:
-    """Serves gRPC and HTTP in a process with a main loop of its own (the trainer)."""
+    """Serves gRPC and HTTP in a process that has its own main loop (the trainer)."""
     listeners = Listeners(context)
     await listeners.start(server, metrics)
     await listeners.serve(True)
@@ -318,7 +318,7 @@ def run_service(
     read: Callable[[GRPOConfig], Config],
     build: Callable[[Config, ServiceContext], Server],
 ) -> None:
-    """The body of every service's `main`: parses argv, serves until told to stop, exits.
+    """Is the `main` of every service: parses argv, serves until told to stop, exits.
 
     Args:
         name: e.g. "buffer"; also in logs and metric names.

@@ -1,7 +1,7 @@
-"""Where spans go: OpenTelemetry's SDK, set up from its own variables; `tracing` loads it.
+"""Exports spans with OpenTelemetry's SDK, set up from its own variables; `tracing` loads it.
 
-A collector that is away, slow or full costs spans and nothing else: they wait in a bounded queue,
-which a thread empties in batches, and a process waits `FLUSH_S` for it at its end.
+A collector that is down, slow or full loses spans and has no other effect. Spans wait in a bounded
+queue, which a thread empties in batches; at its end the process waits `FLUSH_S` for that thread.
 """
 
 from __future__ import annotations

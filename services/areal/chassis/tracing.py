@@ -4,10 +4,9 @@
                                              ^
     span(), start(), served() ───────────────┘        none is configured: nothing at all
 
-Configured is a process with OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT). Else `span_export`,
-and the SDK with it, is not even imported: that is how every function here knows that it has nothing
-to do. What begins a trace decides whether it is sampled; without a sampled span above, only a
-`root` makes one.
+Tracing is on if OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT) is set. Otherwise `span_export`
+and the SDK are not even imported, and every function here does nothing. The first span of a trace
+decides whether the trace is sampled. Without a sampled parent, only a `root` span starts a trace.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @contextmanager
 def exporting(service: str, namespace: str, instance: str = "") -> Iterator[None]:
-    """Exports the spans made inside, if the environment says where to; for a main function.
+    """Exports the spans created inside, if the environment names a collector; for a main function.
 
     Args:
         service: `service.name`, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has one.
@@ -45,7 +44,7 @@ def exporting(service: str, namespace: str, instance: str = "") -> Iterator[None
         instance: `service.instance.id`; empty: host and process id.
 
     Raises:
-        ConfigError: An endpoint that is no URL, a protocol that is neither of the two.
+        ConfigError: The endpoint is not a URL, or the protocol is not supported.
     """
     key = next((key for key in _ENDPOINTS if os.environ.get(key)), "")
     if (
@@ -62,7 +61,7 @@ def exporting(service: str, namespace: str, instance: str = "") -> Iterator[None
 
 
 def enabled() -> bool:
-    """Whether this process exports spans: then, and only then, it has loaded what does."""
+    """Returns whether this process exports spans; only then has it loaded the SDK."""
     return "areal.chassis.span_export" in sys.modules
 
 
@@ -77,17 +76,17 @@ def span(
     root: bool = False,
     client: bool = False,
 ) -> AbstractContextManager[Span | None]:
-    """A span around a block, which those made inside are below; an exception marks it failed.
+    """A span around a block, the parent of spans created inside; an exception marks it failed.
 
     Args:
         name: See docs/tracing.md.
-        attributes: What is known at its start.
+        attributes: Attributes that are known at its start.
         parent: W3C traceparent of the span above; None: the current one.
-        root: May begin a trace.
-        client: It is a call of another service.
+        root: True if it may start a trace.
+        client: True if it is a call to another service.
 
     Returns:
-        A context manager that gives the span; None when nothing is recorded.
+        A context manager that yields the span, or None if nothing is recorded.
     """
     if not enabled():
         return _NOTHING
@@ -109,11 +108,11 @@ def start(
     start_s: float = 0.0,
     links: Sequence[Span | None] = (),
 ) -> Span | None:
-    """A span that the caller ends, and that does not become the current one.
+    """Starts a span that the caller ends, and that does not become the current one.
 
     Args:
         name: See docs/tracing.md.
-        attributes: What is known at its start.
+        attributes: Attributes that are known at its start.
         parent: As `span`.
         root: As `span`.
         start_s: When it began, seconds since the epoch; 0: now.
@@ -147,7 +146,7 @@ def current(span: Span | None) -> AbstractContextManager[Any]:
 
 
 def note(attributes: Mapping[str, Any]) -> None:
-    """Adds to the current span, if there is one."""
+    """Adds attributes to the current span, if there is one."""
     if enabled():
         from opentelemetry.trace import get_current_span
 
@@ -155,7 +154,7 @@ def note(attributes: Mapping[str, Any]) -> None:
 
 
 def recording() -> bool:
-    """Whether there is a current span that `note` would add to."""
+    """Returns whether there is a current span that `note` would add to."""
     if not enabled():
         return False
     from opentelemetry.trace import get_current_span
@@ -164,7 +163,7 @@ def recording() -> bool:
 
 
 def apart() -> AbstractContextManager[Any]:
-    """A block whose spans and calls are not those of the caller that happened to begin it."""
+    """A block whose spans and calls do not belong to the caller's trace."""
     if not enabled():
         return _NOTHING
     from opentelemetry.context import Context
@@ -195,7 +194,7 @@ def headers() -> tuple[tuple[str, str], ...]:
 def served(
     name: str, pairs: Callable[[], Iterable[tuple[str | bytes, str | bytes]]]
 ) -> AbstractContextManager[Span | None]:
-    """A span around a request that brought a trace with it; nothing around any other.
+    """A span around a request that carries a trace; nothing around any other.
 
     Args:
         name: Of the method or route.

@@ -1,4 +1,4 @@
-"""What a process waits for: its entry in the watchdog, on /metrics, /waits and in `areal status`.
+"""Records what a process waits for, for the watchdog, /metrics, /waits and `areal status`.
 
 with waits.on("batch", "buffer", "step 7"): ...   a wait in the code ──┐
 ├──> oldest of each kind
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class Wait:
-    """Something that is not over yet.
+    """A wait that has not ended yet.
 
     Example:
         >>> str(Wait("batch", "buffer", 4.24, "step 7: 3 of 64 groups are completed"))
@@ -60,7 +60,7 @@ class Waits:
             del self._open[ticket]
 
     def watch(self, source: Source) -> None:
-        """Asks `source` too, whenever somebody looks."""
+        """Also reads waits from `source` whenever waits are listed."""
         self._sources.append(source)
 
     def oldest(self) -> list[Wait]:

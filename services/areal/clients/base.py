@@ -1,4 +1,4 @@
-"""What every gRPC client shares: channels, deadlines, retries, and errors with their own class."""
+"""What every gRPC client shares: channels, deadlines, retries, and typed errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def open_channel(address: str, security: Security) -> grpc.aio.Channel:
 def from_rpc_error(
     error: grpc.aio.AioRpcError, method: str, address: str, since: float
 ) -> errors.ArealError:
-    """The class the servicer raised, or the nearest one to gRPC's own status."""
+    """Returns the error that the servicer raised, or the nearest one to gRPC's own status."""
     detail = error.details() or ""
     metadata = cast("list[tuple[str, str]]", error.trailing_metadata() or [])
     for key, value in metadata:
@@ -72,14 +72,14 @@ def from_rpc_error(
 
 
 def to_duration(seconds: float) -> Duration:
-    """Whole milliseconds; a negative time is none at all."""
+    """Converts seconds to whole milliseconds; a negative time becomes 0."""
     duration = Duration()
     duration.FromMilliseconds(max(0, int(seconds * 1000)))
     return duration
 
 
 async def persist(attempt: Callable[[], Awaitable[ResponseT]], seconds: float) -> ResponseT:
-    """Tries again while a service is away, or frozen: then the deadline of one try passes."""
+    """Tries again while a service is down, or frozen (then each try ends at its deadline)."""
     end, backoff = time.monotonic() + seconds, Backoff()
     while True:
         try:
@@ -92,7 +92,7 @@ async def persist(attempt: Callable[[], Awaitable[ResponseT]], seconds: float) -
 
 @dataclass(frozen=True)
 class CallPolicy:
-    """How long an RPC is waited for, and whether it is made again. Seconds."""
+    """The timeout of an RPC and how long it is retried, in seconds."""
 
     timeout_s: float = 30.0
     """For one try. A long poll adds what the server was asked to wait."""
@@ -112,7 +112,7 @@ def _name(method: Any) -> str:
 
 
 class Client:
-    """Base of the typed clients: one channel, one address, a policy for each RPC.
+    """Base of the typed clients: one channel to one address, and a policy for each RPC.
 
     Every call raises the class that the service raised, Unavailable, or WaitTimeout.
     """
@@ -132,7 +132,7 @@ class Client:
 
         Args:
             address: host:port.
-            security: What it presents; None: nothing.
+            security: Token and certificates to present; None: neither.
             timeout_s: For one try of every call, instead of its policy's.
             retry_s: Retries of every idempotent call, instead of its policy's: 0 for a caller that
                 has another answer, more for one that cannot do without the service.
@@ -148,7 +148,7 @@ class Client:
         await self._channel.close(None)
 
     def policy(self, rpc: str) -> CallPolicy:
-        """How this client makes a call."""
+        """Returns how this client makes a call."""
         policy = self.POLICIES.get(rpc, CallPolicy())
         timeout_s = policy.timeout_s if self._timeout_s is None else self._timeout_s
         retry_s = policy.retry_s if self._retry_s is None else self._retry_s
@@ -161,7 +161,7 @@ class Client:
         *,
         wait_s: float = 0.0,
     ) -> ResponseT:
-        """One unary call, as often as its policy allows.
+        """Makes one unary call, with as many tries as its policy allows.
 
         Args:
             method: A stub's method.
@@ -190,7 +190,7 @@ class Client:
         *,
         timeout_s: float | None,
     ) -> AsyncGenerator[Any, None]:
-        """The messages of a streaming call, tried once; `timeout_s` for all of them (None: any)."""
+        """Yields a streaming call's messages, tried once; `timeout_s`: for all (None: no limit)."""
         name = _name(method)
         since = time.monotonic()
         call = method(request, timeout=timeout_s, metadata=self._metadata)

@@ -29,12 +29,12 @@ def redis_prefix(namespace: str) -> str:
 
 
 def connect_redis(url: str, *, password: str = "", max_connections: int = 64) -> redis.Redis:
-    """A lazy client; commands retry a lost connection for some seconds with backoff and jitter.
+    """Returns a lazy client; its commands retry a lost connection for some seconds.
 
     Args:
         url: redis://[:password@]host:port/db
-        password: For a url that has none.
-        max_connections: Of the pool; a command beyond them waits for one to become free.
+        password: Used if the url has none.
+        max_connections: Size of the pool; a command waits when all are in use.
     """
     if not url:
         raise ConfigError("endpoints.redis '': expected redis://host:port")
@@ -59,12 +59,12 @@ def connect_redis(url: str, *, password: str = "", max_connections: int = 64) ->
 
 
 async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
-    """Connects, and reconnects forever afterwards; raises Unavailable if it never answered.
+    """Connects, and reconnects indefinitely; raises Unavailable if no server ever answered.
 
     Args:
         url: nats://host:port, or several of a cluster, separated by commas.
-        name: Of this client, for the server's monitoring.
-        token: For a url without user.
+        name: This client's name in the server's monitoring.
+        token: Used if the url has no user.
     """
     if not url:
         raise ConfigError("endpoints.nats '': expected nats://host:port")

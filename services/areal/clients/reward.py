@@ -38,14 +38,14 @@ class RewardClient(Client):
         Args:
             spec_name: Function in the recipe, or a built-in: "math", "multiple_choice", "regex".
             recipe_digest: sha256 hex of the recipe's source; "" for a built-in.
-            kwargs: Bound to the function before every call; JSON types only.
+            kwargs: Keyword arguments of every call; JSON types only.
             items: What to score.
 
         Returns:
             One outcome per item, in order: the reward, or why there is none.
 
         Raises:
-            Unavailable: Away, or its queue full, for longer than the policy retries.
+            Unavailable: The service was down or its queue full for longer than the policy retries.
             WaitTimeout: No answer in time.
         """
         if not items:

@@ -16,7 +16,7 @@ from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 
 
 class RolloutClient(Client):
-    """What any client may ask, without the rest of the house."""
+    """Submits and watches tasks; needs nothing else of the stack."""
 
     POLICIES: ClassVar[Policies] = {
         "SubmitTasks": CallPolicy(60.0, 30.0),
@@ -77,8 +77,8 @@ class RolloutClient(Client):
         """Answers an agent's HTTP request; its own errors are in the answer's status.
 
         Args:
-            request: As it came.
-            wait_s: How long a generation may take.
+            request: The request as it arrived.
+            wait_s: Longest time for a generation, in seconds.
         """
         return await self.call(self._stub.CallSession, request, wait_s=wait_s)
 

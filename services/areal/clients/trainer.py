@@ -1,4 +1,4 @@
-"""Client of TrainerService: what a running trainer tells of itself."""
+"""Client of TrainerService, which reports a running trainer's status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal.v1 import trainer_service_pb2_grpc as pb_grpc
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """A trainer's own account.
+    """The status that a trainer reports.
 
     Example:
         >>> status.state, status.step, status.total_steps, status.rows[-1]["reward/mean"]

@@ -1,4 +1,4 @@
-"""Client of WeightSyncService: publish a version, wait until it is served, know the servers."""
+"""Client of WeightSyncService: publishes versions, waits until they are served, lists servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OFFER_S = 30.0
 
 
 class WeightSyncClient(Client):
-    """What a trainer, the rollout workers, and those who watch a run ask."""
+    """Calls of trainers, rollout workers, and programs that watch a run."""
 
     POLICIES: ClassVar[Policies] = {
         # A try may take as long as the version's size says.
@@ -71,7 +71,8 @@ class WeightSyncClient(Client):
         """Makes a version current that the trainer is about to broadcast to the servers.
 
         Returns:
-            Who takes part. With no one, nothing has changed: publish the version as stored.
+            The servers that take part. If there are none, nothing has changed: publish the version
+            as stored.
 
         Raises:
             StaleIncarnation, WrongStep, InvalidInput: As `publish_version`.
@@ -105,7 +106,7 @@ class WeightSyncClient(Client):
     async def wait_for(
         self, what: str, until: Callable[[SyncStatus], bool], *, timeout: float
     ) -> SyncStatus:
-        """Waits until the state fulfills a condition.
+        """Waits until the state meets a condition.
 
         Args:
             what: For the error: "version 3 confirmed by a server".
@@ -167,7 +168,7 @@ class WeightSyncClient(Client):
         return server_from_pb(response.server)
 
     async def drain_server(self, server_id: str, *, deadline: float) -> None:
-        """No new traffic from now on; returns at once, the server is forgotten when empty.
+        """Stops new traffic to a server; returns at once. The server is forgotten when idle.
 
         Args:
             server_id: As listed; the url works too.

@@ -1,1 +1,1 @@
-"""What a run is told: one experiment file, its services, its training."""
+"""Configuration of a run: the experiment file, its services, its training."""

@@ -4,7 +4,7 @@ sglang:d4t2+fsdp:d8t2c2e4
 │ │       │ │ │ └ experts are spread over 4 ranks
 │ │       │ │ └── a sequence's tokens are spread over 2 ranks inside attention (Ulysses)
 │ │       │ └──── each matrix is spread over 2 ranks (tensor parallelism)
-│ │       └────── 8 shares of a batch; `s4` besides: shards over 4 of them, 2 copies
+│ │       └────── 8 shares of a batch; with `s4`: sharded over 4 of them, 2 copies
 │ └────────────── GPUs of a server
 └──────────────── servers
 """
@@ -39,7 +39,7 @@ class Layout:
         """Read `d8`, `d16s8`, `d8t2c2e4`.
 
         Raises:
-            ConfigError: it has another form, or its numbers do not divide each other.
+            ConfigError: the string has another form, or its numbers do not divide each other.
         """
         if re.fullmatch(r"([dstcep]\d+)+", text) is None:
             raise ConfigError(f"trainer layout {text!r}: expected e.g. {_FORM}")
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether each rank has a share of the batch and of the weights, and that is all."""
+        """Whether each rank has its own share of batch and weights, without other parallelism."""
         return self == Layout(self.data, self.data)
 
     @property
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def per_share(self) -> int:
-        """Ranks that get the same share of a batch; their numbers follow each other."""
+        """Number of ranks that get the same share of a batch; they are consecutive."""
         return self.context * self.tensor
 
     @property
@@ -108,7 +108,7 @@ class Layout:
         return self.data * self.context
 
     def check_world(self, ranks: int) -> None:
-        """Compare with the ranks that there are.
+        """Compare the layout with the actual number of ranks.
 
         Raises:
             ConfigError: there are more or fewer.
@@ -120,7 +120,7 @@ class Layout:
             )
 
     def check_adapters(self) -> None:
-        """Whether a model with LoRA can be spread so.
+        """Check that a model with LoRA can have this layout.
 
         Raises:
             ConfigError: its matrices or experts would be spread over ranks.
@@ -132,7 +132,7 @@ class Layout:
             )
 
     def check_compiled(self) -> None:
-        """Whether layers spread so can be compiled.
+        """Check that layers with this layout can be compiled.
 
         Raises:
             ConfigError: torch.compile cannot trace matrices that are spread over ranks.
@@ -144,12 +144,12 @@ class Layout:
             )
 
     def check_model(self, heads: int, kv_heads: int, experts: int) -> None:
-        """Compare with a model's sizes.
+        """Compare the layout with a model's sizes.
 
         Args:
-            heads: of attention.
-            kv_heads: of its keys and values.
-            experts: of a layer; 0: it has none.
+            heads: number of attention heads.
+            kv_heads: number of heads of keys and values.
+            experts: number of experts in a layer; 0 if it has none.
 
         Raises:
             ConfigError: ranks cannot share them evenly.

@@ -1,4 +1,4 @@
-"""Limits that a section's annotations declare, checked by pydantic, told in one line.
+"""Checks the limits in a section's annotations with pydantic; an error is one line.
 
 pydantic is imported by the check alone: `areal --help` and recipes in workers never load it.
 """

@@ -42,7 +42,7 @@ from areal.types import GenerationHyperparameters
 
 @dataclass
 class BaseExperimentConfig:
-    """What every experiment has."""
+    """The fields that every experiment has."""
 
     experiment_name: str = "experiment"
     """Groups trials; [a-z0-9-]."""
@@ -300,7 +300,7 @@ def _complete(config: GRPOConfig) -> None:
 
 
 def micro_batch_tokens(config: GRPOConfig) -> int:
-    """Most tokens that a micro-batch of a trainer's share can have."""
+    """Returns the largest number of tokens that a micro-batch can have."""
     longest = config.model.context_length
     shares = parse_allocation(config.allocation_mode).layout.data
     sequences = -(-config.train_dataset.batch_size // shares) * config.gconfig.n_samples
@@ -308,7 +308,7 @@ def micro_batch_tokens(config: GRPOConfig) -> int:
 
 
 def cautions(config: BaseExperimentConfig) -> list[str]:
-    """What is allowed, and may not be what was meant: a line each."""
+    """Returns warnings about settings that are allowed but may not be intended, one line each."""
     if not isinstance(config, GRPOConfig):
         return []
     gconfig = config.gconfig

@@ -1,9 +1,9 @@
-"""Where `model.path` leads: a folder, or a model that is fetched into one first. No torch here.
+"""Resolves `model.path` to a folder; a model elsewhere is fetched into one first. No torch here.
 
 models/qwen                        a folder, as it is
-Qwen/Qwen2.5-0.5B[@revision]       the Hub's, unless there is a folder Qwen
+Qwen/Qwen2.5-0.5B[@revision]       from the Hub, unless there is a folder Qwen
 hf://Qwen/Qwen2.5-0.5B[@revision]  the Hub's
-s3://bucket/models/qwen            of an object store, also gs:// and az://
+s3://bucket/models/qwen            from an object store, also gs:// and az://
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^\s@]+)?")
 
 
 def find_model(path: str, *, made: bool) -> tuple[Path, str]:
-    """The folder of a model, and what it is fetched from; "": it is there, or someone makes it.
+    """Returns a model's folder and the address to fetch it from ("" if it needs no fetching).
 
     Args:
         path: `model.path`.
-        made: A folder that is not here will be made: `org/name` alone means one then.
+        made: True if a missing folder will be created; then `org/name` means a folder.
 
     Example:
         >>> find_model("Qwen/Qwen2.5-0.5B@main", made=False)

@@ -1,4 +1,4 @@
-"""Keys that experiment files used to have: what to write today."""
+"""Removed keys of experiment files, and what to write instead."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _HINTS = {
 
 
 def hint_for(key: str) -> str:
-    """What to do instead of setting `key`; "" where it was never a key."""
+    """Returns what to do instead of setting `key`; "" if it was never a key."""
     while key not in _HINTS and "." in key:
         key = key.rpartition(".")[0]
     return _HINTS.get(key, "")

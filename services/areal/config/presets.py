@@ -1,6 +1,6 @@
 """`algorithm`: the settings that make decoupled PPO the algorithm of that name.
 
-What an experiment file or an override says wins over a preset, key by key. docs/algorithms.md is
+An experiment file or an override wins over a preset, key by key. docs/algorithms.md is
 generated from this table.
 """
 
@@ -18,7 +18,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True)
 class Preset:
-    """What makes an algorithm, and where it comes from."""
+    """The settings of an algorithm, and its source."""
 
     name: str
     """As its authors write it."""
@@ -144,11 +144,11 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(algorithm: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
-    """The keys that an algorithm sets, by section.
+    """Returns the keys that an algorithm sets, by section.
 
     Args:
         algorithm: One of `ALGORITHMS`.
-        max_new_tokens: Of a response; DAPO's penalty begins at a share of it.
+        max_new_tokens: The limit for a response; DAPO's penalty begins at a fraction of it.
     """
     chosen = PRESETS[algorithm]
     actor = dict(chosen.actor)

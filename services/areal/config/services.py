@@ -15,7 +15,7 @@ OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
 def in_object_store(place: str) -> bool:
-    """Whether a place is below a bucket; else it is a folder."""
+    """Returns whether an address is in a bucket; otherwise it is a folder."""
     return place.startswith(OBJECT_STORES)
 
 
@@ -77,7 +77,7 @@ class RolloutConfig:
 
     @property
     def batch_timeout_s(self) -> float:
-        """How long the trainer waits for a batch: some requests in a row, and retries."""
+        """The trainer's limit for a batch: enough for several requests in a row, and retries."""
         return 3 * self.request_timeout_s
 
 

@@ -1,4 +1,4 @@
-"""What a trainer is configured with: model, precision, micro-batches, optimizer, algorithm.
+"""Configuration of a trainer: model, precision, micro-batches, optimizer, algorithm.
 
 Plain dataclasses with types that OmegaConf can represent, so that a section of an experiment file
 can be merged into them; limits are annotations that `areal.config.checks` reads. Importing this
@@ -192,8 +192,8 @@ class TrainEngineConfig(EngineConfig):
 class RefConfig(EngineConfig):
     """A frozen model, such as the reference of the KL term, which computes as the actor does.
 
-    It has no optimizer, no master weights (they lie in the compute precision), and no place in a
-    checkpoint: a resumed run loads it from `path` again.
+    It has no optimizer and no master weights (its weights have the compute precision), and
+    checkpoints do not contain it: a resumed run loads it from `path` again.
     """
 
     path: str = ""
@@ -280,7 +280,7 @@ class PPOActorConfig(TrainEngineConfig):
 
     @property
     def decoupled(self) -> bool:
-        """Whether tokens weigh exp(proximal - behavior)."""
+        """Whether tokens are weighted by exp(proximal - behavior)."""
         return self.prox_logp_method in ("recompute", "loglinear")
 
     @property
@@ -291,10 +291,10 @@ class PPOActorConfig(TrainEngineConfig):
 
 @dataclass
 class CriticConfig:
-    """A model of values for PPO: the actor's layers, with a head of one number, trained beside it.
+    """PPO's value model: the actor's layers with a head of one number, trained beside the actor.
 
-    It computes, shares ranks and splits batches as the actor does. It begins as the actor does,
-    with a head of 0.
+    It uses the actor's precision, ranks and micro-batches. It starts with the actor's weights and a
+    head of zeros.
     """
 
     lr: Annotated[float, Gt(0)] = 1e-5
@@ -303,7 +303,7 @@ class CriticConfig:
     """Train steps at the start of a run in which the critic alone is trained."""
 
     def engine(self, actor: PPOActorConfig) -> TrainEngineConfig:
-        """What its engine is configured with."""
+        """Returns the configuration of its engine."""
         shared = {item.name: getattr(actor, item.name) for item in fields(TrainEngineConfig)}
         assert actor.optimizer is not None  # an experiment with a critic and without one is refused
         own = {"optimizer": replace(actor.optimizer, lr=self.lr), "scalar": True, "reference": None}

@@ -1,7 +1,7 @@
-"""Chats as token ids, with the assistant's turns marked: what fine-tuning learns.
+"""Turns chats into token ids, with the assistant's turns marked for fine-tuning.
 
-A template that marks them itself (`{% generation %}`) is believed. Of any other the marks are found
-by rendering: an assistant's turn is what the conversation up to it has more than the prompt for it.
+If the template marks them itself (`{% generation %}`), its marks are used. Otherwise they are found
+by rendering: an assistant's turn is the part of the conversation after the prompt for that turn.
 
     <|user|>2+2=<|assistant|>4<|end|><|user|>3+3=<|assistant|>6<|end|>
                              xxxxxxxx                         xxxxxxxx
@@ -24,7 +24,7 @@ one."""
 
 
 def chat_unit(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Unit:
-    """One conversation, with the loss on every turn of the assistant.
+    """Returns one conversation, with the loss on every turn of the assistant.
 
     Args:
         tokenizer: A tokenizer with a chat template.
@@ -38,7 +38,7 @@ def chat_unit(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Unit:
 
 
 def pair_unit(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Unit:
-    """A chosen and a rejected answer to one prompt, with the loss on the last turn.
+    """Returns a chosen and a rejected answer to one prompt, with the loss on the last turn.
 
     Args:
         tokenizer: A tokenizer with a chat template.

@@ -1,4 +1,4 @@
-"""Pictures of squares to count: a task that a tiny model which sees learns within minutes."""
+"""Pictures of squares to count: a task that a tiny vision model learns within minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DARK, _BRIGHT = (24, 24, 32), (240, 220, 120)
 
 
 def counting(count: int, *, most: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of one picture each, with 0 to `most` bright squares that do not touch.
+    """Returns rows of one picture each, with 0 to `most` bright squares that do not touch.
 
     Args:
         count: Number of rows.

@@ -24,7 +24,7 @@ _INDEX = re.compile(r"-(\d+)\Z")
 class CurriculumLoader(StatefulLoader):
     """A `StatefulLoader` whose first epochs go from easy rows to hard ones.
 
-    As any other it resumes exactly: the order follows from rows, seed and epoch alone.
+    Like any other loader it resumes exactly: the order depends on rows, seed and epoch alone.
 
     Example:
         >>> CurriculumLoader(rows, lambda row: len(row["prompt"]), seed=1)
@@ -38,11 +38,12 @@ class CurriculumLoader(StatefulLoader):
         seed: int = 0,
         epochs: int = 1,
     ) -> None:
-        """Asks each row's difficulty once.
+        """Computes each row's difficulty once.
 
         Args:
             rows: At least one.
-            difficulty: A number that is larger for harder rows; equal ones are shuffled.
+            difficulty: Returns a number that is larger for harder rows; equally hard rows are
+                shuffled.
             seed: Of the orders, 0 or more.
             epochs: So many go from easy to hard; later ones are shuffled.
 

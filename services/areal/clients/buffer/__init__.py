@@ -1,4 +1,4 @@
-"""BufferService by role: each user takes what its role asks, over one connection.
+"""Clients of BufferService by role, over one connection.
 
 | module   | role             | asks                                                     |
 |----------|------------------|----------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""What a person asks of the ledger: tasks that were given up."""
+"""Manages dead letters: tasks that failed permanently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class BufferAdmin(Role):
     """Lists dead letters, tries them again, drops them."""
 
     async def list_dead_letters(self, limit: int = 100) -> list[DeadLetter]:
-        """The newest first."""
+        """Returns dead letters, the newest first."""
         response = await self._call(
             self._stub.ListDeadLetters, pb.ListDeadLettersRequest(limit=limit)
         )
@@ -28,6 +28,6 @@ class BufferAdmin(Role):
         return (await self._call(self._stub.RetryDeadLetters, request)).retried
 
     async def drop_dead_letters(self, task_ids: Sequence[str] = ()) -> int:
-        """Takes dead letters (empty: all) off the list for good; returns how many."""
+        """Removes dead letters (empty: all) from the list permanently; returns how many."""
         request = pb.DropDeadLettersRequest(task_ids=task_ids)
         return (await self._call(self._stub.DropDeadLetters, request)).dropped

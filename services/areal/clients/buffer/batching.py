@@ -1,4 +1,4 @@
-"""Ends of leases on their way to the ledger: what is ready goes together.
+"""Batches the calls that end leases: those that are ready at the same time share a message.
 
     offer() ──> waiting ──┬─ call 1 ─ CompleteTasks ──> each offer's own result
                           └─ call 2 ─ encodes the next ones meanwhile
@@ -8,11 +8,11 @@
 | waiting | nothing         | one of two calls   | its answer: at once if fewer are active |
 | sent    | the ledger      | CompleteTasks      | its answer, or its deadline and retries |
 
-Completions and returns each have a `Batching` of their own; for returns it is ReturnTasks. Nothing
-waits for company: a lone one leaves at once; those that become ready while both calls are under way
-share the next one, and with it a round trip and an fsync. Free calls take equal shares of more than
-a few, so that one is encoded while the ledger works on the other. They leave in the order in which
-they were offered.
+Completions and returns each have their own `Batching`; for returns the call is ReturnTasks. A
+single item is sent at once and waits for no others. Items that become ready while both calls are
+under way share the next call, and with it a round trip and an fsync. If both calls are free and
+there are more than a few items, each call takes half, so one is encoded while the ledger works on
+the other. Items are sent in the order in which they were offered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOGETHER = 8
 
 
 class Result(Protocol):
-    """The ledger's answer to one of many; an error's name says that it was refused."""
+    """The ledger's answer to one item; if it was refused, it has the error's name."""
 
     error: str
     message: str
@@ -52,7 +52,7 @@ class _Offer(NamedTuple, Generic[RequestT, ResultT]):
 
 
 class Batching(Generic[RequestT, ResultT]):
-    """Shares calls between those who end leases at the same time."""
+    """Combines calls that end leases at the same time."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Batching(Generic[RequestT, ResultT]):
 
         Args:
             new: An empty request of a worker.
-            send: One call; as many results as were added, in their order.
+            send: Makes one call; returns one result for each item, in order.
         """
         self._new = new
         self._send = send
@@ -75,13 +75,13 @@ class Batching(Generic[RequestT, ResultT]):
         """Sends what `add` adds to a request; returns the ledger's result for it.
 
         Args:
-            worker_id: A request is of one worker.
-            add: Encodes it when its request is made, in place, for a message made apart would be
-                serialized and parsed to be copied there; returns its size in bytes, above 0. When
-                it raises, it has added nothing.
+            worker_id: The worker; a request holds items of one worker only.
+            add: Encodes the item directly into the request (a separate message would have to be
+                serialized and parsed again); returns its size in bytes, above 0. If it raises, it
+                has added nothing.
 
         Raises:
-            ArealError: Of `add`, of the ledger for this one, or of the call.
+            ArealError: `add` raised it, the ledger refused this item, or the call failed.
         """
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         offer = _Offer(worker_id, add, result)
@@ -93,7 +93,7 @@ class Batching(Generic[RequestT, ResultT]):
         return await result
 
     async def close(self) -> None:
-        """Gives up what is under way; those who wait for it are cancelled."""
+        """Cancels the calls under way, and the callers that wait for them."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)

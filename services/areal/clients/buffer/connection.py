@@ -1,4 +1,4 @@
-"""The channel to BufferService that roles share, and how each of its RPCs is called."""
+"""The channel to BufferService that all roles share, with a policy for each RPC."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BufferConnection(Client):
 
     @cached_property
     def stub(self) -> pb_grpc.BufferServiceAsyncStub:
-        """What roles call."""
+        """The gRPC stub that roles call."""
         return pb_grpc.BufferServiceStub(self._channel)
 
 

@@ -1,4 +1,4 @@
-"""Calls of BufferService for tasks that agents outside run."""
+"""Calls BufferService about the sessions of outside agents."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from areal.v1 import buffer_service_pb2 as pb
 
 
 class BufferSessions(Role):
-    """Opens sessions and records them; all state is the ledger's, so any process may serve any."""
+    """Opens and records sessions. Their state is in the ledger: any process may serve any."""
 
     async def open(self, task: Task, key_digests: Sequence[str], idle_s: float) -> int:
-        """Begins a task with one attempt for each key; returns its policy version.
+        """Opens a session as a task with one attempt for each key; returns its policy version.
 
         Args:
             task: Its id is the idempotency key, together with the keys.
             key_digests: sha256 in hex of the API key of each attempt.
-            idle_s: It expires when its agents are silent for so long.
+            idle_s: The session expires when its agents are silent this long.
 
         Raises:
-            CapacityExceeded: Admission would let no episode start; says when to try again.
+            CapacityExceeded: Admission lets no episode start now; the error says when to try again.
         """
         request = pb.OpenSessionRequest(
             task=task_to_pb(task), key_digests=key_digests, idle=to_duration(idle_s)
@@ -31,7 +31,7 @@ class BufferSessions(Role):
         return (await self._call(self._stub.OpenSession, request)).policy_version
 
     async def get(self, task_id: str, attempt: int) -> pb.GetSessionResponse:
-        """An attempt with its calls; raises NotFound."""
+        """Returns an attempt with its calls; raises NotFound."""
         request = pb.GetSessionRequest(task_id=task_id, attempt=attempt)
         return await self._call(self._stub.GetSession, request)
 

@@ -1,4 +1,4 @@
-"""Tasks: submitted, cancelled, read, waited for. Also statistics, and the recipes of tasks."""
+"""Submits, cancels, reads and awaits tasks; reads statistics; stores recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TASKS_PER_CALL = 10_000
 
 
 class BufferTasks(Role):
-    """What a submitter asks. Messages pass through `submit` and `read`, which decode nothing."""
+    """A submitter's calls. `submit` and `read` pass messages on without decoding them."""
 
     async def submit_tasks(
         self, tasks: Sequence[Task], *, incarnation: int = 0, seal: bool = False
@@ -29,7 +29,7 @@ class BufferTasks(Role):
 
         Args:
             tasks: Any number; sent 10,000 at a time.
-            incarnation: Of the submitting trainer; 0 for everyone else.
+            incarnation: The submitting trainer's; 0 for all other callers.
             seal: No more train tasks will come.
 
         Returns:
@@ -47,7 +47,7 @@ class BufferTasks(Role):
     async def submit(
         self, tasks: Sequence[trajectory_pb2.Task], *, incarnation: int = 0, seal: bool = False
     ) -> list[bool]:
-        """`submit_tasks` of encoded tasks; gives each that has a trace its span as parent."""
+        """Like `submit_tasks`, for encoded tasks; traced ones get their span as parent."""
         accepted: list[bool] = []
         starts = range(0, max(1, len(tasks)), MAX_TASKS_PER_CALL)
         with _submitting(tasks, accepted):
@@ -71,7 +71,7 @@ class BufferTasks(Role):
     ) -> int:
         """Cancels named tasks, or all of a purpose, that are queued, running or completed.
 
-        Batched tasks are the trainer's already and stay.
+        Batched tasks belong to the trainer and are not cancelled.
 
         Returns:
             How many were cancelled.
@@ -89,14 +89,14 @@ class BufferTasks(Role):
         """Reads records in the order asked; unknown ids are left out.
 
         Raises:
-            CapacityExceeded: More than one message holds; `read_tasks` has no such limit.
+            CapacityExceeded: The records do not fit in one message; `read_tasks` has no such limit.
         """
         return [record_from_pb(each) for each in await self.get(task_ids, include_groups)]
 
     async def get(
         self, task_ids: Sequence[str], include_groups: bool
     ) -> Sequence[trajectory_pb2.TaskRecord]:
-        """`get_tasks`, as the messages."""
+        """Like `get_tasks`, but returns undecoded messages."""
         page = await self._page(task_ids, include_groups)
         if page.looked_up < len(task_ids):
             raise CapacityExceeded(
@@ -108,11 +108,11 @@ class BufferTasks(Role):
     async def read_tasks(
         self, task_ids: Sequence[str], *, include_groups: bool = False
     ) -> AsyncIterator[TaskRecord]:
-        """Yields records in the order asked, however many; one message of them is held at a time.
+        """Yields any number of records in the order asked; holds one message of them at a time.
 
         Args:
             task_ids: Unknown ones are left out.
-            include_groups: With the trajectories that are still kept.
+            include_groups: Include the trajectories that are still kept.
         """
         async for record in self.read(task_ids, include_groups):
             yield record_from_pb(record)
@@ -120,7 +120,7 @@ class BufferTasks(Role):
     async def read(
         self, task_ids: Sequence[str], include_groups: bool
     ) -> AsyncIterator[trajectory_pb2.TaskRecord]:
-        """`read_tasks`, as the messages."""
+        """Like `read_tasks`, but yields undecoded messages."""
         at = 0
         while at < len(task_ids):
             page = await self._page(task_ids[at : at + MAX_TASKS_PER_CALL], include_groups)
@@ -142,10 +142,10 @@ class BufferTasks(Role):
         Args:
             task_ids: Known ids, at most 10,000; NotFound otherwise.
             max_wait_s: The service waits at most 30 s a call.
-            incarnation: Of the trainer that waits: WorkflowError once its run has been stopped.
+            incarnation: The waiting trainer's; it gets WorkflowError once its run has been stopped.
 
         Returns:
-            Those that have ended; empty when the wait passed first.
+            The tasks that have ended; empty if the wait ended first.
         """
         request = pb.WaitTasksRequest(
             task_ids=task_ids, max_wait=to_duration(max_wait_s), incarnation=incarnation

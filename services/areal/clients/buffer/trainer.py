@@ -16,7 +16,7 @@ from areal.v1 import buffer_service_pb2 as pb
 
 
 class BufferTrainer(Role):
-    """What rank 0 asks; `tasks` and `recipes` are the roles that it has beside its own."""
+    """Rank 0's calls; `tasks` and `recipes` are its two other roles."""
 
     def __init__(self, connection: BufferConnection) -> None:
         super().__init__(connection)
@@ -35,11 +35,11 @@ class BufferTrainer(Role):
         max_concurrent_rollouts: int,
         recipe_digest: str = "",
     ) -> Registration:
-        """A trainer starts or resumes at a checkpoint's step; fences off the one before.
+        """Registers a trainer that starts or resumes; fences off the previous one.
 
-        With another `recipe_digest` than the trial's last one, and after a run that was stopped for
-        errors of its recipe, what such errors had ended is queued again, and all open tasks run
-        under this recipe.
+        If `recipe_digest` differs from the trial's last one, or the run was stopped by errors of
+        its recipe, the tasks that such errors ended are queued again, and all open tasks run with
+        this recipe.
 
         Raises:
             WrongStep: The batches after resume_step were released, or were never taken.
@@ -70,19 +70,20 @@ class BufferTrainer(Role):
         refill_below: int = 0,
         confirmed_version: int | None = None,
     ) -> Take:
-        """The batch of a step; idempotent. Opens admission for a served version even if waiting.
+        """Takes a step's batch; idempotent. Opens admission for a served version even if it waits.
 
         Args:
             incarnation: From register_trainer.
             step: Finished steps + 1.
             max_wait_s: The service waits at most 30 s a call.
-            task_ids: Exactly these, once all have ended; empty: the oldest B.
-            with_groups: The answer brings groups along, which `fetch_groups` then need not ask
-                for: for a trainer of one rank.
+            task_ids: Take exactly these, once all have ended; empty: the oldest B.
+            with_groups: The answer includes the groups, so a trainer of one rank does not need
+                `fetch_groups`.
             refill_below: Answers `waiting` at once while fewer train tasks than this are queued
                 and the rows are not sealed. 0: waits on.
-            confirmed_version: The newest that a server serves, while step - 1 is on its way: groups
-                are leased from it until `confirm_version` names a newer one. None: step - 1.
+            confirmed_version: The newest version that a server serves, while version step - 1 is on
+                its way. Groups are leased from it until `confirm_version` names a newer one. None:
+                step - 1.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
@@ -105,7 +106,7 @@ class BufferTrainer(Role):
         return take_from_pb(response)
 
     async def confirm_version(self, incarnation: int, version: int) -> int:
-        """A server serves a version, so groups may be leased from it; returns the ledger's version.
+        """Allows leases from a version, because a server serves it; returns the ledger's version.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
@@ -117,7 +118,7 @@ class BufferTrainer(Role):
     async def fetch_groups(
         self, incarnation: int, step: int, task_ids: Sequence[str]
     ) -> list[TrajectoryGroup]:
-        """The groups of a taken step, in the order asked; arrays are read-only.
+        """Returns the groups of a taken step, in the order asked; arrays are read-only.
 
         Raises:
             StaleIncarnation: A newer trainer has registered.
@@ -151,7 +152,7 @@ class BufferTrainer(Role):
         return [groups[task_id] for task_id in task_ids]
 
     async def commit_step(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
-        """Everything up to `step` is in a checkpoint; returns the last committed step.
+        """Commits all steps up to `step`, now in a checkpoint; returns the last committed step.
 
         Payloads of steps up to oldest_retained_step (the oldest checkpoint kept) are released.
 

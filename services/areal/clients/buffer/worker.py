@@ -18,7 +18,7 @@ _MAX_PART_BYTES = 90 * 1024 * 1024
 
 
 class BufferWorker(Role):
-    """Works on tasks under leases. Completions and returns made at the same time share messages."""
+    """A worker's calls. Completions and returns made at the same time share messages."""
 
     def __init__(self, connection: BufferConnection) -> None:
         super().__init__(connection)
@@ -42,17 +42,17 @@ class BufferWorker(Role):
         Not retried here: call it in a loop.
 
         Args:
-            worker_id: Who works on them.
-            max_tasks: At most so many.
-            max_wait_s: For the first.
-            boot: Of a worker whose id outlives its process: larger with each start. The first
-                call of a newer life returns the leases of the lives before.
+            worker_id: The worker that runs them.
+            max_tasks: Maximum number of leases.
+            max_wait_s: Longest wait for the first.
+            boot: The incarnation number of a worker whose id outlives its process; larger with each
+                start. The first call of a newer incarnation returns the leases of the earlier ones.
 
         Returns:
-            The leases, and when there are none the reason.
+            The leases; if there are none, the reason.
 
         Raises:
-            LeaseLost: A newer life of this worker has begun.
+            LeaseLost: A newer incarnation of this worker has started.
         """
         request = pb.LeaseTasksRequest(
             worker_id=worker_id, max_tasks=max_tasks, max_wait=to_duration(max_wait_s), boot=boot
@@ -87,9 +87,10 @@ class BufferWorker(Role):
         group: TrajectoryGroup,
         worker_id: str,
     ) -> bool:
-        """Completes a task with its group; True: recorded now, False: it had been recorded before.
+        """Completes a task with its group; returns False if it had been recorded before.
 
-        Calls at the same time share messages; tried again for a minute while the ledger is away.
+        Calls at the same time share messages. They are retried for a minute while the ledger is
+        down.
 
         Raises:
             LeaseLost: The task was re-leased or has ended; drop the work.
@@ -111,7 +112,7 @@ class BufferWorker(Role):
         return (await self._call(self._stub.CompleteTasks, request)).results
 
     async def reject_task(self, task_id: str, token: int, reason: str = "") -> None:
-        """The workflow chose to drop the task."""
+        """Rejects a task that its workflow chose to drop."""
         request = pb.RejectTaskRequest(
             lease=pb.LeaseRef(task_id=task_id, token=token), reason=reason
         )
@@ -120,8 +121,8 @@ class BufferWorker(Role):
     async def return_task(self, task_id: str, token: int, end: Return) -> TaskState:
         """Returns a lease: its task is queued again, or dead-lettered.
 
-        Calls at the same time share messages, in their order; tried again for half a minute while
-        the ledger is away.
+        Calls at the same time share messages, in their order. They are retried for half a minute
+        while the ledger is down.
 
         Returns:
             QUEUED, or DEAD_LETTERED when a limit was reached.
