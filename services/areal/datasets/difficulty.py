@@ -44,11 +44,11 @@ class CurriculumLoader(StatefulLoader):
             rows: At least one.
             difficulty: Returns a number that is larger for harder rows; equally hard rows are
                 shuffled.
-            seed: Of the orders, 0 or more.
-            epochs: So many go from easy to hard; later ones are shuffled.
+            seed: Random seed of the orders, 0 or more.
+            epochs: Number of epochs that go from easy to hard; later ones are shuffled.
 
         Raises:
-            InvalidInput: As `StatefulLoader`, or `epochs` is negative.
+            InvalidInput: The errors of `StatefulLoader`, or `epochs` is negative.
         """
         super().__init__(rows, seed=seed)
         if epochs < 0:

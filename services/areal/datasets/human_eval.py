@@ -1,4 +1,4 @@
-"""Rows in the form of HumanEval: a function's head and docstring, and tests of it."""
+"""Rows in the form of HumanEval: a function's signature and docstring, and its tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks over rows forever, in a new order each epoch, from any point."""
+"""Iterates over rows endlessly, in a new order each epoch, from any position."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StatefulLoader:
         Args:
             rows: At least one row. The list is kept, not copied.
             seed: Seed of the orders, 0 or more.
-            shuffle: False: every epoch in file order.
+            shuffle: False keeps the rows' order in every epoch.
 
         Raises:
             InvalidInput: No rows, or a negative seed.

@@ -1,4 +1,4 @@
-"""Rows by address: a file, a folder of files, or a data set of the Hub.
+"""Loads rows by address: a file, a folder of files, or a data set on the Hub.
 
 | address                               | rows                                                |
 |---------------------------------------|-----------------------------------------------------|
@@ -6,9 +6,9 @@
 | `folder`                              | of its files that are named after the split         |
 | `hf://org/name[/config][@revision]`   | the same, of a repository of the Hub                |
 
-A file is of the split `train` if it or its folder is called so: `train.jsonl`,
-`main/train-00000-of-00002.parquet`, `train/0000.parquet`. Of a data set that the Hub has in other
-forms only, the Hub's own conversion to Parquet is read.
+A file belongs to the split `train` if it or its folder has that name: `train.jsonl`,
+`main/train-00000-of-00002.parquet`, `train/0000.parquet`. If a data set has only files of other
+formats, the Hub's own conversion to Parquet is read.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
     """Returns posts of seven words. One word appears three times: it is the summary.
 
     Args:
-        count: Rows; no post comes twice.
+        count: Number of rows; no post comes twice.
         seed: Random seed.
 
     Raises:
@@ -39,7 +39,7 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """Returns a judgment for each post: of two summaries a person prefers the right word alone.
+    """Returns two summaries of each post; a person would prefer the right word alone.
 
     Half of the rejected summaries name another word of the post. The others have extra words or end
     too early; a judge that never saw the short ones would prefer them.

@@ -1,1 +1,1 @@
-"""Engines: what generates, and what trains."""
+"""Engines: one generates, the other trains."""

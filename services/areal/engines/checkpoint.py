@@ -2,10 +2,10 @@
 
 A directory holds `trainer_state.json` (version, optimizer steps, the caller's extra), one file of
 tensors per rank, and `.metadata`, which is written last: a directory without it is not a
-checkpoint. Tensors are saved by their global shape, so that any number of ranks can resume, and by
-the model's own names: parameters, their moments and their shards match one to one, and nothing but
-this engine reads them. What others read has the Hub's names; see `hub_names`. Of a model with LoRA
-there are the adapters alone: the rest is what the run loads at its start.
+checkpoint. Tensors are saved by their global shape, so that any number of ranks can resume, and
+under the model's own names, so that parameters, their moments and their shards match one to one.
+Only this engine reads them; files for other programs have the Hub's names (see `hub_names`). For a
+model with LoRA only the adapters are saved, because the run loads the rest at its start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METADATA_FILE = ".metadata"
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would make.
+    """Give every parameter the optimizer state that its first step would create.
 
     A checkpoint before the first step then has the same tensors as any other, and loading has
     tensors to fill.
@@ -108,10 +108,10 @@ class _DigestingWriter(FileSystemWriter):
 
 
 def holds_scalar_model(directory: Path) -> bool:
-    """Whether its model has a head of one number, as a reward model has.
+    """Return whether its model has a head of one number, like a reward model.
 
     Raises:
-        InvalidInput: not a complete checkpoint.
+        InvalidInput: the checkpoint is incomplete.
     """
     return "model.hf.score.weight" in _saved(directory)
 
@@ -135,7 +135,7 @@ def load(
         The content of `trainer_state.json`.
 
     Raises:
-        InvalidInput: not a complete checkpoint, or one of another model.
+        InvalidInput: the checkpoint is incomplete, or belongs to another model.
     """
     saved = _saved(directory)
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())

@@ -1,4 +1,4 @@
-"""`python -m areal.engines.export_checkpoint CONFIG CHECKPOINT FOLDER START`: one for the Hub.
+"""`python -m areal.engines.export_checkpoint CONFIG CHECKPOINT FOLDER START`: a Hub folder of it.
 
 The folder then has what `save_pretrained` writes, the tokenizer with its chat template, and a model
 card of the run; of a run with LoRA, merged weights, and its adapters in `adapter` as peft reads
@@ -27,7 +27,7 @@ from areal.training.run_files import EVALUATIONS
 def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> None:
     """Write a Hugging Face directory of a checkpoint's weights, in the precision of the source.
 
-    A relative model.path begins at `start`, the folder that the run was started in.
+    A relative model.path is relative to `start`, the folder in which the run was started.
 
     Raises:
         InvalidInput: the model or the checkpoint cannot be read.
@@ -65,13 +65,13 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
 
 
 def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, scalar: bool) -> str:
-    """The model card: where the weights come from, and what was measured of them.
+    """Return the model card: where the weights come from, and how they were evaluated.
 
     Args:
         config: the run's.
         step: of the checkpoint.
         evaluations: those of the run; the card has those of this step.
-        scalar: the model gives a number, as a reward model does.
+        scalar: the model returns one number, like a reward model.
     """
     found = [each for each in evaluations if each["step"] == step]
     rows = [f"| {each['name']} | {each['mean']:.4f} |" for each in found]

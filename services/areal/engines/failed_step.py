@@ -1,4 +1,4 @@
-"""A step whose gradient was not finite: its batch on disk, and how to take it again.
+"""Keeps the batch of a step whose gradient was not finite, and repeats that step.
 
     failed_step_<k>/
         failure.json             step, policy version, cause, task ids by rank, and the settings of
@@ -42,10 +42,10 @@ def keep(
     actor: Mapping[str, Any] | None = None,
     critic: TrainEngineConfig | RefConfig | None = None,
 ) -> TrainingDiverged:
-    """Save the batch that cannot be learned from into the run folder; collective.
+    """Save the batch of the failed step in the run folder; collective.
 
     Args:
-        error: that ends the run.
+        error: the error that ends the run.
         session: around the recipe.
         actor: `settings_of` the model that failed, if it is the actor.
         critic: its engine's configuration, if it is the critic.
@@ -91,16 +91,16 @@ def save_failed_batch(
     """Write what a replay needs; collective.
 
     Args:
-        folder: made if need be; what it held of an earlier failure is replaced.
-        batch: this rank's.
+        folder: created if missing; files of an earlier failure are replaced.
+        batch: this rank's batch.
         info: JSON for `failure.json`; rank 0's is written.
         rank: of this process.
         tasks: task of each group, by `group_index`; empty where they are not known.
-        blamed: values of `group_index` whose tasks the sentence names.
+        blamed: values of `group_index` of the tasks to name.
 
     Returns:
-        Where it is and which tasks are to blame, or why it could not be written: the end of a
-        sentence, equal on all ranks.
+        The end of a sentence, equal on all ranks: where the batch is and which tasks caused the
+        failure, or why it could not be written.
     """
     problem = ""
     try:
@@ -130,7 +130,7 @@ def save_failed_batch(
 
 
 def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
-    """Read what a failed step left.
+    """Read the files of a failed step.
 
     Returns:
         Each rank's batch, and the content of `failure.json`.
@@ -169,7 +169,7 @@ def replay(folder: Path, model: Path) -> list[str]:
         kept.
 
     Raises:
-        InvalidInput: one of the two is not what it should be.
+        InvalidInput: `folder` or `model` has other content than described.
     """
     from pydantic import TypeAdapter
 

@@ -1,4 +1,4 @@
-"""What of a training step is not finite: the first thing in the chain from rewards to gradient."""
+"""Finds the first value of a training step, from rewards to gradient, that is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INPUTS = (
 
 
 def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
-    """What of this rank's batch is not finite.
+    """Find what is not finite in this rank's batch.
 
     Args:
         batch: of the optimizer step.
@@ -54,7 +54,7 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
 
 
 def name_cause(found: Sequence[Mapping[str, Any]], grad_norm: float) -> str:
-    """One line from what `find_cause` gave on each rank."""
+    """Return one line that sums up the results of `find_cause` on all ranks."""
     causes = [f"rank {rank}: {each['cause']}" for rank, each in enumerate(found) if each["cause"]]
     return "; ".join(causes) or (
         f"the gradient norm is {grad_norm}, while losses, logprobs and inputs are finite on all "

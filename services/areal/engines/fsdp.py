@@ -1,4 +1,4 @@
-"""A transformers causal language model under FSDP2: its life, its weights, its checkpoints.
+"""A transformers causal language model under FSDP2: lifecycle, weights, checkpoints.
 
     initialize: build (shapes) -> shard -> memory -> weights -> test -> TrainStep (step.py: what
                 happens to a batch)
@@ -66,7 +66,7 @@ class FSDPEngine(TrainEngine):
         """Keep the configuration; nothing is loaded before `initialize`.
 
         Raises:
-            ConfigError: One of its values cannot be.
+            ConfigError: one of its values is not allowed.
         """
         check(config)
         self.config = config
@@ -154,7 +154,7 @@ class FSDPEngine(TrainEngine):
 
     @property
     def step(self) -> TrainStep:
-        """What computes, with the model and its optimizer.
+        """The part that computes, with the model and its optimizer.
 
         Raises:
             InvalidInput: before `initialize` or after `destroy`.
@@ -165,7 +165,7 @@ class FSDPEngine(TrainEngine):
 
     @property
     def exporter(self) -> Exporter:
-        """What brings the weights to rank 0; raises as `step`."""
+        """The part that gathers the weights on rank 0; raises the errors of `step`."""
         if self._exporter is None:
             raise InvalidInput("the engine has no model: expected initialize() first")
         return self._exporter
@@ -222,7 +222,7 @@ class FSDPEngine(TrainEngine):
         return self.step.read(batch, head or LogprobHead())
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside the context the model computes what it did before it was given LoRA adapters."""
+        """Context in which the model computes without its LoRA adapters."""
         return lora.switched_off(self.model.hf)
 
     def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Images of groups on their way into a batch: patches, and as many tokens as they fill.
+"""Packs images of groups into a batch: their patches, and as many tokens as they fill.
 
-A trajectory is kept as servers are asked: one token for each image. transformers' processor says
-how many tokens it fills; that is the same each time, so it happens here and is not stored.
+A trajectory is stored as it is sent to servers: with one token for each image. How many tokens an
+image fills is computed here by transformers' processor; it is always the same, so it is not stored.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path
         model: directory of the model, with its preprocessor_config.json.
 
     Raises:
-        InvalidInput: the model sees no images, its directory has no image processor, an image
-            cannot be read, or a prompt has another number of image tokens than images.
+        InvalidInput: the model takes no images, its directory has no image processor, an image
+            cannot be read, or a prompt's number of image tokens differs from its number of images.
     """
     if not any(group.images for group in groups):
         return pack_groups(groups)

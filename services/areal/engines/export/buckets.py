@@ -1,11 +1,11 @@
-"""The weights on their way to rank 0: in buckets, cast where they lie, gathered once.
+"""Gathers the weights on rank 0, in buckets; each rank casts its own pieces.
 
     rank 1, 2, …:  cast own piece ──> one buffer a bucket ──send──┐
     rank 0:        cast own piece ─────────────────────────receive┴─> whole tensors ──> Hub names
 
-Only rank 0 ever holds a whole tensor. Where a tensor's pieces lie is asked of its DTensor, so any
-mix of replicated and sharded dimensions is gathered by the same code; of replicas the lowest rank
-sends. A piece travels in the type that servers compute in: half the bytes of float32.
+Only rank 0 ever holds a whole tensor. A tensor's DTensor says which rank has which piece, so the
+same code gathers any mix of replicated and sharded dimensions; of several replicas the lowest rank
+sends. Pieces are sent in the dtype of the servers: half the bytes of float32.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class _Bucket:
 
 
 class Gathering:
-    """One export: the model's tensors as they are now, bucket after bucket; collective.
+    """One export of the model's current tensors, bucket by bucket; collective.
 
     The tensors are read until `buckets` has ended. They must not change before.
 
     Args:
         hf: the model, resharded.
         source: its directory.
-        held: from `Held.of`.
+        held: the result of `Held.of`.
         dtype: to cast floating tensors to; None: as they are.
-        group: of all ranks, for tensors of the model's device; no one else's meanwhile.
+        group: process group of all ranks for the model's device; no one else may use it meanwhile.
 
     Raises:
         InvalidInput: a tensor's pieces do not add up to it.
@@ -96,10 +96,10 @@ class Gathering:
 
     @torch.no_grad()
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """On rank 0 runs of (Hub name, whole tensor of its own), as `save_pretrained` writes them.
+        """Yield, on rank 0, lists of (Hub name, whole tensor), as `save_pretrained` writes them.
 
-        On the model's device; then, on the CPU, what the model's directory has beside it. On other
-        ranks nothing: they send.
+        The tensors are new and on the model's device; the other tensors of the model's directory
+        follow, on the CPU. Other ranks yield nothing: they send.
         """
         for bucket in self._buckets:
             mine = self._packed(bucket)
@@ -196,7 +196,7 @@ class Gathering:
 
 @dataclass
 class Held:
-    """What does not change while a model is trained."""
+    """Facts about a model that do not change while it is trained."""
 
     boxes: dict[str, list[Box]]
     """Of each tensor that leaves, its name and what each rank holds of it."""
@@ -205,7 +205,7 @@ class Held:
 
     @classmethod
     def of(cls, hf: Any, source: Path) -> Held:
-        """Collective. Asks the model for its state, as nothing may beside a forward pass."""
+        """Read them from the model; collective, and not allowed during a forward pass."""
         live = hub_names.live_tensors(hf)
         names = [name for step in hub_names.export_steps(hf) for name in step.names]
         mine = [_box(live[name]) for name in names]

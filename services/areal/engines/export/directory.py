@@ -32,7 +32,7 @@ def write_directory(
     """Write a Hugging Face directory: weights, config, generation config, tokenizer files.
 
     Args:
-        directory: made if missing.
+        directory: created if missing.
         tensors: (name, CPU tensor), from `iter_full_tensors`; held in memory one shard at a time.
         hf: the model, for its configs.
         source: directory that the tokenizer files are copied from.

@@ -1,15 +1,15 @@
-"""Exports of the weights beside the next step.
+"""Exports weights while the next step runs.
 
     main thread:  step n ─ begin ──────── forward, backward ─ wait_gathered ─ optimizer ─ step n+1
     own thread:             └ cast, gather (all ranks), digest ┘ write, announce (rank 0) ─┘
 
 The weights are read in place: a copy would cost two bytes a parameter, over all ranks, at the peak
-of the next step's memory. So the optimizer waits until they have been gathered, which is over long
-before a backward pass of any size; it never waits for a disk, and no rank waits in a collective for
-rank 0 to be through with that. Collectives have a group of their own.
+of the next step's memory. So the optimizer waits until they have been gathered, which ends long
+before a large model's backward pass. It never waits for a disk, and no rank waits in a collective
+while rank 0 writes. Collectives have their own group.
 
-What is broadcast is gathered a second time, when its digests are known and the servers have joined:
-the buckets go from the device that they are gathered on, and the optimizer waits for that as well.
+For a broadcast the weights are gathered a second time, when their digests are known and the servers
+have joined. The buckets are sent from the device, and the optimizer waits for that as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Exporter:
     Args:
         hf: the model.
         source: its directory.
-        device: of the model.
+        device: the model's device.
         timeout_s: deadline of each exchange between ranks.
     """
 
@@ -60,22 +60,23 @@ class Exporter:
         """What `wait_gathered` has cost the training thread, in all."""
 
     def gathering(self, dtype: str | None) -> Gathering:
-        """The weights as they are, once no other export reads them."""
+        """Return the current weights to gather, once no other export reads them."""
         self.wait_gathered()
         self._held = self._held or Held.of(self._hf, self._source)
         return Gathering(self._hf, self._source, self._held, dtype, self._group)
 
     def begin(self, dtype: str | None, deliver: Deliver, *, twice: bool = False) -> Future[None]:
-        """Starts to gather the weights; on rank 0 `deliver` is then given all of them.
+        """Starts to gather the weights; on rank 0 `deliver` then gets all of them.
 
         Args:
             dtype: to cast floating tensors to; None: as they are.
-            deliver: called in a thread with the tensors and, with `twice`, what gathers them again.
+            deliver: called in a thread with the tensors and, with `twice`, a function that gathers
+                them again.
             twice: the same on every rank: `deliver` may have them gathered a second time.
 
         Returns:
-            Done, on rank 0, when `deliver` has returned, or with its error; elsewhere when this
-            rank has sent its pieces.
+            A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
+            when this rank has sent its pieces.
         """
         work, ready = self.gathering(dtype), None
         if self._device.type == "cuda":
@@ -133,7 +134,7 @@ class Exporter:
 
     @contextmanager
     def stream(self, ready: Any) -> Iterator[None]:
-        """This thread's own, which begins where the training stream was at `ready`."""
+        """Return this thread's own stream, which starts after `ready` of the training stream."""
         if ready is None:
             yield
             return
@@ -144,7 +145,7 @@ class Exporter:
             yield
 
     def tell(self, repeats: bool | None) -> bool:
-        """What rank 0 says to the others (they: None): whether there is a second gathering."""
+        """Broadcast from rank 0 whether there is a second gathering (other ranks pass None)."""
         if dist.get_world_size() == 1:
             return bool(repeats)
         word = torch.tensor([int(bool(repeats))])
@@ -152,7 +153,7 @@ class Exporter:
         return bool(word.item())
 
     def gathered(self) -> None:
-        """The weights may change."""
+        """Note that the weights may change."""
         self._gathered.set()
 
 
@@ -191,7 +192,7 @@ class _Repeat:
                 self._exporter.gathered()
 
     def follow(self) -> None:
-        """As another rank: sends its pieces again, if rank 0 wants them."""
+        """On other ranks: send the pieces again if rank 0 asks for them."""
         if self._exporter.tell(None):
             with self._exporter.stream(self._ready):
                 for _ in self._work.buckets():

@@ -1,4 +1,4 @@
-"""Tensors on their way into host memory, with their digests, beside the gathering of the next ones.
+"""Copies tensors to host memory and digests them while the next ones are gathered.
 
 bucket n+1: gathered ──┐          a GPU's copies go through two pinned buffers in turn, at the
 bucket n:   copied ────┤          speed of the bus; on a CPU the tensor itself is taken over
@@ -34,7 +34,7 @@ class _Slot:
     readers: list[Future[HostTensor]] = field(default_factory=list)
 
     def room(self, size: int) -> Tensor:
-        """So many pinned bytes, once no one reads the last ones."""
+        """Return pinned memory of this size, once no one reads its previous content."""
         for reader in self.readers:
             reader.result()
         self.readers = []
@@ -89,7 +89,7 @@ class ToHost:
             self._made.append(made)
 
     def result(self) -> tuple[HostTensor, ...]:
-        """All of them, with digests, in the order they came."""
+        """Return all tensors with their digests, in the order they were added."""
         return tuple(made.result() for made in self._made)
 
 

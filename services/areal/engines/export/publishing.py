@@ -1,4 +1,4 @@
-"""From the trainer's tensors to a published version, by the configured transport."""
+"""Publishes the trainer's tensors as a version, by the configured transport."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def make_publisher(
     meta: WeightUpdateMeta,
     offer: Callable[[PolicyVersion, Offer], Seats],
 ) -> Publisher:
-    """The transports in the order that `meta`, or the experiment, asks for.
+    """Returns a publisher for the transports in the order that `meta`, or the experiment, asks for.
 
     Args:
         config: The experiment.
         security: For the weight store.
-        meta: What the recipe asks for.
-        offer: Tells weight-sync of a broadcast.
+        meta: The recipe's choice.
+        offer: Announces a broadcast to weight-sync.
     """
     own = config.weight_sync
     place = meta.path or own.path
@@ -62,7 +62,7 @@ def make_publisher(
 
 
 def host_tensors(tensors: Iterable[tuple[str, Tensor]]) -> tuple[HostTensor, ...]:
-    """Tensors as bytes, with their digests; those of a CPU share their memory."""
+    """Returns tensors as bytes, with their digests; CPU tensors share their memory."""
     from areal.engines.export.pinned import ToHost
 
     with ToHost() as host:

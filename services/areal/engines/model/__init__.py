@@ -1,1 +1,1 @@
-"""A model as training sees it: loaded, packed, checked, under the names of the Hub."""
+"""The model in training: loading, packed batches, checks, and Hub names."""

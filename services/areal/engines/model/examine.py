@@ -24,7 +24,7 @@ def examine(directory: Path) -> dict[str, Any]:
     """Load a model as a trainer does, on the CPU in float32, and test it.
 
     Args:
-        directory: with config.json; without weights, random ones are tried.
+        directory: has config.json; without weights the test uses random ones.
     """
     from_scratch = not any(directory.glob("*.safetensors"))
     dtype = torch.float32

@@ -1,10 +1,10 @@
-"""From a model on the meta device to one with weights: each rank makes and reads its own part.
+"""Gives a model on the meta device its weights: each rank allocates and reads its own part.
 
     source.build ──> parallel.apply ──> materialize ──> load_own, from a directory
     (shapes only)    (who has what)     (memory)        draw_own, from a seed
 
-A rank holds its shards and, while it reads, one tensor more (one conversion's, where transformers
-keeps tensors in another shape than files do: the experts of one layer).
+A rank holds its shards and, while it reads, one more tensor (or the tensors of one conversion,
+where transformers keeps tensors in another shape than files do: the experts of one layer).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
     Tied parameters stay tied, and buffers that have values (rotary frequencies) keep them.
 
     Args:
-        model: sharded already, if it is to be.
-        device: of buffers.
-        parameters_on: of parameters: the same, or the host for offloaded ones.
+        model: already sharded, if it will be.
+        device: device of buffers.
+        parameters_on: device of parameters: the same, or the host if they are offloaded.
     """
     buffers = [
         (module, name, buffer)
@@ -61,7 +61,7 @@ def load_own(hf: Any, directory: Path) -> list[Any]:
     """Read this rank's part of every tensor of a Hub directory.
 
     Returns:
-        transformers' conversions that took part, to be reverted when the weights leave.
+        transformers' conversions that were used; an export reverts them.
 
     Raises:
         InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently;
@@ -85,15 +85,15 @@ def load_own(hf: Any, directory: Path) -> list[Any]:
 
 @torch.no_grad()
 def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
-    """Fill a model with random weights, the same ones on any number of ranks, in any layout.
+    """Fill a model with random weights, the same for any number of ranks and any layout.
 
-    Each module's are drawn whole, as transformers draws them, by a generator that is seeded with
+    Each module's weights are drawn whole, as transformers draws them, with a generator seeded with
     its name; then every rank takes its part.
 
     Args:
         hf: the model; its tensors have memory.
         skeleton: the same model on the meta device.
-        seed: of the run.
+        seed: the run's seed.
     """
     live = hub_names.live_tensors(hf)
     for prefix, module, owner in _modules(skeleton, "", skeleton):
@@ -117,7 +117,7 @@ def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
 
 @torch.no_grad()
 def make_buffers(hf: Any) -> None:
-    """Compute what a meta model keeps outside its files: rotary frequencies, scales of embeddings.
+    """Compute the buffers that are not in a model's files: rotary frequencies, embedding scales.
 
     transformers does the same at the end of `from_pretrained`.
     """
@@ -130,7 +130,7 @@ def make_buffers(hf: Any) -> None:
 
 
 def own_box(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of a tensor this rank has: a range of each dimension."""
+    """Return this rank's part of a tensor: a range of each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(

@@ -1,8 +1,8 @@
-"""Which architectures packed attention computes right, as far as a model itself can say.
+"""Refuses architectures that packed attention would compute wrong, as far as a model shows it.
 
-Sequences lie end to end in one row. That is right where tokens meet in attention and nowhere else,
-and where attention is computed by the functions that this package gives. What reads off otherwise
-is refused here, with one line; what cannot be read off, the self-test finds.
+Sequences lie end to end in one row. That is correct if tokens affect each other only in attention,
+and if this package's functions compute the attention. A model that visibly differs is refused here,
+in one line; the self-test finds the others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention
 
 
 def refuse_unsupported(hf: Any) -> None:
-    """Refuse an architecture that says itself that it is not made for packed sequences.
+    """Refuse an architecture that is visibly not made for packed sequences.
 
     Args:
         hf: transformers causal language model.
 
     Raises:
-        InvalidInput: what it is, why it is wrong, what to do.
+        InvalidInput: the message says what is wrong, why, and what to do.
     """
     config = hf.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or ()), *_block_types(config)}
@@ -47,7 +47,7 @@ def refuse_unsupported(hf: Any) -> None:
 
 
 def is_scalar(hf: Any) -> bool:
-    """Whether a model has a head of one number instead of that of the vocabulary."""
+    """Return whether a model's head returns one number instead of logits."""
     return hasattr(hf, "score")
 
 
@@ -64,7 +64,7 @@ def refusal(hf: Any, what: str) -> InvalidInput:
 
 
 def set_attention(hf: Any, kernel: str) -> None:
-    """Make all of the model's attention run through a kernel.
+    """Make a kernel compute all of the model's attention.
 
     Raises:
         InvalidInput: the architecture has attention of its own.
@@ -85,7 +85,7 @@ def set_attention(hf: Any, kernel: str) -> None:
 def decoder_of(hf: Any) -> nn.Module:
     """Return the part that maps tokens to the hidden states that the head reads.
 
-    Of a model of text and images it is the language tower.
+    In a model of text and images it is the language tower.
     """
     several = hf.config.get_text_config() is not hf.config
     decoder: nn.Module = hf.get_decoder() if several or hf.base_model is hf else hf.base_model
@@ -93,7 +93,7 @@ def decoder_of(hf: Any) -> nn.Module:
 
 
 def freeze_towers(hf: Any) -> None:
-    """Keep what only images and sounds reach as it is, where no batch can have any."""
+    """Freeze the parts that only images and sounds reach, if no batch can have any."""
     if hf.config.get_text_config() is hf.config or vision.sees(hf):
         return
     parts = filter(None, (decoder_of(hf), hf.get_output_embeddings()))
@@ -104,7 +104,7 @@ def freeze_towers(hf: Any) -> None:
 
 
 def placeholders(config: Any) -> list[int]:
-    """Return the tokens in whose places a model puts what it sees or hears."""
+    """Return the placeholder tokens that a model replaces with images or sounds."""
     names = (
         f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
     )

@@ -1,4 +1,4 @@
-"""Heads: what is read off hidden states. An algorithm is a head, a loss, and keys of a batch.
+"""Heads compute values from hidden states. An algorithm is a head, a loss, and keys of a batch.
 
     LogprobHead      logprobs of tokens, or of given ids each, and entropies      a policy
     TopLogprobHead   the k likeliest ids of each token and their logprobs         a teacher
@@ -29,11 +29,11 @@ from areal.errors import InvalidInput
 
 
 class Head(Protocol):
-    """Reads something off the hidden state of each loss token."""
+    """Computes a value from the hidden state of each loss token."""
 
     @property
     def shift(self) -> int:
-        """1: off the token before, which predicts it; 0: off the token itself."""
+        """1: uses the token before, which predicts it; 0: uses the token itself."""
 
     def read(
         self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
@@ -44,11 +44,11 @@ class Head(Protocol):
             hf: the model; its parameters are whole.
             hidden: [N, dim].
             batch: packed batch.
-            targets: int64 [N], the loss tokens' positions in it.
+            targets: int64 [N], positions of the loss tokens in the batch.
             chunk_elements: largest logits tensor.
 
         Returns:
-            What was read, [N, ...], with gradient, and something beside it, [N, ...], without.
+            The value, [N, ...], with gradient, and a second one, [N, ...], without.
 
         Raises:
             InvalidInput: the model has no such head.
@@ -77,7 +77,7 @@ class LogprobHead:
 
 @dataclass(frozen=True)
 class TopLogprobHead:
-    """log p of the `k` likeliest ids in the place of each token, falling, and those ids: [N, k]."""
+    """log p of the `k` likeliest ids at each token, largest first, and those ids: [N, k]."""
 
     k: int
     temperature: float = 1.0
@@ -102,7 +102,7 @@ class TopLogprobHead:
 
 @dataclass(frozen=True)
 class ScalarHead:
-    """One number of each loss token, float32 (float64) [N], and nothing beside it (zeros)."""
+    """One number for each loss token, float32 (float64) [N]; the second value is zeros."""
 
     shift: int = 1
     """1: the value of the state before a token; 0: the score of what ends with it."""
@@ -126,7 +126,7 @@ def chosen_logprobs(
 
     Args:
         hf: transformers causal language model.
-        hidden: of the tokens before the labels.
+        hidden: hidden states of the tokens before the labels.
         labels: int64 [N]; or [N, k], whose logprobs then are [N, k].
         temperature: > 0.
         chunk_elements: largest logits tensor.

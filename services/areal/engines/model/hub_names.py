@@ -32,7 +32,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class Step:
-    """Tensors of one side that become tensors of the other together."""
+    """Tensors of one side that are converted together to tensors of the other."""
 
     target: str
     """The first tensor that it makes; the only one without a converter."""
@@ -78,13 +78,13 @@ class Step:
 
 
 def live_tensors(hf: Any) -> dict[str, Tensor]:
-    """The parameters and saved buffers themselves, by the model's own names; tied ones once."""
+    """Return the parameters and saved buffers by the model's own names; tied ones once."""
     seconds = _tied(hf)
     return {name: tensor for name, tensor in _state(hf).items() if name not in seconds}
 
 
 def export_steps(hf: Any) -> list[Step]:
-    """How `live_tensors` become those of a Hub directory; the same on every rank.
+    """Return the steps that convert `live_tensors` to a Hub directory's; the same on every rank.
 
     What was converted when the model was loaded is reverted, so that the names of its own directory
     come out again; a model made from a config alone gets its family's.
@@ -116,7 +116,7 @@ def export_steps(hf: Any) -> list[Step]:
 
 
 def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[Any]]:
-    """How the tensors of a Hub directory become `live_tensors`; checks all of them first.
+    """Return the steps that convert a Hub directory's tensors to `live_tensors`; check all first.
 
     Returns:
         Steps that make every live tensor, and transformers' conversions that take part. What
@@ -157,7 +157,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
 
 
 def bystanders(hf: Any, source: Path) -> list[str]:
-    """Tensors of the model's own directory that transformers knows of and leaves there.
+    """Return tensors of the model's directory that transformers knows but does not load.
 
     Layers for speculative decoding, the tower for images beside a language model, old masks: a
     version without them would not be the model that servers started with.

@@ -1,4 +1,4 @@
-"""Which kernel computes a model's attention, and what transformers calls.
+"""Chooses the kernel for a model's attention, and registers it with transformers.
 
 | kernel | needs | does not compute |
 |---|---|---|
@@ -45,11 +45,11 @@ def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> 
     Args:
         hf: transformers causal language model.
         wanted: `auto`, or a kernel.
-        device: that it is computed on.
+        device: the device that computes it.
         compute: precision of its forward pass.
 
     Raises:
-        InvalidInput: the kernel that is wanted cannot.
+        InvalidInput: the requested kernel cannot compute it.
     """
     if wanted == "auto":
         can = (kernel for kernel in _PREFERRED if _why_not(kernel, hf, device, compute) is None)
@@ -112,7 +112,7 @@ def registered_name(kernel: str) -> str:
 
 
 def attention_function(kernel: str) -> Attention:
-    """Return the function that an architecture calls with what it wants of its attention."""
+    """Return the attention function that an architecture calls, with its options."""
 
     def attend(
         module: Any,
@@ -137,11 +137,11 @@ def attention_function(kernel: str) -> Attention:
             value: [1, key_value_heads, U, value_dim].
             attention_mask: always None here.
             packed_layout: from `build_layout`.
-            scaling: of the scores; default head_dim ** -0.5.
+            scaling: factor of the scores; default head_dim ** -0.5.
             sliding_window: tokens a query looks back at, itself included; None: all.
-            softcap: of the scores, as in Gemma 2.
-            s_aux: [heads], sinks, as in gpt-oss.
-            others: what else the architecture passes; refused unless it changes nothing.
+            softcap: cap of the scores, as in Gemma 2.
+            s_aux: [heads], attention sinks, as in gpt-oss.
+            others: other options of the architecture; refused unless they change nothing.
 
         Returns:
             [1, U, heads, value_dim], and no weights.

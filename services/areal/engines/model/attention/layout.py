@@ -3,9 +3,10 @@
     tokens of a batch   A = p q x y     B = p q z        (same group, common prefix p q)
     computed tokens     p q x y z                        each distinct prefix once
 
-A token's hidden states depend on the tokens up to it and on nothing else, so the common prefix of a
-group's sequences is the same wherever it stands and is computed once (the gradients of all its
-copies add up through the gather). Planned where the batch lies, in host memory, and then moved.
+A token's hidden states depend only on the tokens up to it, so the common prefix of a group's
+sequences has the same states in each of them and is computed once (the gradients of all its copies
+add up through the gather). The layout is planned in host memory, where the batch is, and then
+moved.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PackedLayout:
     """Place of each computed token in the concatenated buckets, int64 [U]."""
 
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
-        """The same layout with each tensor moved, as to a device."""
+        """Return the same layout with each tensor moved, for example to a device."""
         return PackedLayout(
             computed=move(self.computed),
             locate=move(self.locate),
@@ -72,7 +73,7 @@ def build_layout(batch: Batch, *, share_prefixes: bool, buckets: bool = True) ->
         batch: packed batch.
         share_prefixes: compute the prefix that a sequence has in common with its group's first
             sequence once.
-        buckets: for the `packed` kernel; the others find sequences by `cu_seqlens`.
+        buckets: true for the `packed` kernel; the others find sequences by `cu_seqlens`.
     """
     cu_seqlens = batch["cu_seqlens"].long()
     offsets = position_ids(cu_seqlens)

@@ -42,7 +42,7 @@ def packed_attention(
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
         layout: with buckets.
-        scaling: of the scores.
+        scaling: factor of the scores.
         window: tokens a query looks back at, itself included; None: all.
         softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
         sinks: [heads], a score that joins each softmax and has no value, as in gpt-oss; not with

@@ -5,8 +5,8 @@
           v                               |  all-to-all
     inside attention     1 / c of the heads of U tokens
 
-All ranks of a context group have the same micro-batch. Each computes its run of the tokens and the
-logprobs that are read off them, which are summed, so that all have all logprobs.
+All ranks of a context group have the same micro-batch. Each computes its run of the tokens and
+their logprobs; the logprobs are then summed, so that every rank has all of them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Context:
         return dist.get_world_size(self.group)
 
     def own(self, tokens: int) -> tuple[int, int]:
-        """First of this rank's tokens, and how many it computes; the last rank's run past the end.
+        """Return this rank's first token and its number of tokens; the last may exceed the end.
 
         Args:
-            tokens: of the micro-batch.
+            tokens: number of tokens in the micro-batch.
         """
         count = -(-tokens // self.size)
         return dist.get_rank(self.group) * count, count
 
     def cut(self, values: Tensor) -> Tensor:
-        """This rank's part of a value per token [U]; behind the end there are zeros."""
+        """Return this rank's part of a value per token [U], with zeros after the end."""
         first, count = self.own(len(values))
         padding = count * self.size - len(values)
         return torch.nn.functional.pad(values, (0, padding))[first : first + count]
@@ -55,7 +55,7 @@ class Context:
 
 
 def across_ranks(attend: Attention) -> Attention:
-    """Make an attention function of packed tokens one of tokens that are spread over ranks.
+    """Make an attention function work on tokens that are spread over ranks.
 
     Args:
         attend: takes [1, heads, U, dim] three times, returns [1, U, heads, dim].

@@ -42,8 +42,8 @@ def varlen_attention(
         query: [U, heads, head_dim].
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
-        layout: of the batch, on the same device.
-        scaling: of the scores.
+        layout: the batch's layout, on the same device.
+        scaling: factor of the scores.
         window: tokens a query looks back at, itself included; None: all.
         softcap: scores become softcap * tanh(scores / softcap); `FLASH_2` only.
 
