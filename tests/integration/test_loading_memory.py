@@ -27,3 +27,6 @@ def test_ranks_when_they_load_a_model_then_together_they_hold_it_once() -> None:
     # Shards, one tensor more on each rank, and what transformers keeps of a model. With the whole
     # model on each rank it is 2 and more.
     assert 0.9 < found["loading_over_size"] < 1.3, found
+    # The self-test gathers one layer after the other. What it has freed is not kept: 330 MB were.
+    tested = found["initialized_over_size"] - found["loading_over_size"]
+    assert tested * found["size"] / found["ranks"] < 200e6, found

@@ -114,16 +114,17 @@ class FSDPEngine(TrainEngine):
         )
         if self._sharded:
             parallelize(model, self._mesh, compute, master, offload=offload)
-        fill.materialize(model, self.device, torch.device("cpu") if offload else self.device)
-        source.fill_weights(
-            hf,
-            config.path,
-            stored,
-            from_scratch=config.init_from_scratch,
-            seed=config.seed,
-        )
-        lora.draw(hf, config.seed)
-        tested = self_test(model, self.device, compute)
+        with fill.freed_at_once():
+            fill.materialize(model, self.device, torch.device("cpu") if offload else self.device)
+            source.fill_weights(
+                hf,
+                config.path,
+                stored,
+                from_scratch=config.init_from_scratch,
+                seed=config.seed,
+            )
+            lora.draw(hf, config.seed)
+            tested = self_test(model, self.device, compute)
         if self.rank == 0:
             log = get_logger("areal.engines.fsdp")
             log.info("self_test_passed", **asdict(tested))

@@ -9,7 +9,10 @@ where transformers keeps tensors in another shape than files do: the experts of 
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,31 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from areal.engines.model import hub_names
 from areal.engines.model.tensor_directory import TensorDirectory
 from areal.errors import InvalidInput
+
+# Of malloc.h, and the values that glibc itself ends with.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST = 32 << 20
+_GATHERED = 1 << 20
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Within, the system gets tensors of 1 MiB and more back as soon as they are freed.
+
+    glibc keeps what is freed, up to blocks of 32 MiB once one was freed, so that a start, which
+    gathers layers one by one, would leave hundreds of MB with each rank. Training is faster with
+    memory that is kept, so afterwards it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ:  # another libc, or a user's wish
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _GATHERED)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, _LARGEST)
+        mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
