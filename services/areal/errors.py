@@ -148,7 +148,7 @@ class WaitTimeout(ArealError):
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing; of two equally near ones the first."""
+    """Returns `; did you mean 'x'?`, or nothing; of two equally near names, the first."""
 
     def likeness(option: str) -> float:
         return difflib.SequenceMatcher(None, name, option).ratio()
@@ -158,6 +158,6 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """The end of an error message: the option that `name` was meant to be, or all of them."""
+    """Returns the end of an error message: the name that was probably meant, or all names."""
     known = sorted(options)
     return did_you_mean(name, known) or (f"; there is {', '.join(known)}" if known else "")

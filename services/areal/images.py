@@ -66,7 +66,7 @@ def _file(image: Any, number: int) -> bytes:
 
 
 def portable(value: Any) -> str:
-    """Return as JSON what JSON cannot hold: an image of a row.
+    """Return JSON for what JSON cannot hold: an image of a row.
 
     Args:
         value: a PIL image, the bytes of an image's file, or its pathlib.Path.

@@ -25,7 +25,7 @@ _LOOK_S = 0.005
 
 
 def adopt_orphans() -> None:
-    """From now on this process is given what its descendants leave behind, and has to reap it.
+    """Makes this process the parent of its descendants' leftover processes, which it has to reap.
 
     Only Linux can. Kept over exec, not handed on to children.
     """
@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """For a new child: the end of the thread that made it kills it, also after exec."""
+    """Call in a new child: it is killed when the thread that created it ends, also after exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

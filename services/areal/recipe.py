@@ -23,7 +23,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's source.
+    """The source of a recipe.
 
     Example:
         >>> Recipe.read(Path("examples/arithmetic_grpo.py")).digest[:8]
@@ -36,7 +36,7 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 hex of the source."""
+        """The SHA-256 of the source, in hex."""
         return hashlib.sha256(self.source).hexdigest()
 
     @classmethod
@@ -85,7 +85,7 @@ def load_recipe(source: bytes, file_name: str = "recipe.py") -> ModuleType:
 
 
 def find_config_class(module: ModuleType, default: type[ConfigT]) -> type[ConfigT]:
-    """The recipe's own experiment dataclass if it defines one, else `default`.
+    """Returns the recipe's own experiment dataclass if it defines one, else `default`.
 
     Raises:
         InvalidInput: It defines several, none of which extends all others.
@@ -111,14 +111,14 @@ def find_config_class(module: ModuleType, default: type[ConfigT]) -> type[Config
 
 
 def function_reference(function: Callable[..., Any]) -> tuple[str, str]:
-    """(recipe digest, name) of a module-level function, as RewardService wants it."""
+    """Returns (recipe digest, name) of a module-level function, as RewardService expects it."""
     check_module_level(function, "function")
     recipe = source_of(function)
     return (recipe.digest if recipe is not None else "", function.__qualname__)
 
 
 def source_of(part: Any) -> Recipe | None:
-    """Source of the file that defines a class or function; None for this library's own."""
+    """Returns the source of a class's or function's file; None for this library's own."""
     module_name = getattr(part, "__module__", "") or ""
     if module_name == "areal" or module_name.startswith("areal."):
         return None
@@ -142,7 +142,7 @@ def check_module_level(part: Any, what: str) -> None:
 
 
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
-    """A function of a recipe by qualified name; raises InvalidInput with the nearest name."""
+    """Returns a recipe's function by qualified name; raises InvalidInput with the nearest name."""
     value: Any = module
     for part in name.split("."):
         value = getattr(value, part, None) if not part.startswith("__") else None

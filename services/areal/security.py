@@ -60,7 +60,7 @@ class SecurityConfig:
 
     @property
     def token_file(self) -> str:
-        """The file with the token; "" where `dir` has none."""
+        """The file with the token; "" if `dir` has none."""
         file = Path(self.dir) / "token"
         return str(file) if self.dir and file.is_file() else ""
 
@@ -115,7 +115,7 @@ class Security:
 
     @classmethod
     def of_token_file(cls, file: str, *, allow_insecure_bind: bool = False) -> Security:
-        """For a program that is given the token's file alone; "": the variable.
+        """For a program that gets only the token's file; "": the environment variable.
 
         Raises:
             ConfigError: It cannot be read, or what it holds is no token.
@@ -161,7 +161,7 @@ class Security:
         return ""
 
     def headers(self) -> dict[str, str]:
-        """What an HTTP client sends along."""
+        """Returns the headers that an HTTP client sends."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def check_bind(self, host: str, key: str) -> None:
@@ -203,7 +203,7 @@ def is_loopback(host: str) -> bool:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for children that read files, or that must not know."""
+    """Returns an environment for children that read files, or that must not know the secrets."""
     return {k: v for k, v in environment.items() if k not in SECRET_VARIABLES}
 
 

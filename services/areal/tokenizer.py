@@ -44,7 +44,7 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """Most callers want `load`.
+        """Wraps a loaded tokenizer; most callers want `load`.
 
         Args:
             backend: The `tokenizers` object.
@@ -126,11 +126,11 @@ class Tokenizer:
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is one that no ordinary text has (`<|im_end|>`)."""
+        """Whether a token never occurs in ordinary text (`<|im_end|>`)."""
         return token_id in self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids; with the tokens that the tokenizer puts around a text, if it does."""
+        """Returns a text's ids, with the tokens that the tokenizer puts around a text, if any."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -154,7 +154,7 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The chat template's text.
+        """Returns the chat template's text.
 
         Args:
             messages: {"role", "content", …}; keys whose value is None are left out.
@@ -209,7 +209,7 @@ class Tokenizer:
             raise InvalidInput(f"messages: do not fit the chat template: {error}") from None
 
     def render_marked(self, messages: Sequence[dict[str, Any]]) -> list[str]:
-        """The chat template's text of a whole conversation, cut at its `{% generation %}` marks.
+        """Returns the template's text of a conversation, cut at its `{% generation %}` marks.
 
         Returns:
             Parts that join to what `render_chat` renders; those with an odd index are marked. One

@@ -55,7 +55,7 @@ class BufferConfig:
         )
 
     def as_lua(self) -> str:
-        """The numbers that the scripts need, as a Lua table constructor."""
+        """Returns the numbers that the scripts need, as a Lua table constructor."""
         names = (
             "batch_size",
             "max_head_offpolicyness",

@@ -63,7 +63,10 @@ class Wakes:
         self._events = {kind: asyncio.Event() for kind in Kind}
 
     def next(self, kind: Kind) -> asyncio.Event:
-        """The event of the next notification. Get it before looking, so that none is missed."""
+        """Returns the event of the next notification.
+
+        Get it before looking, so that none is missed.
+        """
         return self._events[kind]
 
     def notify(self, kind: Kind) -> None:
@@ -72,7 +75,7 @@ class Wakes:
         event.set()
 
     def notify_all(self) -> None:
-        """After messages may have been missed."""
+        """Wakes every waiter; called when messages may have been missed."""
         for kind in Kind:
             self.notify(kind)
 
@@ -104,10 +107,10 @@ class Store(Protocol):
         refill_below: int,
         confirmed: int | None,
     ) -> Take:
-        """One attempt at the batch of a step."""
+        """Tries once to take the batch of a step."""
 
     async def ended(self, task_ids: Sequence[str], incarnation: int) -> list[str]:
-        """Those that have ended or are completed."""
+        """Returns those tasks that have ended or are completed."""
 
     async def complete(
         self, groups: Sequence[Completion], *, limit: int
@@ -130,7 +133,7 @@ class Ledger:
     async def lease_tasks(
         self, worker_id: str, max_tasks: int, max_wait_s: float, boot: int = 0
     ) -> pb.LeaseTasksResponse:
-        """Up to max_tasks leases; waits for the first. Empty: with the reason."""
+        """Leases up to max_tasks tasks; waits for the first. If empty, says why."""
 
         async def look() -> pb.LeaseTasksResponse:
             return await self._store.lease(worker_id, max_tasks, boot)
@@ -175,7 +178,7 @@ class Ledger:
         refill_below: int = 0,
         confirmed: int | None = None,
     ) -> Take:
-        """The batch of a step, or state `waiting` when max_wait passed first or rows are wanted."""
+        """Returns a step's batch, or state `waiting` if max_wait passed or rows are wanted."""
         return await self._until(
             Kind.TAKE,
             lambda: self._store.take(
@@ -195,7 +198,7 @@ class Ledger:
     async def wait_tasks(
         self, task_ids: Sequence[str], max_wait_s: float, incarnation: int = 0
     ) -> list[str]:
-        """Those that have ended (train: completed counts); empty when max_wait passed first."""
+        """Returns tasks that have ended (train: completed counts); empty if max_wait passed."""
         return await self._until(
             Kind.ENDED,
             lambda: self._store.ended(task_ids, incarnation),

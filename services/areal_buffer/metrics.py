@@ -49,25 +49,25 @@ class BufferMetrics:
         self._extended = counter("extended_leases", "Leases extended after an outage.")
 
     def group_completed(self, group: Completion) -> None:
-        """A group was recorded."""
+        """Counts a completed group."""
         self._groups.inc()
         self._bytes.inc(len(group.payload))
         self._tokens.inc(group.generated_tokens)
         self._reward.observe(group.mean_reward)
 
     def batch_taken(self, step: int, take: Take) -> None:
-        """A batch was taken for the first time."""
+        """Counts a batch that was taken for the first time."""
         for group in take.groups:
             # A batch of step s is consumed by a trainer at version s - 1.
             self._staleness.observe(step - 1 - group.head_version)
 
     def swept(self, swept: Swept) -> None:
-        """A sweep has run."""
+        """Counts what a sweep did."""
         self._expired.inc(swept.requeued)
         self._extended.inc(swept.extended)
 
     def sampled(self, stats: LedgerStats, memory: MemoryGauge, queue_age_s: float) -> None:
-        """The ledger's gauges, once a second."""
+        """Sets the ledger's gauges, once per second."""
         for state, tasks in stats.counts.items():
             self._tasks.labels(state.value).set(tasks)
         self._submitted.set(stats.submitted)

@@ -133,7 +133,7 @@ class RedisStore:
             await self._scripts.run("read", *task_ids[start : start + _CHUNK_TASKS])
 
     async def ended(self, task_ids: Sequence[str], incarnation: int = 0) -> list[str]:
-        """Those that have ended or are completed; an empty answer flags the wait.
+        """Returns tasks that have ended or are completed; an empty answer flags the wait.
 
         Raises:
             WorkflowError: The run of the waiting trainer (0: someone else) has been stopped.
@@ -218,7 +218,7 @@ class RedisStore:
         return results
 
     async def sweep(self) -> Swept:
-        """One bounded sweep of leases and deadlines."""
+        """Does one bounded sweep of leases and deadlines."""
         return Swept(*(int(value) for value in await self._scripts.run("sweep")))
 
     # -- training -----------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class RedisStore:
         max_concurrent: int,
         recipe_digest: str = "",
     ) -> Registration:
-        """A new incarnation."""
+        """Registers a trainer; returns its new incarnation."""
         args = (resume_step, batch_size, eta, max_concurrent, recipe_digest)
         reply = await self._scripts.run("register", *args)
         return Registration(*(int(value) for value in reply))
@@ -247,7 +247,7 @@ class RedisStore:
         refill_below: int = 0,
         confirmed: int | None = None,
     ) -> Take:
-        """One attempt at the batch of a step; `waiting` flags the wait.
+        """Tries once to take the batch of a step; `waiting` flags the wait.
 
         `limit`: bytes that the ledger may hold; near it, a commit is asked for where that helps.
         `with_groups` brings along the payloads of the first groups, as many as are small.
@@ -261,7 +261,7 @@ class RedisStore:
         return replies.take(reply)
 
     async def confirm(self, incarnation: int, version: int) -> int:
-        """A server serves a version; returns the policy version."""
+        """Records that a server serves a version; returns the policy version."""
         return int(await self._scripts.run("confirm", incarnation, version))
 
     async def fetch(
@@ -293,7 +293,7 @@ class RedisStore:
     # -- looking ------------------------------------------------------------------------------
 
     async def dead_letters(self, limit: int) -> AsyncIterator[pb.DeadLetter]:
-        """Newest first."""
+        """Returns the dead letters, newest first."""
         try:
             ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
         except RedisError as error:
@@ -356,7 +356,7 @@ class RedisStore:
             raise translate(error) from None
 
     async def get_recipe(self, digest: str) -> tuple[str, bytes] | None:
-        """(file name, source), or None."""
+        """Returns (file name, source), or None."""
         try:
             name, source = await self._redis.hmget(
                 f"{self._prefix}recipe:{digest}", ["file_name", "source"]

@@ -31,7 +31,7 @@ Row = dict[str, bytes | None]
 
 
 def text(value: Any) -> str:
-    """Of a reply: bytes, or nil."""
+    """Decodes text of a reply: bytes, or nil."""
     return value.decode(errors="replace") if value else ""
 
 
@@ -55,7 +55,7 @@ def leases(reply: Sequence[Any], time_to_live_ms: int) -> pb.LeaseTasksResponse:
 
 
 def task_record(task_id: str, row: Row, payload: bytes | None) -> trajectory_pb2.TaskRecord:
-    """A task from its `RECORD_FIELDS` and, if asked for, its group as it came."""
+    """Builds a task from its `RECORD_FIELDS` and, if asked for, its group as stored."""
     message = trajectory_pb2.TaskRecord(
         state=STATE_TO_PB[TaskState(text(row["state"]))],
         reason=text(row["reason"]),
@@ -76,7 +76,7 @@ def task_record(task_id: str, row: Row, payload: bytes | None) -> trajectory_pb2
 
 
 def dead_letter(task_id: str, row: Row) -> pb.DeadLetter:
-    """A task that was given up, and why."""
+    """Builds a dead letter: a task that failed permanently, and why."""
     return pb.DeadLetter(
         record=task_record(task_id, row, None),
         cause=text(row["cause"]),
@@ -85,7 +85,7 @@ def dead_letter(task_id: str, row: Row) -> pb.DeadLetter:
 
 
 def take(reply: Sequence[Any]) -> Take:
-    """One attempt at a batch."""
+    """Builds the result of one attempt to take a batch."""
     state, why, replay, queued, running, completed, wanted, payloads, entries = reply
     return Take(
         state=TakeState(text(state)),

@@ -76,7 +76,7 @@ class Script:
 
 
 def load_scripts(config: BufferConfig) -> dict[str, Script]:
-    """All scripts by name, with this run's limits written into them."""
+    """Returns all scripts by name, with this run's limits written into them."""
     folder = files("areal_buffer") / "lua"
     head = (
         f"local ALLOWED = {transitions_as_lua()}\n"
@@ -107,7 +107,7 @@ class Scripts:
         self._scripts = load_scripts(config)
 
     async def run(self, name: str, *args: Argument) -> Any:
-        """One script, atomically; its reply."""
+        """Runs one script atomically; returns its reply."""
         script = self._scripts[name]
         try:
             with self._waits.on("answer", "redis", name):
@@ -119,7 +119,7 @@ class Scripts:
             raise translate(error) from None
 
     async def run_with(self, name: str, payloads: Sequence[bytes], *args: Argument) -> Any:
-        """One script that finds large payloads in keys of its own, which it renames or deletes.
+        """Runs a script whose large payloads are in keys of their own; it renames or deletes these.
 
         They need not pass through Lua, which would copy each twice. One transaction: no one else
         sees these keys, so that they can have the same names each time.
@@ -150,7 +150,7 @@ class Scripts:
 
 
 def translate(error: RedisError) -> errors.ArealError:
-    """What a script refused with, or the nearest class to Redis's own error."""
+    """Returns the error that a script refused with, or the nearest class to Redis's own error."""
     text = str(error)
     if isinstance(error, ResponseError) and text.startswith("AREAL "):
         _, kind, message = text.split(" ", 2)

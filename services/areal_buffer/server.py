@@ -39,7 +39,7 @@ class BufferServer(Server):
         return [("areal.v1.BufferService", add)]
 
     async def start(self) -> None:
-        """Ready once Redis has answered; gives up when it does not within seconds."""
+        """Starts the server once Redis has answered; fails if it does not answer within seconds."""
         await self._sweeper.sample()
         keep = self._context.background.keep
         keep(self._sweeper.sweep_forever(), "sweep")

@@ -300,7 +300,7 @@ class BufferService(BufferServiceServicer):
     async def ListDeadLetters(
         self, request: pb.ListDeadLettersRequest, context: Context
     ) -> pb.ListDeadLettersResponse:
-        """Newest first, as many as fit a message."""
+        """Returns dead letters, newest first, as many as fit a message."""
         if request.limit < 0:
             raise InvalidInput(f"limit {request.limit}: expected 0 (100) or more")
         response, size = pb.ListDeadLettersResponse(), 0

@@ -74,7 +74,7 @@ class SessionStore:
         return pb.UpdateSessionResponse(number=int(number), open_attempts=int(left))
 
     async def read(self, task_id: str, attempt: int) -> pb.GetSessionResponse:
-        """An attempt as it is now; raises NotFound."""
+        """Returns an attempt's current state; raises NotFound."""
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.hmget(f"{self._prefix}task:{task_id}", [*replies.RECORD_FIELDS, *_FIELDS])
@@ -107,7 +107,7 @@ class SessionStore:
 
 
 def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]:
-    """Task, digests of keys, idle time in ms; raises InvalidInput."""
+    """Returns task, digests of keys, idle time in ms; raises InvalidInput."""
     task = check.check_task(request.task)
     if task.time_to_live_ms is not None or task.position is not None:
         raise InvalidInput(f"task {task.task_id!r}: a session has no time_to_live and no position")
@@ -125,7 +125,7 @@ def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]
 
 
 def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
-    """The request, if it is one; raises InvalidInput."""
+    """Returns the request if it is valid; raises InvalidInput."""
     check.check_task_id(request.lease.task_id, "lease.task_id")
     check.check_number(request.lease.token, "lease.token", 1)
     check.check_number(request.attempt, "attempt", 0)

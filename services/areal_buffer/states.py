@@ -59,6 +59,6 @@ TRANSITIONS: dict[S, frozenset[S]] = {
 
 
 def transitions_as_lua() -> str:
-    """The table as a Lua constructor: {["queued>running"]=true, …}."""
+    """Returns the table as a Lua constructor: {["queued>running"]=true, …}."""
     pairs = sorted(f"{source}>{to}" for source, targets in TRANSITIONS.items() for to in targets)
     return "{" + ",".join(f'["{pair}"]=true' for pair in pairs) + "}"

@@ -51,7 +51,7 @@ def check_task_id(task_id: str, field: str = "task_id") -> str:
 
 
 def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
-    """Valid, distinct and not too many; raises InvalidInput."""
+    """Checks that ids are valid, distinct and not too many; raises InvalidInput."""
     if not at_least <= len(task_ids) <= MAX_TASKS_PER_CALL:
         raise InvalidInput(
             f"task_ids: got {len(task_ids)}, expected {at_least} to {MAX_TASKS_PER_CALL}"
@@ -65,35 +65,35 @@ def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
 
 
 def check_step(value: int, field: str, at_least: int) -> int:
-    """A train step that can be a policy version; raises InvalidInput."""
+    """Checks a train step that can be a policy version; raises InvalidInput."""
     if not at_least <= value < MAX_POLICY_VERSION:
         raise InvalidInput(f"{field} {value}: expected {at_least} to {MAX_POLICY_VERSION - 1}")
     return value
 
 
 def check_number(value: int, field: str, at_least: int) -> int:
-    """Within at_least .. 2^53; raises InvalidInput."""
+    """Checks that a number is within at_least .. 2^53; raises InvalidInput."""
     if not at_least <= value < _MAX_NUMBER:
         raise InvalidInput(f"{field} {value}: expected {at_least} or more, below 2^53")
     return value
 
 
 def check_digest(digest: str, field: str = "recipe_digest") -> str:
-    """Of a recipe, or empty; raises InvalidInput."""
+    """Checks the digest of a recipe, which may be empty; raises InvalidInput."""
     if digest and not _DIGEST.fullmatch(digest):
         raise InvalidInput(f"{field} {digest[:80]!r}: expected sha256 in hex")
     return digest
 
 
 def check_worker_id(worker_id: str) -> str:
-    """Non-empty, one line; raises InvalidInput."""
+    """Checks that an id is not empty and is one line; raises InvalidInput."""
     if not worker_id or len(worker_id) > 200 or not worker_id.isprintable():
         raise InvalidInput(f"worker_id {worker_id[:80]!r}: expected 1 to 200 printable characters")
     return worker_id
 
 
 def check_task(message: trajectory_pb2.Task) -> NewTask:
-    """One task of a submission; raises InvalidInput naming task and field."""
+    """Checks one task of a submission; raises InvalidInput that names task and field."""
     check_task_id(message.task_id)
     who = f"task {message.task_id!r}"
     if len(message.data_json) > MAX_DATA_BYTES:
@@ -140,7 +140,7 @@ def check_task(message: trajectory_pb2.Task) -> NewTask:
 def check_group(
     completion: pb.Completion, max_group_bytes: int, codec: GroupCodec | None = None
 ) -> Completion:
-    """A finished group; raises InvalidInput naming group, trajectory and tensor."""
+    """Checks a finished group; raises InvalidInput that names group, trajectory and tensor."""
     task_id = check_task_id(completion.lease.task_id, "lease.task_id")
     check_number(completion.lease.token, "lease.token", 1)
     payload = completion.group
@@ -180,7 +180,7 @@ def check_group(
 def check_completion(
     completion: pb.Completion, max_group_bytes: int, codec: GroupCodec
 ) -> Completion | InvalidInput:
-    """A finished group, or why it is none: one of several is refused by itself."""
+    """Returns a finished group, or why it is invalid: each group is refused by itself."""
     try:
         return check_group(completion, max_group_bytes, codec)
     except InvalidInput as error:
@@ -188,7 +188,7 @@ def check_completion(
 
 
 def check_return(message: pb.Return, max_partial_bytes: int) -> pb.Return | InvalidInput:
-    """The end of a lease with its texts bounded, or why it is none: each is refused by itself.
+    """Returns the end of a lease with bounded texts, or why it is invalid.
 
     Args:
         message: As it came; changed in place.
@@ -223,10 +223,10 @@ def _site(message: pb.Return) -> str:
 
 
 def line(text: str) -> str:
-    """One line for people, bounded."""
+    """Returns one bounded line of text for people."""
     return " ".join(text.split())[:_MAX_LINE_CHARS]
 
 
 def traceback_text(text: str) -> str:
-    """A stack trace, bounded; its end says most."""
+    """Returns a bounded stack trace; keeps its end, which says most."""
     return text[-_MAX_TRACEBACK_CHARS:]

@@ -40,11 +40,11 @@ class Sessions:
         self._signer = TimestampSigner(security.token, salt=salt, digest_method=hashlib.sha256)
 
     def issue(self) -> str:
-        """A cookie's value, good from now on for LIFETIME_S."""
+        """Returns a new cookie value that is valid for LIFETIME_S."""
         return self._signer.sign("read").decode()
 
     def valid(self, value: str) -> bool:
-        """Whether we issued it, with today's token, and it has not expired."""
+        """Whether this gateway issued it with the current token, and it has not expired."""
         return self._signer.validate(value.encode(errors="replace"), max_age=LIFETIME_S)
 
 
@@ -58,7 +58,7 @@ class DashboardAuth(BearerAuth):
         self._sessions = sessions
 
     def admits(self, scope: Scope) -> bool:
-        """Also: the form's style sheet, a session that only reads, agents with own keys."""
+        """Also admits the form's style sheet, read-only sessions, and agents with own keys."""
         if super().admits(scope) or scope["path"].startswith("/sessions/"):
             return True
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
@@ -68,7 +68,7 @@ class DashboardAuth(BearerAuth):
         return self._sessions.valid(HTTPConnection(scope).cookies.get(self._sessions.cookie, ""))
 
     async def refuse(self, scope: Scope, send: Send) -> None:
-        """The form for a person, one line of JSON for a program."""
+        """Sends the form to a person, or one line of JSON to a program."""
         if scope["path"] == "/":
             await answer(scope, send, _PAGE.read_bytes(), "text/html; charset=utf-8")
         else:

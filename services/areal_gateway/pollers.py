@@ -31,7 +31,7 @@ _VERSION_FIELDS = (
 
 
 def ledger_json(stats: LedgerStats) -> dict[str, Any]:
-    """The ledger's statistics as plain types."""
+    """Returns the ledger's statistics as plain types."""
     result = asdict(stats)
     for name in ("counts", "train_counts"):
         result[name] = {state.value: tasks for state, tasks in result[name].items()}

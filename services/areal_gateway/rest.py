@@ -80,7 +80,7 @@ class CancelIn(_Model):
 
 
 def explain(errors: list[Any], body: Any) -> str:
-    """The first validation error as one line that names task, field and value."""
+    """Returns the first validation error as one line that names task, field and value."""
     error = errors[0]
     location = list(error["loc"])
     if location and location[0] in {"body", "query", "path"}:
@@ -107,7 +107,7 @@ def explain(errors: list[Any], body: Any) -> str:
 
 
 def task_from_model(model: TaskIn) -> Task:
-    """A submitted task; one without an id gets one."""
+    """Returns a submitted task; a task without an id gets one."""
     return Task(
         task_id=model.task_id or f"rest-{uuid.uuid4().hex}",
         purpose=Purpose(model.purpose),
@@ -124,7 +124,7 @@ def task_from_model(model: TaskIn) -> Task:
 
 
 def record_json(record: TaskRecord) -> dict[str, Any]:
-    """A task record; `trajectories` only when the record has them. Times are Unix seconds."""
+    """Returns a task record, with `trajectories` if it has them. Times are Unix seconds."""
     task = record.task
     result: dict[str, Any] = {
         "task_id": task.task_id,
@@ -152,7 +152,7 @@ def record_json(record: TaskRecord) -> dict[str, Any]:
 
 
 def trajectory_json(trajectory: Trajectory) -> dict[str, Any]:
-    """One trajectory, its per-token arrays as lists."""
+    """Returns one trajectory, its per-token arrays as lists."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "reward": trajectory.reward,

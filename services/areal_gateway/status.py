@@ -77,17 +77,17 @@ class RunStatus:
     # -- writing
 
     def put(self, source: str, value: Any) -> None:
-        """A source has answered."""
+        """Records a source's answer."""
         self._values[source] = value
         if source in self._health:
             self._set_health(source, ok=True, error="")
 
     def fail(self, source: str, error: str) -> None:
-        """A source did not answer: its last value stays, marked as old."""
+        """Records that a source did not answer: its last value stays, marked as old."""
         self._set_health(source, ok=False, error=error)
 
     def add_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Step rows of the trainer; a step that is known already replaces it and all later ones.
+        """Adds the trainer's step rows; a known step replaces its row and all later ones.
 
         That is what happens when a trainer resumes from a checkpoint and trains steps again.
         """
@@ -103,7 +103,7 @@ class RunStatus:
             self._wake()
 
     def rewind(self, step: int) -> None:
-        """A trainer has resumed from `step`: rows after it will be made again."""
+        """Drops the rows after `step`, from which a trainer has resumed."""
         at = bisect.bisect_right(self._rows, step, key=_step)
         if at < len(self._rows):
             del self._rows[at:]
@@ -111,7 +111,7 @@ class RunStatus:
             self._wake()
 
     def tick(self) -> None:
-        """A second has passed: takes a sample and lets subscribers see the newest state."""
+        """Takes the sample of this second and lets subscribers see the newest state."""
         sample = self._sample()
         if sample is not None:
             self._samples.append(sample)
@@ -126,7 +126,7 @@ class RunStatus:
     # -- reading
 
     def status(self) -> dict[str, Any]:
-        """Everything a live view needs; see the service's README for the fields."""
+        """Returns everything a live view needs; see the service's README for the fields."""
         trainer = self._values["trainer"]
         last = self._rows[-1] if self._rows else None
         recent = self._samples[-1] if self._samples else {}
@@ -148,13 +148,13 @@ class RunStatus:
         }
 
     def status_json(self) -> bytes:
-        """`status()` encoded, once for all subscribers."""
+        """Returns `status()` encoded, once for all subscribers."""
         if self._encoded is None:
             self._encoded = orjson.dumps(self.status())
         return self._encoded
 
     def rows_after(self, step: int) -> list[dict[str, Any]]:
-        """Step rows above `step`, oldest first."""
+        """Returns the step rows above `step`, oldest first."""
         return self._rows[bisect.bisect_right(self._rows, step, key=_step) :]
 
     def waits(self) -> Iterator[Wait]:
@@ -166,11 +166,11 @@ class RunStatus:
 
     @property
     def last_step(self) -> int:
-        """Step of the newest row; 0 if there is none."""
+        """Returns the step of the newest row; 0 if there is none."""
         return int(self._rows[-1]["step"]) if self._rows else 0
 
     async def subscribe(self, after_step: int = 0) -> AsyncGenerator[tuple[str, bytes], None]:
-        """(event name, JSON) for one page, until `close`.
+        """Yields (event name, JSON) for one page, until `close`.
 
         First `history` (samples), then `steps` and `status` whenever there is something new.
         `steps` is {reset, rows}: rows after `after_step`; reset (always so in the first) means

@@ -104,7 +104,7 @@ class InferenceConfig(BaseModel):
 
 
 def types_of(field: str) -> tuple[type, ...]:
-    """The type of a field's values first; then NoneType, if null is one."""
+    """Return the type of a field's values, then NoneType if null is allowed."""
     annotation: Any = InferenceConfig.model_fields[field].annotation
     allowed = get_args(annotation) or (annotation,)
     return tuple(each if isinstance(each, type) else type(each) for each in allowed)

@@ -175,7 +175,7 @@ class Frontend:
             self.metrics.observe(request)
 
     async def abort(self, rid: str | None, message: str = "Aborted") -> int:
-        """Finish a request (and its n samples), or all (None), with what they have.
+        """Finish a request (and its n samples), or all (None), with the tokens they have.
 
         An empty id is no one's.
         """
@@ -195,12 +195,12 @@ class Frontend:
                     await self.abort(None, "server is shutting down")
 
     def encode(self) -> Callable[[str], list[int]] | None:
-        """Text to token ids, or None without a tokenizer."""
+        """Return a text's token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
 
     def decode(self) -> Callable[[list[int], bool], str] | None:
-        """Token ids to text, or None without a tokenizer."""
+        """Return the text of token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None

@@ -39,7 +39,7 @@ class Metrics:
             self._latency.observe(request.finished_at - request.received_at)
 
     def render(self, scheduler: Scheduler, max_total_tokens: int) -> bytes:
-        """The exposition text."""
+        """Return the metrics in Prometheus's text format."""
         snapshot = CollectorRegistry()
         snapshot.register(_Snapshot(scheduler, max_total_tokens, self._model_name))
         WaitsCollector("inference", self.waits, snapshot)

@@ -58,7 +58,7 @@ class InferenceServer:
 
     @classmethod
     async def serve(cls, config: InferenceConfig) -> int:
-        """Made in its event loop."""
+        """Serves until stopped; call it in the server's event loop."""
         return await cls(config).run()
 
     async def run(self) -> int:

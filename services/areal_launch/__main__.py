@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def installation_problem(folders: Iterable[str] = tuple(sys.path)) -> str:
-    """Why the command cannot run from what is installed; "" when it can.
+    """Returns why the installed packages cannot run the command; "" when they can.
 
     Args:
         folders: Where packages are; looked at as files, since importlib.metadata would make
@@ -36,7 +36,7 @@ def _text(file: Path) -> str:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Runs the console script."""
     if problem := installation_problem():
         sys.exit(f"areal: {problem}")
     from areal_launch.cli import main as command

@@ -16,7 +16,7 @@ from areal.errors import CannotStart, NotFound
 
 
 class RunFolder:
-    """`run_root/experiment/trial`.
+    """The folder `run_root/experiment/trial`.
 
     Example:
         >>> RunFolder(Path("runs/arithmetic/trial0")).stack_file
@@ -74,14 +74,14 @@ class RunFolder:
         return descriptor
 
     def holder_pid(self) -> int:
-        """The pid that last took the lock; 0 if none did."""
+        """Returns the pid that last took the lock; 0 if none did."""
         try:
             return int(self.lock_file.read_text().strip() or 0)
         except (OSError, ValueError):
             return 0
 
     def held(self) -> bool:
-        """Whether a launcher (or its guard, cleaning up) holds the run now."""
+        """Whether a launcher (or its guard, while it cleans up) holds the run now."""
         try:
             descriptor = os.open(self.lock_file, os.O_RDWR)
         except OSError:
@@ -99,7 +99,7 @@ class RunFolder:
         write_json(self.stack_file, content)
 
     def started_in(self) -> Path:
-        """Where the relative paths of its configuration begin: where it was started.
+        """Returns where the run was started: the base of its configuration's relative paths.
 
         Raises:
             NotFound: As `read_stack`.
@@ -107,7 +107,7 @@ class RunFolder:
         return Path(str(self.read_stack().get("started_in", "")) or ".").absolute()
 
     def read_stack(self) -> dict[str, Any]:
-        """What stack.json says.
+        """Returns the content of stack.json.
 
         Raises:
             NotFound: There is none, or it cannot be read.
@@ -138,7 +138,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) -> RunFolder:
-    """The run a command is about.
+    """Returns the run that a command is about.
 
     Args:
         run: Named by the user; None: the most recent one under `root`.

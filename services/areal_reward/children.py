@@ -17,7 +17,7 @@ class Children:
     """Starts workers and ends the others; one for the whole process."""
 
     def __init__(self, end_s: float = 5.0) -> None:
-        """`end_s`: what a killed process has to be gone in, in seconds."""
+        """`end_s`: time for a killed process to end, in seconds."""
         self._end_s = end_s
         self._started: list[asyncio.subprocess.Process] = []
         # While one is started its pid is not known yet, and it must not be taken for a stray.

@@ -34,12 +34,12 @@ class Kind(IntEnum):
 
 
 def frame(kind: Kind, body: bytes) -> bytes:
-    """One frame."""
+    """Returns one encoded frame."""
     return HEADER.pack(len(body), kind) + body
 
 
 def pack_results(positions: list[int], results: list[pb.ScoreResult]) -> bytes:
-    """Body of RESULTS and DONE; positions index the items of the request."""
+    """Returns the body of RESULTS and DONE; positions index the items of the request."""
     numbers = array("I", [len(positions), *positions])
     return numbers.tobytes() + pb.ScoreResponse(results=results).SerializeToString()
 

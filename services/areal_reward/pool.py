@@ -150,7 +150,7 @@ class WorkerPool:
         await self._idle.wait()
 
     async def run_slot(self) -> None:
-        """One worker's keeper: never returns; raises when no worker can be started."""
+        """Keeps one worker running; never returns, raises when no worker can be started."""
         worker: Worker | None = None
         counted = False
         try:

@@ -97,7 +97,7 @@ class WorkerProcess:
         return worker
 
     def accepts(self, digest: str) -> bool:
-        """Whether it may run functions of that recipe ("": built-in): it never has two.
+        """Whether it may run functions of that recipe ("": built-in); a worker has one recipe only.
 
         What one has changed in the process, or taken of its memory, is no other one's.
         """
@@ -122,7 +122,7 @@ class WorkerProcess:
             return
 
     async def read(self) -> tuple[Kind, bytes] | None:
-        """The next frame; None when the worker has ended or sends something else."""
+        """Returns the next frame; None when the worker has ended or sends something else."""
         stdout = self._process.stdout
         assert stdout is not None
         try:

@@ -26,7 +26,7 @@ class Progress:
 
     @classmethod
     def create(cls) -> tuple[Progress, IO[bytes]]:
-        """A new one, IDLE, with its file: an inherited descriptor opens it in the worker."""
+        """Creates an IDLE record and its file; the worker opens it by an inherited descriptor."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         file.truncate(_SIZE)
         progress = cls(file.fileno())
@@ -39,7 +39,7 @@ class Progress:
         self._cells[0] = position
 
     def get(self) -> tuple[int, float]:
-        """(position, `time.monotonic()` when it began); the clock is shared by all processes."""
+        """Returns (position, `time.monotonic()` of its start); all processes share the clock."""
         return self._cells[0], self._cells[1] / 1e9
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ class RecipeCache:
         self._fetches: OrderedDict[str, asyncio.Future[tuple[str, bytes]]] = OrderedDict()
 
     async def get(self, digest: str) -> tuple[str, bytes]:
-        """(file name, source); raises what `get_recipe` raises, and then forgets the fetch."""
+        """Returns (file name, source); raises as `get_recipe`, and then forgets the fetch."""
         fetch = self._fetches.get(digest)
         if fetch is None:
             fetch = asyncio.ensure_future(self._get_recipe(digest))

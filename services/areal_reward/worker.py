@@ -301,7 +301,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """`worker PARENT_PID PROGRESS_FD TIMEOUT_S MEMORY_MB`; frames on stdin and stdout."""
+    """Runs `worker PARENT_PID PROGRESS_FD TIMEOUT_S MEMORY_MB`; frames on stdin and stdout."""
     parent, descriptor, timeout_s, memory_mb = int(argv[0]), int(argv[1]), argv[2], argv[3]
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle

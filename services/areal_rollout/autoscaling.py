@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a window says."""
+    """The load in a window of time."""
 
     servers: int
     generation_busy: float
@@ -76,7 +76,7 @@ class Load:
 
 
 class Recommender:
-    """State only: feed it samples."""
+    """Computes a recommendation from samples; does no I/O."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()

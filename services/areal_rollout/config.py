@@ -18,7 +18,7 @@ from areal_rollout.generation.connections import RESERVED_FILES
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Times in seconds.
+    """Settings of the worker; times are in seconds.
 
     Example:
         >>> RolloutConfig(worker_id="rollout-7f3a", capacity=256)

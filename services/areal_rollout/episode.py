@@ -71,7 +71,7 @@ class EpisodeEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model being trained."""
+        """The tokenizer of the model being trained."""
         return self._tokenizer
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
@@ -141,7 +141,7 @@ class EpisodeEngine:
 
     @property
     def interrupted(self) -> bool:
-        """Whether some call was begun and not finished."""
+        """Whether some call was started and not finished."""
         return any(response.stop_reason is StopReason.ABORT for _, response in self._calls)
 
     @property
@@ -150,7 +150,7 @@ class EpisodeEngine:
         return sum(len(response.output_tokens) for _, response in self._calls)
 
     def journal(self, max_bytes: int, codec: GroupCodec) -> bytes:
-        """The calls so far, for the next attempt."""
+        """Returns the calls so far, for the next attempt."""
         return journal.encode(self._calls, max_bytes, codec)
 
     def close(self) -> None:

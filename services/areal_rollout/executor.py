@@ -65,7 +65,7 @@ class Stop(Enum):
 
 @dataclass(eq=False, slots=True)
 class Episode:
-    """One lease being worked on."""
+    """The run of one leased task."""
 
     lease: Lease
     began: float
@@ -116,12 +116,12 @@ class Executor:
         return len(self._episodes)
 
     def oldest_s(self) -> float:
-        """Age of the oldest running episode."""
+        """The age of the oldest running episode."""
         began = min((e.began for e in self._episodes.values()), default=None)
         return 0.0 if began is None else time.monotonic() - began
 
     def waits(self) -> Iterator[Wait]:
-        """The oldest episode, and since when no task came, for the watchdog."""
+        """Returns the oldest episode, and since when no task came, for the watchdog."""
         now = time.monotonic()
         if self._episodes:
             episode = min(self._episodes.values(), key=lambda each: each.began)

@@ -35,13 +35,13 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def leading_error(error: BaseException) -> BaseException:
-    """The one to be told of several at once: the workflow's own error first."""
+    """Returns the error to report out of several: the workflow's own error first."""
     leaves = list(_leaves(error))
     return next((leaf for leaf in leaves if not isinstance(leaf, _INFRASTRUCTURE)), leaves[0])
 
 
 def describe_failure(error: BaseException) -> Return:
-    """The lease's end that an episode's exception comes to, without its journal."""
+    """Returns how the lease ends after an episode's exception, without its journal."""
     leaf = leading_error(error)
     if isinstance(leaf, _INFRASTRUCTURE):
         return Return(
@@ -77,13 +77,13 @@ def _where_raised(error: BaseException) -> str:
 
 
 def where_defined(function: Callable[..., Any]) -> str:
-    """Where a function is, as " (file:line)"; "": it has no source."""
+    """Returns where a function is defined, as " (file:line)"; "" if it has no source."""
     code = getattr(function, "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def where_it_waits(task: asyncio.Task[Any]) -> tuple[str, str]:
-    """("file:line in function" of the workflow, stack) of a suspended task."""
+    """Returns ("file:line in function" of the workflow, stack) of a suspended task."""
     frames: list[str] = []
     line = ""
     coroutine: Any = task.get_coro()

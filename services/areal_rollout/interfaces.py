@@ -23,7 +23,7 @@ class Buffer(Protocol):
     async def renew_leases(
         self, worker_id: str, leases: Sequence[tuple[str, int]]
     ) -> Collection[str]:
-        """The lost ones."""
+        """Returns the leases that were lost."""
         ...
 
     async def complete_task(
@@ -33,7 +33,7 @@ class Buffer(Protocol):
         ...
 
     async def reject_task(self, task_id: str, token: int, reason: str) -> None:
-        """The workflow drops the task."""
+        """Reports that the workflow drops the task."""
         ...
 
     def return_task(self, task_id: str, token: int, end: Return) -> Awaitable[object]:
@@ -42,30 +42,30 @@ class Buffer(Protocol):
 
 
 class Workflows(Protocol):
-    """`WorkflowCache`."""
+    """Finds workflows, as `WorkflowCache` does."""
 
     async def get(self, spec: WorkflowSpec) -> RolloutWorkflow:
-        """The workflow of a description."""
+        """Returns the workflow of a description."""
         ...
 
 
 class Observer(Protocol):
-    """`RolloutMetrics`."""
+    """Receives figures, as `RolloutMetrics` does."""
 
     def episode_ended(self, outcome: str) -> None:
-        """An episode has ended."""
+        """Counts an episode that has ended."""
 
     def busy(self, seconds: float) -> None:
-        """At least one episode was running for so long."""
+        """Adds time in which at least one episode was running."""
 
     def waited(self, reason: str, seconds: float) -> None:
-        """No task could be leased for so long."""
+        """Adds time in which no task could be leased."""
 
     def replayed(self, tokens: int) -> None:
-        """A journal gave so many tokens."""
+        """Counts tokens that came from a journal."""
 
     def drifted(self) -> None:
-        """A later prompt did not begin with the tokens before it; the episode is lost."""
+        """Counts a lost episode: a later prompt did not begin with the tokens before it."""
 
 
 class Generation(Protocol):
@@ -101,5 +101,5 @@ class Scorer(Protocol):
         kwargs: Mapping[str, Any],
         items: Sequence[ScoreItem],
     ) -> list[float | ScoreFailure]:
-        """One outcome per item, in order."""
+        """Returns one outcome per item, in order."""
         ...

@@ -24,7 +24,7 @@ CallKey = tuple[str, int]
 
 
 def request_digest(request: LLMRequest) -> str:
-    """Of what determines a generation: the prompt with its images, and the sampling parameters."""
+    """Returns the digest of a request's prompt, images and sampling parameters."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(orjson.dumps([request.input_ids, asdict(request.gconfig)]))
     for image in request.images:
@@ -71,7 +71,7 @@ def encode(
 def decode(
     packed: bytes, max_bytes: int, codec: GroupCodec | None = None
 ) -> dict[CallKey, LLMResponse]:
-    """The calls of an earlier attempt; `input_tokens` is left empty.
+    """Returns the calls of an earlier attempt; `input_tokens` is left empty.
 
     Args:
         packed: From `encode`, perhaps of another version of this program.

@@ -20,7 +20,7 @@ def traced(
     live: Callable[[EpisodeT], Coroutine[Any, Any, None]],
     episode: EpisodeT,
 ) -> Coroutine[Any, Any, None]:
-    """`live(episode)` within spans of the task's trace, if it has one."""
+    """Runs `live(episode)` within spans of the task's trace, if it has one."""
     if not (lease.task.traceparent and tracing.enabled()):
         return live(episode)
     return _within(lease, worker_id, live, episode)

@@ -75,14 +75,14 @@ class LedgerCalls:
         return calls[number].answer.kept if number < len(calls) else ""
 
     async def delivered(self, numbers: Sequence[int]) -> None:
-        """Not known: the process that sends the answer is another one."""
+        """Does nothing: another process sends the answer."""
 
     async def reward(self, number: int | None, value: float) -> None:
         """See `areal.agents.calls.CallStore`."""
         await self._update(reward=pb.SessionReward(number=number, value=value))
 
     async def end(self) -> int:
-        """No call may follow; returns how many attempts of the task have not ended."""
+        """Ends the attempt; returns how many attempts of the task have not ended."""
         return (await self._update(end=pb.SessionEnd())).open_attempts
 
     def check_open(self) -> None:

@@ -23,7 +23,7 @@ _EVERY_S = 5.0
 
 
 class LoadWatch:
-    """`run` forever."""
+    """Watches the load; `run` never returns."""
 
     def __init__(
         self,

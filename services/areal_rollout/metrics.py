@@ -117,41 +117,41 @@ class RolloutMetrics:
         self._servers.set_function(servers)
 
     def episode_ended(self, outcome: str) -> None:
-        """An episode has ended."""
+        """Counts an episode that has ended."""
         self._outcome[outcome].inc()
 
     def busy(self, seconds: float) -> None:
-        """At least one episode was running for so long."""
+        """Adds time in which at least one episode was running."""
         self._busy.inc(seconds)
 
     def recommended(self, servers: int, load: Load, training_known: bool) -> None:
-        """What an autoscaler should do, and why."""
+        """Sets what an autoscaler should do, and why."""
         self._recommended.set(servers)
         self._generation_busy.set(load.generation_busy)
         self._training_busy.set(load.training_busy)
         self._training_known.set(training_known)
 
     def waited(self, reason: str, seconds: float) -> None:
-        """No task could be leased for so long."""
+        """Adds time in which no task could be leased."""
         self._idle.labels(reason).inc(seconds)
 
     def replayed(self, tokens: int) -> None:
-        """A journal gave so many tokens."""
+        """Counts tokens that came from a journal."""
         self._replayed.inc(tokens)
 
     def drifted(self) -> None:
-        """A later prompt did not begin with the tokens before it; the episode is lost."""
+        """Counts a lost episode: a later prompt did not begin with the tokens before it."""
         self._drifted.inc()
 
     def request_done(self, seconds: float, tokens: int) -> None:
-        """A generation request has ended well."""
+        """Counts a generation request that succeeded."""
         self._requests.observe(seconds)
         self._tokens.inc(tokens)
 
     def interruption(self, kind: str) -> None:
-        """A generation request was interrupted."""
+        """Counts a generation request that was interrupted."""
         self._interruptions.labels(kind).inc()
 
     def salvaged(self, tokens: int) -> None:
-        """A broken stream had brought so many tokens, which are kept."""
+        """Counts tokens of a broken stream, which are kept."""
         self._salvaged.inc(tokens)

@@ -38,7 +38,7 @@ class Rejected(StrEnum):
 
     @property
     def reason(self) -> str:
-        """For the ledger."""
+        """The reason for the ledger."""
         if self is Rejected.BY_WORKFLOW:
             return "arun_episode returned None"
         return "all samples have the same reward"
@@ -137,7 +137,7 @@ def group_of(result: object, lease: Lease, episode: Callable[..., Any]) -> Traje
 
 
 def judge(group: TrajectoryGroup | None, lease: Lease, *, dynamic_sampling: bool) -> End:
-    """The end of an episode that returned `group`.
+    """Returns the end of an episode that returned `group`.
 
     With `dynamic_sampling`, several samples to train on that all have the same reward are rejected.
     """

@@ -44,7 +44,7 @@ class ServerRefresh:
         self._away = False
 
     def announce(self) -> None:
-        """Something changed: ask again now. Many in a burst cost one or two calls."""
+        """Asks again now, because something changed. A burst costs one or two calls."""
         self._announced.set()
 
     async def once(self) -> None:

@@ -32,7 +32,7 @@ class WorkflowCache:
         self._recipes: OrderedDict[str, asyncio.Task[ModuleType]] = OrderedDict()
 
     async def get(self, spec: WorkflowSpec) -> RolloutWorkflow:
-        """The workflow of a description.
+        """Returns the workflow of a description.
 
         Raises:
             InvalidInput: Unknown recipe, workflow, function or argument; a recipe that fails.

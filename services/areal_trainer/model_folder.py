@@ -13,12 +13,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def ready_file(model: Path) -> Path:
-    """Beside the folder, so that what replaces the folder cannot bring it along."""
+    """Returns a file next to the folder, so that replacing the folder cannot bring it along."""
     return model.with_name(f"{model.name}.ready")
 
 
 def ready_from(model: Path) -> str | None:
-    """Where a model that is ready came from; None: it is not ready."""
+    """Returns where a model that is ready came from; None if it is not ready."""
     file = ready_file(model)
     if not (file.is_file() and (model / "config.json").is_file()):
         return None
@@ -26,7 +26,7 @@ def ready_from(model: Path) -> str | None:
 
 
 def mark_ready(model: Path, source: str) -> None:
-    """From now on others read it."""
+    """Marks the model as ready for others to read."""
     file = ready_file(model)
     half = file.with_name(f"{file.name}.new")
     half.write_text(f"{source}\n")
@@ -34,7 +34,7 @@ def mark_ready(model: Path, source: str) -> None:
 
 
 def lacks(model: Path) -> str:
-    """What a copied or fetched model still lacks; "": nothing.
+    """Returns what a copied or fetched model still lacks; "" if nothing.
 
     Args:
         model: Its folder.

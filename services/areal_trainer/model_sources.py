@@ -162,7 +162,7 @@ def _copy_file(file: Path, target: Path) -> None:
 
 
 def wait_for_copy(model: Path, *, how: str, deadline: float, say: Say) -> None:
-    """Until a whole model lies in the folder, or in one folder in it, and has come to rest.
+    """Waits until a whole model is in the folder, or in one folder in it, and no longer changes.
 
     `kubectl cp FOLDER POD:MODEL` copies into MODEL/FOLDER when MODEL is there; it always is, so
     that the same command can be given again.

@@ -56,7 +56,7 @@ def serve_status(listen: str, metrics: str, session: TrainerSession) -> Listener
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
 
     def command(
         config: Annotated[Path, typer.Option(help="The experiment file.")],

@@ -23,12 +23,12 @@ from areal_weight_sync.coordinator import Coordinator
 
 
 def subject_prefix(namespace: str) -> str:
-    """`areal.<experiment>.<trial>`; neither name can hold a dot."""
+    """Returns `areal.<experiment>.<trial>`; neither name can contain a dot."""
     return "areal." + namespace.replace("/", ".")
 
 
 def stream_name(namespace: str) -> str:
-    """`areal_<experiment>_<trial>`; neither name can hold an underscore."""
+    """Returns `areal_<experiment>_<trial>`; neither name can contain an underscore."""
     return "areal_" + namespace.replace("/", "_")
 
 

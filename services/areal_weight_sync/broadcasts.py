@@ -10,7 +10,7 @@ from areal.weights.manifest import PolicyVersion
 
 
 class Broadcasts:
-    """Seats of the newest version.
+    """The servers' places in the broadcast of the newest version.
 
     Example:
         >>> broadcasts.seat(version, offer, {"10.0.0.7:30000": ("boot-1", 1)})
@@ -45,18 +45,18 @@ class Broadcasts:
         return self._answer[1]
 
     def given(self, version: PolicyVersion, offer: Offer) -> Seats | None:
-        """What was answered to the same offer of the same version before; None: nothing."""
+        """Returns the earlier answer to the same offer of the same version, or None."""
         if self._answer is None or (version.version, version.incarnation) != self._version:
             return None
         return self._answer[1] if self._answer[0] == offer else None
 
     def end(self, server_id: str) -> None:
-        """It may have left its group: the next version gets a new one."""
+        """Drops a group that a server may have left: the next version gets a new one."""
         if server_id in self._members:
             self._group = ""
 
     def take(self, server_id: str, version: PolicyVersion) -> Seat | None:
-        """A server's seat, once: what failed is not tried again.
+        """Returns a server's place, once: a failed broadcast is not tried again.
 
         Also when the version has been stored by now: the others wait for this one.
         """

@@ -15,7 +15,7 @@ SIDECAR_PORT = 30900
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Times in seconds.
+    """Settings of the service; times are in seconds.
 
     Example:
         >>> WeightSyncConfig(interrupt="in_place", probe_interval_s=1.0, update_timeout_s=120.0)

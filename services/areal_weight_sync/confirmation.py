@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class Confirmation:
-    """Votes of the newest versions.
+    """The votes on the newest versions.
 
     Example:
         >>> confirmation.vote(12, "10.0.0.7:30000", Fingerprint("tp1:290", "9f86…"))
@@ -87,7 +87,7 @@ class Confirmation:
         seen[server_id] = logprobs
 
     def restart(self, version: int) -> None:
-        """The version's weights are made again: what was seen of it says nothing."""
+        """Forgets the votes on a version whose weights are created again."""
         self._ballots.pop(version, None)
         self._logprobs.pop(version, None)
 
@@ -145,7 +145,7 @@ def _slot(table: dict[int, _T], version: int, make: Callable[[], _T]) -> _T:
 
 
 def probe_prompt(version: PolicyVersion) -> list[int]:
-    """Token ids that every vocabulary has: a server dies of an id beyond its own."""
+    """Returns token ids that every vocabulary has: an id beyond its own kills a server."""
     rows = [t.shape[0] for t in version.tensors if t.name.endswith("embed_tokens.weight")]
     vocabulary = min(rows, default=16)
     return [index * 7 % vocabulary for index in range(1, 17)]

@@ -54,7 +54,7 @@ _IDENTITY = attrgetter("version", "incarnation", "path")
 
 
 class Coordinator:
-    """See the module's picture."""
+    """Owns versions and servers; see the module's picture."""
 
     def __init__(
         self,
@@ -214,12 +214,12 @@ class Coordinator:
         self._announce("")
 
     def elsewhere(self) -> list[PolicyVersion]:
-        """Stored versions on a disk, but maybe not in the folder of published ones."""
+        """Returns stored versions that may not be in the folder of published ones."""
         known = (self._current, self._base)
         return [v for v in known if v is not None and v.stored and not in_object_store(v.path)]
 
     async def kept(self) -> list[PolicyVersion]:
-        """Version 0, then what lies in the folder of published versions; oldest first."""
+        """Returns version 0, then the versions in the published folder; oldest first."""
         root = self.config.weights_root
         stored = await asyncio.to_thread(stored_versions, root) if root else []
         if objects := self.config.objects:
@@ -251,14 +251,17 @@ class Coordinator:
         return member.record.public()
 
     def report(self, server_id: str, cause: str) -> None:
-        """A client saw it fail: probe now. Unknown servers are ignored (they have just left)."""
+        """Probes a server now because a client saw it fail.
+
+        Ignores unknown servers (they just left).
+        """
         member = self._members.get(server_id)
         if member is not None:
             self._log.info("server_reported", server=server_id, cause=cause[:300])
             member.suspect()
 
     def drain(self, server_id: str, deadline_s: float) -> None:
-        """No new traffic from now on; forgotten when empty or past the deadline.
+        """Stops new traffic to a server; it is forgotten when idle or past the deadline.
 
         Raises:
             NotFound: No such server.
@@ -286,11 +289,11 @@ class Coordinator:
         return [member.record.public() for member in self._members.values()]
 
     def origins(self) -> dict[str, str]:
-        """Server ids and the source that found each; empty: registered by RPC."""
+        """Returns the source that found each server, by id; empty: registered by RPC."""
         return {server_id: member.record.origin for server_id, member in self._members.items()}
 
     def record(self, server_id: str) -> ServerRecord | None:
-        """One server; None when it is not (any longer) known."""
+        """Returns one server; None when it is not known (any longer)."""
         member = self._members.get(server_id)
         return member.record if member else None
 
@@ -350,7 +353,7 @@ class Coordinator:
             self._observer.failed(fault)
 
     def recheck(self, server_ids: list[str]) -> None:
-        """Their checksums were outvoted."""
+        """Rechecks servers whose checksums were outvoted."""
         for server_id in server_ids:
             member = self._members.get(server_id)
             if member is not None and member.record.state is SERVING:
@@ -359,7 +362,7 @@ class Coordinator:
     # ── watchers ────────────────────────────────────────────────────────────────────────────
 
     def open_feed(self) -> Feed:
-        """A reader of changes, with everything marked as changed."""
+        """Returns a reader of changes, with everything marked as changed."""
         feed = Feed()
         for server_id in ("", *self._members):
             feed.put(server_id)
@@ -367,11 +370,11 @@ class Coordinator:
         return feed
 
     def close_feed(self, feed: Feed) -> None:
-        """The reader has gone."""
+        """Forgets a reader of changes."""
         self._feeds.discard(feed)
 
     def status(self) -> SyncStatus:
-        """The state now."""
+        """Returns the current state."""
         at = -1 if self._current is None else self._current.version
         draining = self._census.states()[DRAINING]
         return SyncStatus(

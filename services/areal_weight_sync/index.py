@@ -22,7 +22,7 @@ _REMEMBERED = 20_000
 
 
 class Census:
-    """State only.
+    """Counts servers by state and version; does no I/O.
 
     Example:
         >>> census.put("10.0.0.7:30000", ServerState.SERVING, 12)
@@ -35,13 +35,13 @@ class Census:
         self._numbers: Counter[tuple[ServerState, int]] = Counter()
 
     def put(self, server_id: str, state: ServerState, version: int) -> None:
-        """Where a server is now."""
+        """Sets a server's current state and version."""
         self.drop(server_id)
         self._shown[server_id] = state, version
         self._numbers[state, version] += 1
 
     def drop(self, server_id: str) -> None:
-        """It has gone, or is counted again."""
+        """Removes a server that has gone, or is counted again."""
         before = self._shown.pop(server_id, None)
         if before is not None:
             self._numbers[before] -= 1
@@ -49,18 +49,18 @@ class Census:
                 del self._numbers[before]
 
     def number(self, state: ServerState, version: int) -> int:
-        """Servers in a state, at a version."""
+        """Returns the number of servers in a state, at a version."""
         return self._numbers[state, version]
 
     def states(self) -> dict[ServerState, int]:
-        """Servers by state."""
+        """Returns the number of servers by state."""
         counts = dict.fromkeys(ServerState, 0)
         for (state, _), number in self._numbers.items():
             counts[state] += number
         return counts
 
     def versions(self, state: ServerState) -> set[int]:
-        """Of the servers in a state."""
+        """Returns the versions of the servers in a state."""
         return {version for other, version in self._numbers if other is state}
 
 
@@ -68,7 +68,7 @@ class Changes:
     """The newest change of each server, in order."""
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
-        """Remembers the newest changes of so many servers, those that have gone included."""
+        """Remembers the newest changes of that many servers, including those that have gone."""
         self._life = uuid.uuid4().hex[:12]
         self._remembered = remembered
         self._number = 0
@@ -76,7 +76,7 @@ class Changes:
         self._forgotten = 0
 
     def mark(self, server_id: str) -> None:
-        """It has changed, come, or gone."""
+        """Records that a server changed, came, or left."""
         self._number += 1
         self._numbers.pop(server_id, None)  # to the end
         self._numbers[server_id] = self._number
@@ -86,11 +86,11 @@ class Changes:
 
     @property
     def as_of(self) -> str:
-        """All changes up to now."""
+        """Returns a mark of all changes up to now, for `since`."""
         return f"{self._life}:{self._number}"
 
     def since(self, as_of: str) -> list[str] | None:
-        """Server ids, the last changed first; None: that is not known, read everything."""
+        """Returns changed servers' ids, the last changed first; None: unknown, read everything."""
         life, _, number = as_of.partition(":")
         if life != self._life or not number.isdecimal() or len(number) > 18:
             return None

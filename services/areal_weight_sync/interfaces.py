@@ -17,7 +17,7 @@ from areal_weight_sync.versions import DigestCache
 
 @dataclass
 class Totals:
-    """Over the trial; survive restarts.
+    """Counters of the trial, which survive restarts.
 
     Example:
         >>> Totals(published=12, server_updates=24, update_seconds=0.61).mean_seconds
@@ -33,13 +33,13 @@ class Totals:
 
     @property
     def mean_seconds(self) -> float:
-        """From pause to continue, per update of a serving server."""
+        """The mean time from pause to continue, per update of a serving server."""
         return self.update_seconds / self.server_updates if self.server_updates else 0.0
 
 
 @dataclass
 class Snapshot:
-    """What a store remembers."""
+    """The state that a store remembers."""
 
     current: PolicyVersion | None = None
     base: PolicyVersion | None = None
@@ -49,7 +49,7 @@ class Snapshot:
 
 
 class Store(Protocol):
-    """The truth about versions, atomic."""
+    """Stores versions and servers atomically."""
 
     async def publish(self, version: PolicyVersion) -> None:
         """Makes a version current.
@@ -63,10 +63,10 @@ class Observer(Protocol):
     """Counts what happens, for /metrics."""
 
     def updated(self, seconds: float) -> None:
-        """A serving server was updated."""
+        """Counts an update of a serving server."""
 
     def failed(self, fault: Fault) -> None:
-        """A server was quarantined."""
+        """Counts a server that was quarantined."""
 
 
 class NotStoredError(Exception):
@@ -89,13 +89,13 @@ class CoordinatorView(Protocol):
         """The current version; None before version 0."""
 
     def changed(self, record: ServerRecord) -> None:
-        """A record has changed: announce and persist it."""
+        """Announces and persists a record that has changed."""
 
     def updated(self, record: ServerRecord, seconds: float, aborted: int) -> None:
-        """A serving server was updated; seconds from pause to continue."""
+        """Records an update of a serving server; seconds from pause to continue."""
 
     def failed(self, fault: Fault) -> None:
         """Counts a quarantine."""
 
     def recheck(self, server_ids: list[str]) -> None:
-        """Other servers turned out to hold wrong weights."""
+        """Rechecks other servers, which turned out to hold wrong weights."""

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 
 class UpdateSlots:
-    """State only.
+    """Limits how many servers are updated at once; does no I/O.
 
     Example:
         >>> slots = UpdateSlots(1)
@@ -38,7 +38,7 @@ class UpdateSlots:
         self._waiting: dict[str, Callable[[], None]] = {}
 
     def take(self, server_id: str, wake: Callable[[], None]) -> bool:
-        """Whether it may go now; if not, `wake` is called when its turn comes."""
+        """Whether a server may be updated now; if not, `wake` is called when its turn comes."""
         if self._most and len(self._held) >= self._most and server_id not in self._held:
             self._waiting[server_id] = wake
             return False
@@ -47,7 +47,7 @@ class UpdateSlots:
         return True
 
     def free(self, server_id: str) -> None:
-        """It is done, or has left; harmless when it held none."""
+        """Ends a server's turn, when it is done or has left; harmless when it had none."""
         self._waiting.pop(server_id, None)
         if server_id not in self._held:
             return
@@ -58,14 +58,14 @@ class UpdateSlots:
 
 
 class Pace:
-    """Turns, in the order asked for."""
+    """Gives turns in the order asked for."""
 
     def __init__(self, turns: int, longest_s: float) -> None:
         self._turns = asyncio.Semaphore(turns)
         self._longest_s = longest_s
 
     async def turn(self) -> Callable[[], None]:
-        """Waits for a turn; what it returns ends it (else it ends by itself)."""
+        """Waits for a turn; the returned handle ends it (else it ends by itself)."""
         await self._turns.acquire()
         ended = False
 

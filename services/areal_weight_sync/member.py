@@ -69,11 +69,11 @@ class Member:
 
     @property
     def ranks(self) -> int:
-        """Processes that a broadcast must reach."""
+        """The number of processes that a broadcast must reach."""
         return self._engine.ranks
 
     def poke(self, *, deep: bool = False, revive: bool = False) -> None:
-        """Something happened: take the next step now.
+        """Wakes the task to take its next step now, because something happened.
 
         Args:
             deep: With the full probe.
@@ -84,7 +84,7 @@ class Member:
             self._poked.set()
 
     def suspect(self) -> None:
-        """A client's request failed there: ask now, with less patience."""
+        """Probes the server now, with less patience, because a client's request failed there."""
         self._reported = self.record.state is SERVING
         self.poke(deep=True)
 
@@ -94,7 +94,7 @@ class Member:
         self.poke(deep=True)
 
     def disown(self, version: PolicyVersion) -> None:
-        """A number means other weights from now on: does this server hold the abandoned ones?"""
+        """Checks whether this server holds abandoned weights of a number that was reused."""
         if not self.record.holds_other(version):
             return
         if self.record.state is SERVING:

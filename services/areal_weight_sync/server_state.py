@@ -101,11 +101,11 @@ class ServerRecord:
         return self.version == version.version and self.digest in ("", version.digest)
 
     def holds_other(self, version: PolicyVersion) -> bool:
-        """Whether what was confirmed are other weights by the same number."""
+        """Whether other weights with the same number were confirmed."""
         return self.version == version.version and not self.holds(version)
 
     def public(self) -> InferenceServer:
-        """What others see."""
+        """Returns what others see."""
         return InferenceServer(
             server_id=self.server_id,
             url=self.url,
@@ -117,12 +117,12 @@ class ServerRecord:
         )
 
     def to_json(self) -> str:
-        """One line; `from_json` reads it."""
+        """Returns one line of JSON; `from_json` reads it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ServerRecord:
-        """A record of an earlier life of this service: it joins again, remembering what it had.
+        """Reads the record of this service's previous incarnation; the server joins again with it.
 
         Raises:
             InvalidInput: Not a record.

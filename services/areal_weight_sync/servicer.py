@@ -53,7 +53,7 @@ class WeightSyncService(pb_grpc.WeightSyncServiceServicer):
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: _Context
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
-        """The state, then each change; changes that a slow reader misses are merged."""
+        """Yields the state, then each change; changes are merged for a slow reader."""
         coordinator = self._active()
         feed = coordinator.open_feed()
         last: pb.WatchVersionsResponse | None = None
@@ -76,7 +76,7 @@ class WeightSyncService(pb_grpc.WeightSyncServiceServicer):
     async def ListServers(
         self, request: pb.ListServersRequest, context: _Context
     ) -> pb.ListServersResponse:
-        """Every known server, or what has changed."""
+        """Returns every known server, or what has changed."""
         coordinator = self._active()
         response = pb.ListServersResponse(
             current_version=coordinator.status().current_version,
@@ -117,7 +117,7 @@ class WeightSyncService(pb_grpc.WeightSyncServiceServicer):
     async def ReportServer(
         self, request: pb.ReportServerRequest, context: _Context
     ) -> pb.ReportServerResponse:
-        """A client saw a server fail."""
+        """Probes a server that a client saw fail."""
         server_id, _ = normalize_url(request.url)
         self._active().report(server_id, request.cause)
         return pb.ReportServerResponse()

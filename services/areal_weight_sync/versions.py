@@ -129,7 +129,7 @@ def collect_garbage(root: Path, current: int, keep: int, in_use: Iterable[str] =
 
 
 def collect_objects(url: str, current: int, keep: int, in_use: Iterable[str]) -> list[str]:
-    """The same in an object store; what a killed trainer left unfinished goes with its time."""
+    """Does the same in an object store; what a killed trainer left unfinished expires."""
     store, numbers = ObjectStore(url), {}
     for name in store.names():
         parsed = parse_version_dir(name)
@@ -146,7 +146,7 @@ def collect_objects(url: str, current: int, keep: int, in_use: Iterable[str]) ->
 async def collect(
     root: Path, objects: str, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
 ) -> None:
-    """`collect_garbage` and `collect_objects` in a thread, logged."""
+    """Runs `collect_garbage` and `collect_objects` in a thread, and logs the result."""
     log, busy = get_logger("areal.weight_sync.published"), list(in_use)
     names = []
     try:

@@ -21,7 +21,7 @@ class CallStore(Protocol):
     async def record(
         self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
     ) -> None:
-        """An answer as sampled.
+        """Stores an answer as it was sampled.
 
         Args:
             number: The answer's number.

@@ -23,7 +23,7 @@ _NAMES |= {dict: "an object"}
 
 
 def body_of(content: bytes) -> dict[str, Any]:
-    """A request's body; raises InvalidInput."""
+    """Returns a request's body; raises InvalidInput."""
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -34,7 +34,7 @@ def body_of(content: bytes) -> dict[str, Any]:
 
 
 def get(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
-    """A field that may be absent or null."""
+    """Returns a field that may be absent or null."""
     value = body.get(name)
     if value is None:
         return None
@@ -44,7 +44,7 @@ def get(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T
 
 
 def need(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T:
-    """A field that must be there."""
+    """Returns a required field."""
     value = get(body, name, kind, where)
     if value is None:
         raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got none")
@@ -52,7 +52,7 @@ def need(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> 
 
 
 def count(body: Mapping[str, Any], name: str, most: int = 1 << 31) -> int | None:
-    """A number of 1 or more."""
+    """Returns a number of 1 or more."""
     value = get(body, name, int)
     if value is not None and not 1 <= value <= most:
         raise InvalidInput(f"{name} {value}: expected 1 to {most}")
@@ -60,7 +60,7 @@ def count(body: Mapping[str, Any], name: str, most: int = 1 << 31) -> int | None
 
 
 def number(body: Mapping[str, Any], name: str) -> float | None:
-    """A finite number."""
+    """Returns a finite number."""
     value = body.get(name)
     if value is None:
         return None

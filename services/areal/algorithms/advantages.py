@@ -99,7 +99,7 @@ def gae(
     values: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv 1506.02438) over the tokens with `loss_mask`.
+    """Compute generalized advantage estimates (arXiv 1506.02438) over the tokens with `loss_mask`.
 
     delta_t = r_t + discount * V_next - V_t; A_t = delta_t + discount * gae_lambda * A_next, where
     "next" is the next token with `loss_mask` of the same sequence.

@@ -23,7 +23,7 @@ def has_images(batch: dict[str, Tensor]) -> bool:
 
 
 def of_groups(batch: dict[str, Tensor], group_index: Tensor) -> dict[str, Tensor]:
-    """Return the image keys of some groups of a batch; nothing where the batch has none."""
+    """Return the image keys of some groups of a batch; an empty dict if the batch has none."""
     if "image_group" not in batch:
         return {}
     kept = torch.isin(batch["image_group"], group_index)

@@ -58,7 +58,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """Return the scalar `value`, with `gradient` as its derivative by `x`."""
+    """Return the scalar `value` with `gradient` as its derivative with respect to `x`."""
     result: Tensor = _WithGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
     return result
 

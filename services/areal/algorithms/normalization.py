@@ -15,7 +15,7 @@ _EPS = 1e-5
 
 
 def sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
-    """Sum a CPU tensor over the ranks of a group, in place; None: this process alone."""
+    """Sum a CPU tensor over the ranks of a group, in place; with None, over this process alone."""
     if process_group is not None:
         dist.all_reduce(values, group=process_group)
     return values
@@ -24,7 +24,7 @@ def sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
 def masked_mean_std(
     values: Tensor, mask: Tensor, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the masked values of all ranks.
+    """Return mean and standard deviation of the masked values on all ranks.
 
     Args:
         values: any shape.

@@ -251,7 +251,7 @@ def dummy_like(batch: Batch) -> Batch:
 
 
 def cost(lengths: Sequence[int], pair_cost: float) -> float:
-    """Return what sequences cost to compute, in tokens.
+    """Return the cost of computing sequences, in tokens.
 
     Args:
         lengths: tokens of each sequence.

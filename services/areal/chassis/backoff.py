@@ -29,7 +29,7 @@ class Backoff:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing has failed since the last success."""
+        """Whether there was no failure since the last success."""
         return self._ceiling_s == self._first_s
 
     def next(self) -> float:

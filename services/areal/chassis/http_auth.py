@@ -15,7 +15,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that (lower-case) name."""
+    """Returns the first header with that (lower-case) name."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
@@ -73,7 +73,7 @@ class BearerAuth:
 
 
 async def answer(scope: Scope, send: Send, body: bytes, media_type: str, status: int = 401) -> None:
-    """A refusal with a body."""
+    """Sends a refusal with a body."""
     if scope["type"] != "http":  # a websocket: there is none here
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -76,7 +76,7 @@ class LossyStream:
         return len(text)
 
     def flush(self) -> None:
-        """What cannot be flushed now stays in the stream's buffer."""
+        """Flushes what it can; the rest stays in the stream's buffer."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
@@ -107,6 +107,6 @@ def _redact(_: Any, __: str, rendered: Any) -> str:
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose lines carry `component=name`; `log.info("event_name", key=value)`."""
+    """Returns a logger whose lines carry `component=name`; `log.info("event_name", key=value)`."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(component=name)
     return logger

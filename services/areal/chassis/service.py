@@ -95,7 +95,7 @@ class ServiceContext:
 
     @property
     def background(self) -> Background:
-        """Owner of the service's long-running tasks."""
+        """Owns the service's long-running tasks."""
         assert self._background is not None, "this process runs no background tasks"
         return self._background
 
@@ -104,7 +104,7 @@ class Server:
     """Base of a service's process; a service overrides the methods that it needs."""
 
     def registrations(self) -> Sequence[Registration]:
-        """The gRPC services; none: no gRPC server is started."""
+        """The gRPC services; if there are none, no gRPC server is started."""
         return ()
 
     async def start(self) -> None:
@@ -118,7 +118,7 @@ class Server:
 
 
 def split_address(address: str, key: str) -> tuple[str, int]:
-    """`host:port` → parts; raises ConfigError naming `key`."""
+    """Splits `host:port`; raises ConfigError that names `key`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{key} {address!r}: expected host:port")

@@ -175,7 +175,7 @@ def apart() -> AbstractContextManager[Any]:
 
 
 def traceparent(span: Span | None) -> str:
-    """W3C text of a span, for the ledger; empty for None."""
+    """Returns a span as W3C text, for the ledger; empty for None."""
     if span is None:
         return ""
     context: SpanContext = span.get_span_context()

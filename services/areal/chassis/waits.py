@@ -64,7 +64,7 @@ class Waits:
         self._sources.append(source)
 
     def oldest(self) -> list[Wait]:
-        """The oldest wait of each kind, the oldest of all first."""
+        """Returns the oldest wait of each kind, the longest wait first."""
         now = time.monotonic()
         found = [
             Wait(what, whom, now - since, detail)
@@ -78,12 +78,12 @@ class Waits:
         return list(kinds.values())
 
     def as_json(self, service: str) -> dict[str, Any]:
-        """The body of /waits."""
+        """Returns the body of /waits."""
         return {"service": service, "waits": [asdict(wait) for wait in self.oldest()]}
 
 
 class WaitsCollector(Collector):
-    """The gauge `areal_<service>_oldest_wait_seconds{what}`."""
+    """Collects the gauge `areal_<service>_oldest_wait_seconds{what}`."""
 
     def __init__(self, service: str, waits: Waits, registry: CollectorRegistry | None = None):
         self._name = f"areal_{service.replace('-', '_')}_oldest_wait_seconds"
@@ -92,7 +92,7 @@ class WaitsCollector(Collector):
             registry.register(self)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """One sample for each kind that is waited for now."""
+        """Yields one sample for each kind of wait that is in progress."""
         gauge = GaugeMetricFamily(
             self._name, "Age of the oldest wait by kind; /waits names it.", labels=["what"]
         )

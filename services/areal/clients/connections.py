@@ -24,7 +24,7 @@ _NATS_FIRST_S = 10.0
 
 
 def redis_prefix(namespace: str) -> str:
-    """Key prefix of a run; the braces keep all its keys in one slot of a Redis cluster."""
+    """Returns a run's key prefix; the braces keep all its keys in one slot of a Redis cluster."""
     return f"areal:{{{namespace}}}:"
 
 

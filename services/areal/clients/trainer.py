@@ -37,7 +37,7 @@ class TrainerStatus:
 
 
 class TrainerClient(Client):
-    """Watches a trainer."""
+    """Watches a trainer's status."""
 
     POLICIES: ClassVar[Policies] = {"GetStatus": CallPolicy(5.0)}
 

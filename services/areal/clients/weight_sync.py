@@ -143,12 +143,12 @@ class WeightSyncClient(Client):
         )
 
     async def list_versions(self) -> list[PolicyVersion]:
-        """Every version that is kept, with its manifest; oldest first."""
+        """Returns every version that is kept, with its manifest; oldest first."""
         response = await self.call(self._stub.ListVersions, pb.ListVersionsRequest())
         return [version_from_pb(version) for version in response.versions]
 
     async def list_servers(self) -> tuple[list[InferenceServer], int]:
-        """Every known server, and the current version (-1 before the first)."""
+        """Returns every known server, and the current version (-1 before the first)."""
         response = await self.call(self._stub.ListServers, pb.ListServersRequest())
         return [server_from_pb(s) for s in response.servers], response.current_version
 

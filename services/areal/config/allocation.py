@@ -36,7 +36,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `d8`, `d16s8`, `d8t2c2e4`.
+        """Parse `d8`, `d16s8`, `d8t2c2e4`.
 
         Raises:
             ConfigError: the string has another form, or its numbers do not divide each other.
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of the trainer."""
+        """The number of trainer ranks."""
         return self.data * self.per_share
 
     @property
@@ -192,7 +192,7 @@ _TRAINER_ALONE = re.compile(r"(?P<gen>)fsdp:(?P<train>[a-z\d]+)")
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Read `sglang:d12t2+fsdp:d8t2`, `sglang.d12p1t1+d4p1t1`, or `fsdp:d8`: a trainer alone.
+    """Parse `sglang:d12t2+fsdp:d8t2`, `sglang.d12p1t1+d4p1t1`, or `fsdp:d8`: a trainer alone.
 
     Raises:
         ConfigError: the string has another form, asks for pipeline parallelism, or its numbers do

@@ -114,7 +114,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 
 
 def known_keys(schema: type) -> list[str]:
-    """All dotted keys of a config dataclass, sections included."""
+    """Return all dotted keys of a config dataclass, sections included."""
     keys: list[str] = []
     hints = get_type_hints(schema)
     for item in fields(schema):
@@ -343,7 +343,7 @@ def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, s
 
 
 def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOConfig:
-    """The experiment file as a service sees it: top-level keys of the recipe are ignored."""
+    """Load the experiment file for a service, which ignores the recipe's own top-level keys."""
     loaded = _read_yaml(file)
     known = {item.name for item in fields(GRPOConfig)}
     for key in [k for k in loaded if k not in known]:
@@ -353,7 +353,7 @@ def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOC
 
 
 def as_yaml(config: BaseExperimentConfig) -> str:
-    """The resolved experiment file."""
+    """Return the resolved experiment file."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 

@@ -27,7 +27,7 @@ _EXPECTED = {
 
 
 class SourceKind(StrEnum):
-    """How an entry finds servers."""
+    """How an entry of `endpoints.inference` finds servers."""
 
     STATIC = "static"
     DNS = "dns"

@@ -20,7 +20,7 @@ def in_object_store(place: str) -> bool:
 
 
 def transport_order(first: str) -> tuple[str, ...]:
-    """The ways to store a version and to read it: the configured one, then the other."""
+    """Returns the ways to store and read a version: the configured one, then the other."""
     ahead = (first,) if first in _STORING else ()
     return (*ahead, *(name for name in _STORING if name != first))
 

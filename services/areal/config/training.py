@@ -157,7 +157,7 @@ class LoraConfig:
 
 @dataclass
 class TrainEngineConfig(EngineConfig):
-    """A model under training."""
+    """The settings of a model under training."""
 
     dtype: Dtype = "auto"
     """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on

@@ -15,7 +15,7 @@ _LISTABLE_DIGITS = 2
 def addition(
     digits: int, *, train: int, heldout: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Random `digits`-digit addition problems, split so that no sum is seen in both parts.
+    """Return random `digits`-digit addition problems, split so that no sum is in both parts.
 
     a+b and b+a are always in the same part, so no held-out problem is a training problem with its
     operands swapped. The same arguments give the same rows.

@@ -30,13 +30,13 @@ _LEAST_REST = 1e-6
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Append the logprob of any other id: [..., k] -> [..., k + 1], which adds up to 1."""
+    """Append the logprob of all other ids: [..., k] -> [..., k + 1]; probabilities add up to 1."""
     kept = logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, (1.0 - kept).clamp(min=_LEAST_REST).log()], -1)
 
 
 def top_k_kl(student: Tensor, teacher: Tensor, direction: Literal["forward", "reverse"]) -> Tensor:
-    """KL divergence of each token over the same k ids and the rest.
+    """Return each token's KL divergence over the same k ids and the rest.
 
     Args:
         student: logprobs [N, k], with gradient.

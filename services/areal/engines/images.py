@@ -24,7 +24,7 @@ _ARRAYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rew
 
 
 def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path) -> Batch:
-    """Pack groups as `pack_groups` does, with the image keys where a group has images.
+    """Pack groups as `pack_groups` does, and add the image keys of groups that have images.
 
     Args:
         groups: this rank's share.

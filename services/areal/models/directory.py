@@ -10,14 +10,14 @@ from areal.errors import InvalidInput
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """`read_config`; of a model with several parts (text and vision), the text's."""
+    """Return `read_config`; for a model with several parts (text, vision), that of the text."""
     config = read_config(directory)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, as it is.
+    """Return config.json as it is.
 
     Raises:
         InvalidInput: There is none, or it is no JSON object.
@@ -35,7 +35,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def serving_dtype(requested: str, directory: Path, *, gpu: bool) -> str:
-    """The precision of inference servers, and of the weights that are published to them.
+    """Return the precision of inference servers, and of the weights published to them.
 
     Args:
         requested: `model.dtype`; what is not `auto` is taken as it is.

@@ -53,11 +53,11 @@ class GroupCodec:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def compress(self, payload: bytes) -> bytes:
-        """A serialized group as it is sent and stored."""
+        """Returns a serialized group as it is sent and stored."""
         return payload if len(payload) < MIN_BYTES else self._compressor.compress(payload)
 
     def expand(self, stored: bytes, max_bytes: int = _MAX_BYTES) -> bytes:
-        """The serialized group.
+        """Returns the serialized group.
 
         Raises:
             InvalidInput: It is a broken frame, or (nothing is allocated before that is known)

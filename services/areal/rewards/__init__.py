@@ -19,7 +19,7 @@ BUILTIN = {
 
 
 def builtin_reward(name: str) -> Callable[..., Any]:
-    """The built-in reward function of that name.
+    """Returns the built-in reward function of that name.
 
     Raises:
         InvalidInput: There is none, which names the nearest one; or it needs a package that is not

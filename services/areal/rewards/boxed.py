@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` with balanced braces; None if there is none."""
+    r"""Returns the content of the last ``\boxed{...}`` with balanced braces; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

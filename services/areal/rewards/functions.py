@@ -126,7 +126,7 @@ def resolve(reward: pb.RewardSpec, recipe: ModuleType | None) -> RewardFunction:
 
 
 def outcome(name: str, value: Any, where: str = "") -> pb.ScoreResult:
-    """The result for what a function returned: a finite number, or a FUNCTION failure.
+    """Returns the result for a function's return value: a finite number, or a FUNCTION failure.
 
     Args:
         name: Of the function.
@@ -146,7 +146,7 @@ def outcome(name: str, value: Any, where: str = "") -> pb.ScoreResult:
 
 
 def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:
-    """The result for what a function raised; names the last line passed, of its `file` if any."""
+    """Returns the result for an exception; names the last line reached, in its `file` if any."""
     if isinstance(error, InvalidInput):
         return failure(pb.SCORE_ERROR_INVALID, str(error))
     if isinstance(error, Unavailable):  # what the function needs is away: try the task again
@@ -176,14 +176,14 @@ def _calls(file: str) -> bool:
 
 
 def failure(error: pb.ScoreError.ValueType, message: str, trace: str = "") -> pb.ScoreResult:
-    """An item that has no reward."""
+    """Returns the result of an item that has no reward."""
     return pb.ScoreResult(
         failure=pb.ScoreFailure(error=error, message=message[:2000], traceback=trace)
     )
 
 
 def too_slow(name: str, timeout_s: float) -> str:
-    """The sentence for a call that passed its time limit."""
+    """Returns the sentence for a call that passed its time limit."""
     return f"{name} took longer than reward.timeout_s = {timeout_s:g} s"
 
 

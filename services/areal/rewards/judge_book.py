@@ -53,7 +53,7 @@ class JudgeBook:
             raise CannotStart(f"judge cache {str(path)!r}: {error}") from None
 
     def find(self, key: str) -> float | None:
-        """The score kept under a key."""
+        """Returns the score kept under a key."""
         row = self._file.execute("SELECT score FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else float(row[0])
 
@@ -92,7 +92,7 @@ class JudgeBook:
         self._file.execute("UPDATE used SET tokens = tokens + ? WHERE judge = ?", (tokens, judge))
 
     def used(self, judge: str) -> Used:
-        """What a judge's requests have cost so far."""
+        """Returns what a judge's requests have cost so far."""
         row = self._file.execute(
             "SELECT calls, tokens FROM used WHERE judge = ?", (judge,)
         ).fetchone()

@@ -29,7 +29,7 @@ _WRAPPERS = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 
 
 def math_reward(completion: str, answer: str | float) -> float:
-    r"""1.0 when the completion's final answer equals `answer`, else 0.0.
+    r"""Returns 1.0 when the completion's final answer equals `answer`, else 0.0.
 
     The final answer is the content of the last ``\boxed{}``, else what follows the last ``####``,
     else whatever math-verify finds last in the text.
@@ -70,7 +70,7 @@ def final_answer(text: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Text as the fast path compares it: no spaces, dollars, thousands separators, final stop."""
+    """Returns text for the fast path: no spaces, dollars, thousands separators or final period."""
     text = _WRAPPERS.sub(r"\1", text.strip().strip("$"))
     text = text.replace("\\!", "").replace("\\,", "").replace("\\$", "").replace("dfrac", "frac")
     return _THOUSANDS.sub("", "".join(text.split())).removesuffix(".")

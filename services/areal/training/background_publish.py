@@ -38,13 +38,13 @@ class BackgroundPublish:
     """All methods but `waits` are collective."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Nothing is on its way."""
+        """Starts with no version in flight."""
         self._ranks = ranks
         self._pending: _Pending | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether a version is on its way, as far as `settle` knows."""
+        """Whether a version is being published, as far as `settle` knows."""
         return self._pending is not None
 
     def begin(self, version: int, done: Future[None], size_bytes: int) -> None:
@@ -85,7 +85,7 @@ class BackgroundPublish:
         self._ranks.on_rank0(lambda: pending.done.result(0.0))
 
     def waits(self) -> Iterator[Wait]:
-        """A version that is being published, for the watchdog."""
+        """Returns the wait for a version that is being published, for the watchdog."""
         if (pending := self._pending) is not None and not pending.done.done():
             seconds = time.monotonic() - pending.since
             yield Wait("publish", "this disk", seconds, f"version {pending.version}")

@@ -34,7 +34,7 @@ class Checkpointable(Protocol):
     """What is asked of the actor."""
 
     def checkpoint_bytes(self) -> int:
-        """Of all ranks' files together, about."""
+        """The approximate size of all ranks' files together."""
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Snapshots now, writes in the background; the future ends when this rank is done."""
@@ -80,7 +80,7 @@ class CheckpointWriter:
     def __init__(
         self, ranks: Ranks, folder: CheckpointFolder, commit: Callable[[int], None]
     ) -> None:
-        """`commit(step)` tells the ledger, on rank 0."""
+        """`commit(step)` commits a step in the ledger, on rank 0."""
         self.actor: Checkpointable | None = None
         self.last_step = 0
         """Of the newest checkpoint begun or resumed from."""
@@ -162,11 +162,11 @@ class CheckpointWriter:
         )
 
     def waits(self) -> Iterator[Wait]:
-        """A checkpoint that is being written, for the watchdog."""
+        """Returns the wait for a checkpoint that is being written, for the watchdog."""
         if (pending := self._pending) is not None:
             seconds = time.monotonic() - pending.since
             yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")
 
     def close(self) -> None:
-        """What is not sealed stays half-written."""
+        """Stops writing; a checkpoint that is not complete stays incomplete."""
         self._sealer.shutdown(wait=False, cancel_futures=True)

@@ -53,7 +53,7 @@ class CheckpointFolder:
         self._log = get_logger("areal.training.checkpoints")
 
     def begin(self, step: int, incarnation: int) -> Path:
-        """An empty temporary folder for a new checkpoint."""
+        """Creates an empty temporary folder for a new checkpoint."""
         path = self.root / f".tmp-step_{step}-inc_{incarnation}"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
@@ -90,7 +90,7 @@ class CheckpointFolder:
         return final
 
     def list(self) -> list[Checkpoint]:
-        """Valid checkpoints of the live branch, oldest first; damaged ones are named in the log."""
+        """Returns valid checkpoints of the live branch, oldest first; logs damaged ones."""
         if not self.root.is_dir():
             return []
         found: list[Checkpoint] = []
@@ -146,7 +146,7 @@ class CheckpointFolder:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Size and digest of a file."""
+    """Returns the size and digest of a file."""
     return {"size": path.stat().st_size, "xxh3": file_digest(path)}
 
 

@@ -30,7 +30,7 @@ from areal.types import Purpose, Task, TaskState, WorkflowSpec
 
 
 def recorded(session: TrainerSession, name: str, version: int | None) -> float | None:
-    """The figure that stands for the policy of now, if there is one; None of another `version`.
+    """Returns the current policy's figure, if there is one; None if it is of another `version`.
 
     That is one measured at this very step. A run that resumes has moved on from its initial
     policy, so until its first step that one's figure is taken from the record, too.
@@ -72,7 +72,7 @@ def record(session: TrainerSession, name: str, figure: Figure) -> float:
 
 
 def pinned(session: TrainerSession, name: str, version: int | None) -> int | None:
-    """The version that every token must be of (rank 0); None where servers are ahead.
+    """Returns the version that every token must have (rank 0); None if servers are ahead.
 
     Servers continue only when the trainer publishes, which waits for the evaluation: nothing has to
     be held back for it.
@@ -98,7 +98,7 @@ def tasks_of(
     name: str,
     version: int | None,
 ) -> list[Task]:
-    """One task per row."""
+    """Returns one task per row."""
     return [
         Task(
             # With the version: another policy's answers are other tasks. Without the incarnation:
@@ -167,7 +167,7 @@ class Measurement:
         return "refused" if submission.refused else "waiting"
 
     def finish(self) -> Figure:
-        """Of the rewards of all trajectories; the answers are on disk then."""
+        """Writes the answers to disk and returns the mean of all rewards."""
         if not self._answers:
             raise errors.WorkflowError(
                 f"{self._what}: none of {self._count} rows was delivered; "

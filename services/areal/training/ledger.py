@@ -92,7 +92,7 @@ class TrainerLedger:
         return sum(accepted)
 
     def train_counts(self) -> dict[TaskState, int]:
-        """The numbers of the trial's train tasks by state."""
+        """Returns how many of the trial's train tasks are in each state."""
 
         async def ask() -> dict[TaskState, int]:
             return (await self.buffer.tasks.get_stats()).train_counts
@@ -100,7 +100,7 @@ class TrainerLedger:
         return self.ask(ask, "ledger statistics", shape=dict[TaskState, int])
 
     def states(self, task_ids: Sequence[str]) -> dict[str, tuple[TaskState, int]]:
-        """State and step (0: of no batch) of each task that the ledger knows."""
+        """Returns state and step (0: in no batch) of each task that the ledger knows."""
 
         async def ask() -> dict[str, tuple[TaskState, int]]:
             records = await self.buffer.tasks.get_tasks(task_ids)
@@ -141,7 +141,7 @@ class TrainerLedger:
         )
 
     def wait_ended(self, task_ids: Sequence[str], max_wait_s: float, what: str) -> list[str]:
-        """Those of at most 10,000 tasks that have ended; waits for the first of them.
+        """Returns those of at most 10,000 tasks that have ended; waits for the first of them.
 
         Raises:
             NotFound: One was released, or never submitted.

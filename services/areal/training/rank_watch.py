@@ -64,7 +64,7 @@ class RankWatch:
         self._thread.join(2 * STORE_TIMEOUT_S)
 
     def gone(self) -> str:
-        """Which ranks of this machine have died, for people; empty: none."""
+        """Returns, as text, which ranks of this machine have died; empty if none has."""
         dead = [
             self._name(rank)
             for rank, (host, pid) in enumerate(self._neighbours)

@@ -74,7 +74,7 @@ class Ranks:
 
 
 def broadcast_json(value: Any) -> Any:
-    """What rank 0 gave, on every rank; what the others give is not looked at. Collective.
+    """Returns rank 0's value on every rank; the others' values are ignored. Collective.
 
     Raises:
         CapacityExceeded: On every rank, if it is longer than MAX_BYTES as JSON.
@@ -93,7 +93,7 @@ def broadcast_json(value: Any) -> Any:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """What each rank gave, by rank, on every rank. Collective.
+    """Returns each rank's value, by rank, on every rank. Collective.
 
     Raises:
         CapacityExceeded: On every rank, if one is longer than MAX_BYTES as JSON.

@@ -26,7 +26,7 @@ EVALUATIONS = "evaluations"
 
 
 def best_step(evaluations: Sequence[dict[str, Any]], steps: Sequence[int]) -> int | None:
-    """Which of these steps has the highest held-out reward, the later of two; None: unknown."""
+    """Returns the step with the highest held-out reward, the later of two; None if unknown."""
     known = [(float(e["mean"]), int(e["step"])) for e in evaluations if e["step"] in steps]
     return max(known)[1] if known else None
 
@@ -63,7 +63,7 @@ class RunFiles:
         return rows
 
     def evaluations(self) -> list[Evaluation]:
-        """The last one of each name, in the order of their steps."""
+        """Returns the last evaluation of each name, ordered by step."""
         steps = self.results.get(MEASURED_AT) or {}
         known = [
             Evaluation(name, int(step), float(self.results[name])) for name, step in steps.items()

@@ -70,7 +70,7 @@ _CURRENT: ContextVar[TrainerSession] = ContextVar("areal_trainer_session")
 
 
 def current_session() -> TrainerSession:
-    """The session around the running recipe.
+    """Returns the session around the running recipe.
 
     Raises:
         InvalidInput: The recipe was not started by `areal run` or `areal-trainer`.
@@ -156,7 +156,7 @@ class TrainerSession(Ranks):
 
     @property
     def incarnation(self) -> int:
-        """Larger with each start of this trial's trainer; 0 before `open`."""
+        """Grows with each start of this trial's trainer; 0 before `open`."""
         return self.ledger.incarnation
 
     # -- opening and closing -------------------------------------------------------------------
@@ -318,7 +318,7 @@ class TrainerSession(Ranks):
     # -- steps ---------------------------------------------------------------------------------
 
     def attach(self, actor: Checkpointable) -> None:
-        """The actor whose state a checkpoint holds.
+        """Sets the actor whose state a checkpoint holds.
 
         Raises:
             InvalidInput: There is one already.
@@ -332,7 +332,7 @@ class TrainerSession(Ranks):
 
     @property
     def actor(self) -> Checkpointable | None:
-        """What was attached."""
+        """The actor that was attached."""
         return self._checkpoints.actor
 
     def begin_step(self) -> None:
@@ -437,7 +437,7 @@ class TrainerSession(Ranks):
                 self._tracker.log(self.step, {name: value} if tracked is None else tracked)
 
     def result(self, name: str) -> Any:
-        """A result recorded before, also by an earlier incarnation; the same on every rank."""
+        """Returns a recorded result, even of an earlier incarnation; the same on every rank."""
         return self.on_rank0(lambda: self._files.results.get(name) if self._files else None)
 
     # -- checkpoints ---------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StatusSnapshot:
-    """One consistent reading."""
+    """A consistent reading of the trainer's status."""
 
     state: pb.TrainerState.ValueType = pb.TRAINER_STATE_STARTING
     step: int = 0
@@ -66,7 +66,7 @@ class TrainerStatus:
         rows: list[dict[str, Any]],
         evaluations: Sequence[Evaluation] = (),
     ) -> None:
-        """The trainer has registered, perhaps resuming after `rows`."""
+        """Records that the trainer has registered, perhaps resuming after `rows`."""
         with self._lock:
             self._incarnation, self._step, self._rows = incarnation, step, list(rows)
             self._evaluations = [e for e in evaluations if e.step <= step]
@@ -86,12 +86,12 @@ class TrainerStatus:
         self._set(pb.TRAINER_STATE_SAVING, what)
 
     def ended(self, cause: str = "") -> None:
-        """Finished, or failed for a cause."""
+        """Records that the run finished, or why it failed."""
         self._set(pb.TRAINER_STATE_FAILED if cause else pb.TRAINER_STATE_FINISHED, cause)
         self._wake()
 
     def finished_step(self, step: int, row: dict[str, Any]) -> None:
-        """A step ended with this row."""
+        """Records the row of a finished step."""
         with self._lock:
             self._step = step
             self._rows.append(row)
@@ -99,7 +99,7 @@ class TrainerStatus:
         self._wake()
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Held-out rows were measured."""
+        """Records that held-out rows were measured."""
         with self._lock:
             self._evaluations.append(evaluation)
         self._wake()
@@ -109,7 +109,7 @@ class TrainerStatus:
             self._state, self._detail, self._since = state, detail, time.monotonic()
 
     def waits(self) -> Iterator[Wait]:
-        """What the recipe's thread is held up by, for the watchdog."""
+        """Returns what the recipe's thread waits for, for the watchdog."""
         with self._lock:
             state, detail, seconds = self._state, self._detail, time.monotonic() - self._since
         if state == pb.TRAINER_STATE_WAITING:
@@ -126,7 +126,7 @@ class TrainerStatus:
             loop.call_soon_threadsafe(event.set)
 
     def snapshot(self, after_step: int) -> StatusSnapshot:
-        """The state now, with the rows of steps above `after_step`."""
+        """Returns the current state, with the rows of steps above `after_step`."""
         with self._lock:
             rows = self._rows
             first = len(rows)

@@ -37,7 +37,7 @@ class StepTrace:
         self._open: list[Span] = []
 
     def begin(self, number: int) -> None:
-        """Step `number` waits for its batch."""
+        """Records that step `number` waits for its batch."""
         if not tracing.enabled():
             return
         self.end()
@@ -47,7 +47,7 @@ class StepTrace:
         self._enter("wait_batch", {})
 
     def taking(self) -> None:
-        """The ledger has handed out the batch."""
+        """Records that the ledger has handed out the batch."""
         if tracing.enabled():
             self._taken_at = time.time()
             self._enter("take", {})
@@ -67,16 +67,16 @@ class StepTrace:
         self._enter("train", {"areal.groups": len(taken.groups)})
 
     def publishing(self, version: int) -> None:
-        """The new weights are on their way."""
+        """Records that the new weights are being published."""
         if tracing.enabled():
             self._enter("publish", {"areal.policy_version": version})
 
     def phase_active(self) -> AbstractContextManager[Any]:
-        """A block whose calls belong to the phase under way."""
+        """Opens a block whose calls belong to the current phase."""
         return tracing.current(self._phase)
 
     def end(self) -> None:
-        """The step is over."""
+        """Records the end of the step."""
         self._leave()
         self._groups = []
         if self._step is not None:

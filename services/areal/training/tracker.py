@@ -94,7 +94,7 @@ _KINDS: dict[str, tuple[Callable[[BaseExperimentConfig], Tracker], str]] = {
 
 
 def settings_of(config: BaseExperimentConfig) -> dict[str, Any]:
-    """The experiment file as plain values, without what says where things run."""
+    """Returns the experiment file as plain values, without sections about where things run."""
     plain = asdict(config)
     for section in ("endpoints", "security", "stack"):
         plain.pop(section, None)

@@ -82,7 +82,7 @@ class Seat:
 
 
 def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """The items in their order, together as long as their sizes add up to at most so much.
+    """Returns the items in order, grouped as long as their sizes add up to at most the limit.
 
     One that is larger than that is a run of its own.
     """
@@ -104,7 +104,7 @@ def buckets(tensors: Iterable[WeightTensor]) -> Iterator[list[WeightTensor]]:
 
 
 def bucket_s(bucket: Sequence[WeightTensor]) -> float:
-    """How long each end waits for a bucket, once all have joined."""
+    """How long each end waits for a bucket, once all members have joined."""
     return patience_s(sum(map(_size_of, bucket)))
 
 

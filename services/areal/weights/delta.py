@@ -68,7 +68,7 @@ class _Entry:
 def encode(
     new: Sequence[HostTensor], base: Mapping[str, bytes | memoryview], base_digest: str
 ) -> bytes | None:
-    """The delta from `base` to `new`; None when it does not pay.
+    """Returns the delta from `base` to `new`; None if it would not be small enough to help.
 
     Args:
         new: Of the new version.
@@ -264,7 +264,7 @@ def rebuild(folder: Path, base: Path, wanted: DeltaFile, *, name: str = SINGLE_F
 
 
 def open_delta(raw: bytes | bytearray, wanted: DeltaFile) -> Delta:
-    """A delta that is the one which a manifest names.
+    """Opens the delta that a manifest names.
 
     Raises:
         InvalidInput: It is another one, truncated or damaged.
@@ -294,7 +294,7 @@ class DeltaChain:
         self._before: tuple[PolicyVersion, NewVersion] | None = None
 
     def encode(self, new: NewVersion) -> tuple[DeltaFile, bytes] | None:
-        """The delta to `new` and its description; None: it must travel whole."""
+        """Returns the delta to `new` and its description; None: send the whole version."""
         if self._before is None:
             return None
         base, before = self._before
@@ -307,7 +307,7 @@ class DeltaChain:
         return DeltaFile(base.folder_name, base.digest, len(raw), digest_of(raw)), raw
 
     def advance(self, manifest: PolicyVersion, new: NewVersion) -> None:
-        """`new` was published: the next delta starts from it."""
+        """Records that `new` was published: the next delta starts from it."""
         self._before = manifest, new
 
 

@@ -42,7 +42,7 @@ from areal.weights.safetensors import HostTensor, TensorPlace, plan_layout
 
 
 class DiskPublisher:
-    """See `Publisher`."""
+    """Publishes versions to a folder; see `Publisher`."""
 
     name = "disk"
 

@@ -40,7 +40,7 @@ _GRACE_S = 5.0
 
 
 class DistributedPublisher:
-    """See `Publisher`."""
+    """Broadcasts versions to the serving servers; see `Publisher`."""
 
     name = "distributed"
 

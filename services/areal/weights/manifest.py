@@ -112,48 +112,48 @@ class PolicyVersion:
 
     @property
     def name(self) -> str:
-        """What servers are told as `weight_version`."""
+        """The name that servers are told as `weight_version`."""
         return str(self.version)
 
     @property
     def folder_name(self) -> str:
-        """Of its folder; `parse_version_dir` reads it back."""
+        """The name of its folder; `parse_version_dir` reads it back."""
         return version_name(self.version, self.incarnation)
 
     @cached_property
     def digest(self) -> str:
-        """Of what servers compute with: every tensor's name, type, shape and bytes."""
+        """The digest of what servers compute with: every tensor's name, type, shape and bytes."""
         lines = sorted(f"{t.name} {t.dtype} {t.shape} {t.digest}\n" for t in self.tensors)
         return digest_of("".join(lines).encode())
 
     @property
     def stored(self) -> bool:
-        """Whether it has files; one that is being broadcast has none yet."""
+        """Whether it has files; a version that is being broadcast has none yet."""
         return bool(self.files)
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
 def version_dir(root: Path, version: int, incarnation: int) -> Path:
-    """Where a version is published."""
+    """Returns where a version is published."""
     return root / version_name(version, incarnation)
 
 
 def version_name(version: int, incarnation: int) -> str:
-    """Of a published folder; `parse_version_dir` reads it back."""
+    """Returns the name of a published folder; `parse_version_dir` reads it back."""
     return f"v{version:08d}-inc{incarnation}"
 
 
 def staging_dir(root: Path, version: int, incarnation: int) -> Path:
-    """Where a version is written before it is published: same volume, so the rename is atomic."""
+    """Returns where a version is written before a rename publishes it: on the same volume."""
     return root / f".staging-v{version:08d}-inc{incarnation}"
 
 
 def open_staging(root: Path, version: int, incarnation: int) -> Path:
-    """An empty staging folder, but for a weight file of a retired version to write over.
+    """Returns an empty staging folder, or one with a retired version's weight file to overwrite.
 
     Raises:
         OSError: The volume is full, read-only or away.
@@ -172,13 +172,13 @@ def open_staging(root: Path, version: int, incarnation: int) -> Path:
 
 
 def parse_version_dir(name: str) -> tuple[int, int] | None:
-    """(version, incarnation) of a published folder's name; None for anything else."""
+    """Returns (version, incarnation) of a published folder's name; None for any other name."""
     match = _FOLDER.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face model directory, by its index where it has one.
+    """Returns the safetensors files of a Hugging Face model folder, from its index if it has one.
 
     Raises:
         InvalidInput: There is none, or the index is not a mapping to files of this folder.
@@ -199,7 +199,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(file: Path) -> list[WeightTensor]:
-    """The tensor list in a safetensors header; checks that the file holds all their bytes.
+    """Reads the tensor list of a safetensors header; checks that the file holds all their bytes.
 
     Raises:
         InvalidInput: Not safetensors, an unknown dtype, or a truncated or padded file.
@@ -243,7 +243,7 @@ def assemble_manifest(
     weight_files: Sequence[WeightFile],
     tensors: Sequence[WeightTensor],
 ) -> PolicyVersion:
-    """The manifest of a folder whose safetensors files are described already.
+    """Returns the manifest of a folder whose safetensors files are already described.
 
     Raises:
         InvalidInput: Its config.json or its index cannot be read.
@@ -293,7 +293,7 @@ def _adapter() -> TypeAdapter[PolicyVersion]:
 
 
 def to_json(version: PolicyVersion) -> str:
-    """One line of JSON; `from_json` reads it back."""
+    """Returns one line of JSON; `from_json` reads it back."""
     return _adapter().dump_json(version).decode()
 
 
@@ -327,7 +327,7 @@ def read_manifest(folder: Path) -> PolicyVersion:
 
 
 def stored_versions(root: Path) -> list[PolicyVersion]:
-    """Every published version below `root`, oldest first; one without a manifest is left out."""
+    """Returns each published version below `root`, oldest first; skips those without manifest."""
     found = []
     for folder in root.iterdir() if root.is_dir() else ():
         if parse_version_dir(folder.name) and (folder / MANIFEST).is_file():
@@ -336,7 +336,7 @@ def stored_versions(root: Path) -> list[PolicyVersion]:
 
 
 def at_path(manifest: PolicyVersion, folder: Path) -> PolicyVersion:
-    """The same manifest, found in `folder`."""
+    """Returns the same manifest, found in `folder`."""
     return replace(manifest, path=str(folder))
 
 

@@ -97,7 +97,7 @@ class ObjectStore:
         self.close()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no connection is held open."""
 
     @contextmanager
     def _failing(self, path: str) -> Iterator[None]:
@@ -112,11 +112,11 @@ class ObjectStore:
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
     def manifest(self, name: str) -> PolicyVersion:
-        """What a version consists of; it is whole."""
+        """Returns the manifest of a complete version."""
         return replace(from_json(self._small(f"{name}/{MANIFEST}")), path=f"{self.url}/{name}")
 
     def companions(self, name: str) -> list[WeightFile]:
-        """Tokenizer and configuration files beside a version's weights."""
+        """Returns tokenizer and configuration files next to a version's weights."""
         try:
             return [
                 WeightFile(**entry) for entry in json.loads(self._small(f"{name}/{_COMPANIONS}"))
@@ -137,11 +137,11 @@ class ObjectStore:
                 )
 
     def versions(self) -> list[PolicyVersion]:
-        """Every whole version, oldest first."""
+        """Returns every complete version, oldest first."""
         return [self.manifest(name) for name in self.names(whole=True)]
 
     def names(self, *, whole: bool = False) -> list[str]:
-        """Of versions, oldest first; `whole`: without those that are being uploaded."""
+        """Returns names of versions, oldest first; `whole`: without those still being uploaded."""
         import obstore
 
         with self._failing(""):
@@ -241,7 +241,7 @@ class ObjectStore:
 
 
 class ObjectPublisher:
-    """See `publisher.Publisher`."""
+    """Publishes versions to an object store; see `publisher.Publisher`."""
 
     name = "object store"
 
@@ -271,7 +271,7 @@ class ObjectPublisher:
 def open_remote(
     location: str, headers: Mapping[str, str]
 ) -> tuple[StoreConnection | ObjectStore, str]:
-    """The store that a version lies in, and the version's name there; not for several threads.
+    """Returns a version's store and its name there; not for use by several threads.
 
     Args:
         location: http://host:port/versions/NAME of a weight store, or {s3,gs,az}://…/NAME.

@@ -40,7 +40,7 @@ class Again(Protocol):
         """Runs of (name, torch tensor) in the order of `NewVersion.tensors`; once. Close it."""
 
     def skip(self) -> None:
-        """They are not wanted: the trainer may change its weights. Harmless after `buckets`."""
+        """Skips the buckets: the trainer may change its weights. Harmless after `buckets`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class NewVersion:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return version_name(self.version, self.incarnation)
 
 
@@ -81,7 +81,7 @@ class Publisher(Protocol):
 
 
 def patience_s(size_bytes: int) -> float:
-    """How long to wait for so many bytes to be carried, or read and hashed, before giving up.
+    """How long to wait for that many bytes to be transferred, or read and hashed, before giving up.
 
     30 s, and a second for each 64 MiB: slower than any volume or network that training can live
     with.
@@ -90,7 +90,7 @@ def patience_s(size_bytes: int) -> float:
 
 
 def companions(model: Path) -> Iterator[Path]:
-    """Configuration and tokenizer files of a model directory."""
+    """Returns the configuration and tokenizer files of a model folder."""
     for pattern in _COMPANIONS:
         for file in sorted(model.glob(pattern)):
             if not file.name.endswith(".index.json") and file.name != "manifest.json":
@@ -98,7 +98,7 @@ def companions(model: Path) -> Iterator[Path]:
 
 
 def describe(new: NewVersion) -> tuple[PolicyVersion, Layout]:
-    """The manifest of a version in memory, and its file's layout."""
+    """Returns the manifest of a version in memory, and its file's layout."""
     layout = plan_layout(new.tensors)
     by_name = {tensor.name: tensor for tensor in new.tensors}
     names = [place.name for place in layout.places]
@@ -107,7 +107,7 @@ def describe(new: NewVersion) -> tuple[PolicyVersion, Layout]:
 
 
 def manifest_of(new: NewVersion, layout: Layout, digests: Mapping[str, str]) -> PolicyVersion:
-    """The manifest, from the tensors' digests by name."""
+    """Returns the manifest, from the tensors' digests by name."""
     return assemble_manifest(
         new.model,
         new.version,
@@ -118,7 +118,7 @@ def manifest_of(new: NewVersion, layout: Layout, digests: Mapping[str, str]) -> 
 
 
 def pieces(new: NewVersion, layout: Layout, most: int) -> Iterator[memoryview]:
-    """The bytes of the file from its first to its last, at most so many at once; not copied."""
+    """Yields the bytes of the file in order, in pieces of at most the given size; not copied."""
     yield memoryview(layout.header)
     tensors = {tensor.name: tensor.data for tensor in new.tensors}
     for place in layout.places:
@@ -128,7 +128,7 @@ def pieces(new: NewVersion, layout: Layout, most: int) -> Iterator[memoryview]:
 
 
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """`[work(item) for item in items]`, a few at a time: hashing and copying free the interpreter.
+    """Returns `[work(item) for item in items]`, computed by a few threads: hashing frees the GIL.
 
     As many threads as this process may use cores, at most four: memory is no faster with more.
     """

@@ -51,7 +51,7 @@ class HostTensor:
 
     @property
     def digest(self) -> str:
-        """xxh3-128 of the data, hex."""
+        """The xxh3-128 of the data, in hex."""
         return self.known_digest or digest_of(self.data)
 
 
@@ -78,11 +78,11 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole file."""
+        """The size of the whole file."""
         return self.places[-1].end if self.places else len(self.header)
 
     def file_digest(self, digests: Mapping[str, str]) -> str:
-        """Of the file, from its tensors' digests by name."""
+        """Returns the digest of the file, from its tensors' digests by name."""
         whole = xxhash.xxh3_128(self.header)
         for place in self.places:
             whole.update(f"{digests[place.name]}\n".encode())
@@ -90,7 +90,7 @@ class Layout:
 
 
 def digest_of(data: bytes | bytearray | memoryview | mmap.mmap) -> str:
-    """xxh3-128, hex; releases the interpreter while it works."""
+    """Returns the xxh3-128 in hex; releases the GIL while it works."""
     return xxhash.xxh3_128(data).hexdigest()
 
 
@@ -100,7 +100,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def plan_layout(tensors: Iterable[HostTensor]) -> Layout:
-    """The layout that Hugging Face's own writer gives: widest elements first, then by name."""
+    """Returns the layout of Hugging Face's own writer: widest elements first, then by name."""
     ordered = sorted(tensors, key=lambda t: (-_ITEM_BITS[t.dtype], t.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -118,7 +118,7 @@ def plan_layout(tensors: Iterable[HostTensor]) -> Layout:
 
 
 def header_length(prefix: bytes, where: object) -> int:
-    """Of the header with its prefix, from a file's first eight bytes."""
+    """Returns the length of the header with its prefix, from a file's first eight bytes."""
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
     if not 2 <= length <= MAX_HEADER_BYTES:
         raise InvalidInput(f"{where}: not a safetensors file (header of {length} bytes)")
@@ -158,7 +158,7 @@ def parse_header(raw: bytes, where: object) -> Layout:
 
 
 def read_layout(file: Path) -> Layout:
-    """The layout of a file that holds all its bytes.
+    """Returns the layout of a file that holds all its bytes.
 
     Raises:
         InvalidInput: Cannot be read, not safetensors, truncated or padded.
@@ -177,7 +177,7 @@ def read_layout(file: Path) -> Layout:
 
 
 def tensor_digests(file: Path, layout: Layout) -> dict[str, str]:
-    """Digest of each tensor's bytes, by name; raises InvalidInput when it cannot be read."""
+    """Returns each tensor's digest by name; raises InvalidInput when the file cannot be read."""
     if not layout.places:
         return {}
     try:
@@ -194,7 +194,7 @@ def tensor_digests(file: Path, layout: Layout) -> dict[str, str]:
 
 
 def file_digest(file: Path) -> str:
-    """Of any file of a version; raises InvalidInput when it cannot be read."""
+    """Returns the digest of any file of a version; raises InvalidInput when it cannot be read."""
     if file.suffix == SUFFIX:
         layout = read_layout(file)
         return layout.file_digest(tensor_digests(file, layout))

@@ -25,7 +25,7 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True)
 class InferenceServer:
-    """One server.
+    """One inference server and its state.
 
     Example:
         >>> InferenceServer("127.0.0.1:30000", "http://127.0.0.1:30000", ServerState.SERVING, 12)
@@ -85,5 +85,5 @@ class SyncStatus:
 
     @property
     def current_version(self) -> int:
-        """-1 before version 0."""
+        """The current policy version; -1 before version 0."""
         return -1 if self.current is None else self.current.version

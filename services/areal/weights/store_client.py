@@ -77,12 +77,12 @@ class StoreConnection:
         self._http.close()
 
     def manifest(self, name: str) -> PolicyVersion:
-        """What a version consists of."""
+        """Returns the manifest of a version."""
         response = self._send("GET", f"/versions/{name}/{MANIFEST}")
         return from_json(self._body(response, MAX_MANIFEST_BYTES))
 
     def companions(self, name: str) -> list[WeightFile]:
-        """Tokenizer and configuration files beside a version's weights."""
+        """Returns tokenizer and configuration files next to a version's weights."""
         response = self._send("GET", f"/versions/{name}")
         try:
             entries = json.loads(self._body(response, MAX_MANIFEST_BYTES))["files"]
@@ -197,7 +197,7 @@ class StoreConnection:
 
 
 def split_location(location: str) -> tuple[str, str]:
-    """(store's url, version's name) of http://host:port/versions/NAME; raises InvalidInput."""
+    """Returns (store's url, version) of http://host:port/versions/NAME; raises InvalidInput."""
     url, _, name = location.partition(_PREFIX)
     if parse_version_dir(name) is None:
         raise InvalidInput(f"{location[:200]!r}: expected http://host:port/versions/NAME")

@@ -22,7 +22,7 @@ _LANES = 2
 
 
 class StreamPublisher:
-    """See `Publisher`."""
+    """Uploads versions to the weight store; see `Publisher`."""
 
     name = "stream"
 

@@ -184,7 +184,7 @@ def assemble_trajectory(
     reward: float | Sequence[float],
     completion_text: str,
 ) -> Trajectory:
-    """The arrays of `make_trajectory`, from ids that are known to hold each output.
+    """Returns the arrays of `make_trajectory`, from ids that are known to hold each output.
 
     Args:
         ids: Of the whole trajectory.

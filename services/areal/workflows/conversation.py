@@ -63,12 +63,12 @@ class Conversation:
 
     @property
     def input_ids(self) -> list[int]:
-        """All tokens so far, ready to be answered: the prompt of the next request."""
+        """All tokens so far, as the prompt of the next request."""
         return self._ids + self._context
 
     @property
     def messages(self) -> list[Message]:
-        """The chat as people read it: roles and texts, the answers as `Reply.message`."""
+        """The chat as people read it: roles and texts; answers are `Reply.message`."""
         return [*self._messages, *self._pending]
 
     def add_messages(self, *messages: Message) -> None:

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def find_environment(name: str) -> Callable[..., Any]:
-    """What makes the environment of that name.
+    """Returns what creates the environment of that name.
 
     Raises:
         InvalidInput: No such package or name; says what to install.
@@ -85,7 +85,7 @@ class ReasoningGym:
         self._entry: dict[str, Any] = {}
 
     def reset(self, data: dict[str, Any]) -> str:
-        """The question of a row of `reasoning_gym_rows`."""
+        """Returns the question of a row of `reasoning_gym_rows`."""
         if "entry" not in data:
             raise InvalidInput("data: expected a row of reasoning_gym_rows, with 'entry'")
         self._entry = data["entry"]
@@ -114,7 +114,7 @@ class Gymnasium:
             )
 
     def reset(self, data: dict[str, Any]) -> str:
-        """The first observation."""
+        """Returns the first observation."""
         observation, _ = self._env.reset(seed=data.get("seed"))
         return str(observation)
 

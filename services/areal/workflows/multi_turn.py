@@ -106,7 +106,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
 
 def row_messages(data: dict[str, Any], system_prompt: str | None) -> list[Message]:
-    """A row's opening messages: its `messages`, or its `prompt` as a user's.
+    """Returns a row's opening messages: its `messages`, or its `prompt` as a user's message.
 
     Raises:
         InvalidInput: It has neither.

@@ -70,7 +70,7 @@ class ChatRenderer(Protocol):
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation that no model has sampled yet.
+        """Returns the token ids of a conversation that has no sampled answer yet.
 
         Raises:
             InvalidInput: The chat format has no place for these messages.
@@ -83,7 +83,7 @@ class ChatRenderer(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
     ) -> list[int]:
-        """Token ids that follow `history`, which ends with a sampled answer, up to the next answer.
+        """Returns the ids between `history`, which ends with a sampled answer, and the next answer.
 
         Args:
             history: All ids so far. The answer may have ended by itself (its end-of-turn token is
@@ -109,7 +109,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, **variables: Any) -> None:
-        """Cheap: renders nothing yet.
+        """Stores the tokenizer; it renders nothing yet, so this is cheap.
 
         Args:
             tokenizer: Of the model.

@@ -43,7 +43,7 @@ def builtin_workflows() -> dict[str, type[RolloutWorkflow]]:
 
 
 def recipe_of(value: object) -> Recipe | None:
-    """The recipe that defines a workflow (its class or its functions); None for a pure built-in.
+    """Returns the recipe that defines a workflow (its class or its functions); None for a built-in.
 
     Raises:
         InvalidInput: Its parts come from different files, or from no file at all.
@@ -168,7 +168,7 @@ def build_workflow(spec: WorkflowSpec, module: ModuleType | None) -> RolloutWork
 
 
 def find_workflow(name: str, module: ModuleType | None) -> type[RolloutWorkflow]:
-    """A built-in or one of the recipe's; raises InvalidInput with the nearest name."""
+    """Returns a built-in or one of the recipe's; raises InvalidInput with the nearest name."""
     found: dict[str, type[RolloutWorkflow]] = dict(builtin_workflows())
     if module is not None:
         for key, value in vars(module).items():

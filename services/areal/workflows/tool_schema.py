@@ -13,7 +13,7 @@ from areal.workflows.rendering import Message
 
 
 def arguments_of(tool: Callable[..., Any]) -> type[BaseModel]:
-    """What checks the arguments of a call.
+    """Returns what checks the arguments of a call.
 
     Raises:
         InvalidInput: A parameter has no type, or any number of arguments.
@@ -33,7 +33,7 @@ def arguments_of(tool: Callable[..., Any]) -> type[BaseModel]:
 
 
 def schema_of(tool: Callable[..., Any], arguments: type[BaseModel]) -> Message:
-    """The tool as chat templates show it: OpenAI's JSON schema of a function."""
+    """Returns the tool as chat templates show it: OpenAI's JSON schema of a function."""
     parameters = arguments.model_json_schema()
     parameters.pop("title", None)
     for each in parameters.get("properties", {}).values():

@@ -101,7 +101,7 @@ class Engine:
             self._condition.notify()
 
     def tell(self, command: Command) -> None:
-        """Run a command between two decode steps without waiting for it; a stopped engine: none."""
+        """Run a command between two decode steps without waiting for it; no effect once stopped."""
         with self._condition:
             self._inbox.append(_Call(command))
             self._condition.notify()
@@ -156,7 +156,7 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine no longer works, or None."""
+        """Return why the engine no longer works, or None."""
         return self._failure
 
     def _check_alive(self) -> None:

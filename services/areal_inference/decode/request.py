@@ -91,11 +91,11 @@ class Request:
         return len(self.input_ids) + len(self.output_ids)
 
     def prompt_key(self) -> tuple[str | None, bytes]:
-        """Equal for requests that may share the work on their prompt."""
+        """A key that is equal for requests that may share the work on their prompt."""
         images = b"" if self.seen is None else self.seen.digest
         return self.extra_key, images + array("q", self.input_ids).tobytes()
 
 
 def abort_reason(message: str) -> dict[str, Any]:
-    """SGLang's finish_reason of an interrupted request."""
+    """Return SGLang's finish_reason of an interrupted request."""
     return {"type": "abort", "message": message, "status_code": None, "err_type": None}

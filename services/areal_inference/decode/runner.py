@@ -72,7 +72,7 @@ class ModelRunner:
         self.model.weights = weights
 
     def reset(self) -> None:
-        """Give the cache's memory back."""
+        """Release the cache's memory."""
         self.cache.reset()
 
     def prefill(self, requests: Sequence[Request]) -> None:
@@ -114,7 +114,7 @@ class ModelRunner:
     def decode(
         self, requests: Sequence[Request], *, changed: bool
     ) -> tuple[list[int], list[float]]:
-        """Next token and its logprob of each request (request i is in row i)."""
+        """Return each request's next token and its logprob (request i is in row i)."""
         if changed:
             self._sampling = SamplingBatch([r.params for r in requests])
         last = [r.output_ids[-1] if r.output_ids else r.input_ids[-1] for r in requests]

@@ -41,7 +41,7 @@ class Runner(Protocol):
         """Whether the cache may hold this many rows of this length."""
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make that room, keeping the content."""
+        """Make room for that many rows of that length, and keep the content."""
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Fill each request's row from all its tokens but the last; set its input_logprobs."""
@@ -58,13 +58,13 @@ class Runner(Protocol):
     def decode(
         self, requests: Sequence[Request], *, changed: bool
     ) -> tuple[list[int], list[float]]:
-        """Next token and its logprob of each request; changed: not the same ones as last time."""
+        """Return each request's next token and logprob; changed: other requests than last time."""
 
     def load(self, weights: Any) -> None:
         """Use other weights from the next call on."""
 
     def reset(self) -> None:
-        """Give the cache's memory back."""
+        """Release the cache's memory."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Stats:
 
 
 class Scheduler:
-    """See the module's docstring."""
+    """Decides which requests run; see the module's docstring."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Scheduler:
         (self.waiting if self._gate_open else self.held).append(request)
 
     def abort(self, rids: set[str] | None, message: str) -> int:
-        """Finish these requests (None: all) with what they have; returns how many."""
+        """Finish these requests (None: all) with the tokens they have; returns how many."""
         hit = [r for r in self._unfinished() if rids is None or r.rid in rids]
         for request in hit:
             self._finish(request, abort_reason(message))
@@ -160,15 +160,15 @@ class Scheduler:
 
     @property
     def quiet(self) -> bool:
-        """Whether weights may change now: paused, or nothing left that was accepted before."""
+        """Whether weights may change now: paused, or all earlier requests have finished."""
         return self.pause_mode is not None or not (self.running or self.waiting)
 
     def close_gate(self) -> None:
-        """Hold back new requests until `open_gate`, so that an update is not starved."""
+        """Hold new requests back until `open_gate`, so that an update is not starved."""
         self._gate_open = False
 
     def open_gate(self) -> None:
-        """Queue what was held back."""
+        """Queue the requests that were held back."""
         self._gate_open = True
         self.waiting.extend(self.held)
         self.held.clear()
@@ -189,7 +189,7 @@ class Scheduler:
             self.weight_version = version
 
     def flush(self) -> bool:
-        """Give the cache back; False when running requests still need it."""
+        """Release the cache; False when running requests still need it."""
         if self.running:
             return False
         self.runner.reset()
@@ -204,12 +204,12 @@ class Scheduler:
 
     @property
     def throughput(self) -> float:
-        """Generated tokens per second over the last second of work; 0 when nothing runs."""
+        """Return generated tokens per second over the last second of work; 0 when idle."""
         return self._throughput if self.running else 0.0
 
     @property
     def pause_seconds(self) -> float:
-        """Time spent paused, the current pause included."""
+        """Return the time spent paused, the current pause included."""
         current = self._clock() - self._paused_at if self.pause_mode is not None else 0.0
         return self.stats.pause_seconds + current
 

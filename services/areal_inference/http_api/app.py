@@ -19,7 +19,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def build_app(frontend: Frontend, security: Security) -> Starlette:
-    """The HTTP application of a server; /generate first, for its route is looked up in order."""
+    """Build a server's HTTP application; /generate comes first, since routes are tried in order."""
     routes = [StarletteRoute("/generate", generate_route(frontend), methods=["POST"])]
     app = Starlette(
         routes=[

@@ -64,7 +64,7 @@ _CHECKER = {
 
 
 def control_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[StarletteRoute]:
-    """All control endpoints of a frontend; `headers` are what a weight store asks for."""
+    """Return all control endpoints; `headers` are those that a weight store requires."""
     control = _Control(frontend, headers)
     groups = GroupRoutes(control.groups, frontend, control.adopt)
     giving = Giving(control.sets)

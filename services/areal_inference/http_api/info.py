@@ -23,7 +23,7 @@ _HEALTH_GENERATE_S = 20.0
 
 
 def info_routes(frontend: Frontend) -> list[StarletteRoute]:
-    """All read-only endpoints of a frontend."""
+    """Return all read-only endpoints of a frontend."""
     info = _Info(frontend)
     return [
         StarletteRoute(path, guarded(handler), methods=["GET"])

@@ -25,12 +25,12 @@ class BodyTooLarge(Exception):
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A JSON answer; NaN becomes null."""
+    """Return a JSON answer; NaN becomes null."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def schema_error(message: str) -> Response:
-    """SGLang's answer to a malformed body: 400, never 422."""
+    """Return SGLang's answer to a malformed body: 400, never 422."""
     return json_response(
         {
             "object": "error",
@@ -44,7 +44,7 @@ def schema_error(message: str) -> Response:
 
 
 def engine_error(message: str, status: int = 400) -> Response:
-    """SGLang's answer when the engine refuses."""
+    """Return SGLang's answer when the engine refuses."""
     return json_response({"error": {"message": message}}, status)
 
 
@@ -70,7 +70,7 @@ def guarded(route: Route) -> Route:
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """All of the body; raises BodyTooLarge above MAX_BODY_BYTES."""
+    """Read the whole body; raises BodyTooLarge above MAX_BODY_BYTES."""
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -82,7 +82,7 @@ async def read_body(request: HttpRequest) -> bytes:
 
 
 async def read_json(request: HttpRequest) -> Any:
-    """The decoded body; an empty one is {}.
+    """Return the decoded body; an empty body is {}.
 
     Raises:
         SchemaError: not JSON.
@@ -101,7 +101,7 @@ async def read_json(request: HttpRequest) -> Any:
 
 
 async def read_object(request: HttpRequest, allowed: dict[str, type]) -> dict[str, Any]:
-    """The body as an object with known, correctly typed fields; nulls are dropped."""
+    """Return the body as an object with known, correctly typed fields; nulls are dropped."""
     body = await read_json(request)
     if not isinstance(body, dict):
         raise SchemaError("body: expected a JSON object")

@@ -109,7 +109,7 @@ class Groups:
         self._numbers = itertools.count(1)
 
     def location(self) -> str:
-        """A name for what was received last, unlike any folder's and any before."""
+        """Return a unique name for what was received last, which no folder has."""
         return f"broadcast:{next(self._numbers)}"
 
     async def join(self, body: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ async def refusing(work: Callable[[], _T]) -> _T:
 
 
 class GroupRoutes:
-    """The endpoints."""
+    """The endpoints for process groups of weights."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class GroupRoutes:
         frontend: Frontend,
         adopt: Callable[[MemorySource, dict[str, Any]], Awaitable[None]],
     ) -> None:
-        """`adopt(source, flags)` swaps a whole set in, or changes nothing."""
+        """`adopt(source, flags)` swaps in a whole set of weights, or changes nothing."""
         self._groups = groups
         self._frontend = frontend
         self._adopt = adopt
@@ -270,7 +270,7 @@ class GroupRoutes:
         self._collected: dict[str, Any] = {}  # the last request between them
 
     async def join_group(self, http: HttpRequest) -> Response:
-        """Take a place in a trainer's process group; returns once all are there."""
+        """Join a trainer's process group; returns once all members are there."""
         body = await read_object(http, _INIT_GROUP)
         self._frontend.check_ready()
         try:
@@ -298,7 +298,7 @@ class GroupRoutes:
         return done("Weight update begun.")
 
     async def receive(self, http: HttpRequest) -> Response:
-        """Receive some tensors; requests run on with the weights they have."""
+        """Receive some tensors; requests continue with the current weights."""
         body = await read_object(http, RECEIVE)
         self._frontend.check_ready()
         source = self._arriving
@@ -315,7 +315,7 @@ class GroupRoutes:
         return done(message)
 
     async def end_update(self, http: HttpRequest) -> Response:
-        """Make what has come the weights that serve: all of them, or nothing changes."""
+        """Serve with the received weights: all of them, or nothing changes."""
         await read_object(http, COMMON)
         source, self._arriving = self._arriving, None
         if source is None:
@@ -330,5 +330,5 @@ class GroupRoutes:
 
 
 def done(message: str, *, success: bool = True) -> Response:
-    """SGLang's answer to calls about weights."""
+    """Return SGLang's answer to calls about weights."""
     return json_response({"success": success, "message": message}, 200 if success else 400)

@@ -12,7 +12,7 @@ _LENGTH_STEP = 32
 
 
 def round_up(length: int, step: int = _LENGTH_STEP) -> int:
-    """Smallest multiple of step that is >= length."""
+    """Return the smallest multiple of step that is >= length."""
     return -(-length // step) * step
 
 
@@ -43,7 +43,7 @@ class KVCache:
         return self.tensor.shape[4]
 
     def reserve(self, rows: int, length: int, budget: int) -> None:
-        """Make room for this many rows of this length, keeping what is there.
+        """Make room for this many rows of this length, and keep the content.
 
         Grows in powers of two where the budget (rows x length, tokens) allows, else exactly.
         """
@@ -63,7 +63,7 @@ class KVCache:
         self.tensor[:, :, :kept_rows, :, :kept_length] = old[:, :, :kept_rows, :, :kept_length]
 
     def reset(self, rows: int = 0, length: int = 0) -> None:
-        """Replace the storage by an empty one of this shape (0: give the memory back)."""
+        """Replace the storage by an empty one of this shape (0: release the memory)."""
         layers, pair, _, heads, _, width = self._shape
         self.tensor = torch.zeros((layers, pair, rows, heads, length, width), dtype=self._dtype)
         # Per layer [rows, length, 2, kv_heads, head_dim]: where a step's keys and values go.

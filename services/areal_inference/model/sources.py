@@ -67,17 +67,17 @@ class Source(Protocol):
     tensors: dict[str, Stored]
 
     def read(self, stored: Stored) -> memoryview:
-        """A tensor's bytes, writable, good until this thread reads the next one."""
+        """Return a tensor's bytes, writable, valid until this thread reads the next one."""
 
     def together(self, names: Iterable[str]) -> list[list[str]]:
-        """The tensors in the order to read them; what is read together, by one thread."""
+        """Return the tensors in reading order, grouped by what one thread reads together."""
 
     def close(self) -> None:
         """Closes files and connections."""
 
 
 def open_source(location: str, headers: Mapping[str, str]) -> Source:
-    """A folder's path, or a place that `open_remote` knows.
+    """Open a folder's path, or a location that `open_remote` knows.
 
     Raises:
         WeightError: There is no complete set of safetensors files.
@@ -235,7 +235,7 @@ class DeltaSource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def open_changes(
@@ -244,7 +244,7 @@ def open_changes(
     digest: Callable[[], str],
     held: Callable[[str], memoryview],
 ) -> DeltaSource | None:
-    """A version as what changed since the held one; None: it was not published as that.
+    """Open a version as its changes since the held one; None: it was not published as such.
 
     Args:
         location: As for `open_source`.
@@ -282,7 +282,7 @@ def open_changes(
 
 
 def one_by_one(source: Source, names: Iterable[str]) -> list[list[str]]:
-    """`Source.together` where nothing is gained by reading neighbors at once."""
+    """`Source.together` for sources where reading neighbors at once gains nothing."""
     places = {name: source.tensors[name].place for name in names}
     return [[n] for n in sorted(places, key=lambda n: places[n].begin - places[n].end)]
 

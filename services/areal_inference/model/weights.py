@@ -81,7 +81,7 @@ class Weights:
     """The version that the set is, bit for bit, where it was pulled whole."""
 
     def checksums(self) -> dict[str, str]:
-        """xxh3-128 of each checkpoint tensor's bytes, in this engine's dtype and HF's layout.
+        """Return the xxh3-128 of each checkpoint tensor, in this engine's dtype and HF's layout.
 
         Read back from the parameters' memory, once for each time the set is filled.
         """
@@ -91,7 +91,7 @@ class Weights:
         return self.sums
 
     def digest(self) -> str:
-        """`PolicyVersion.digest` of what the set holds, where it was published in this dtype."""
+        """`PolicyVersion.digest` of these weights, if they were published in this dtype."""
         dtype = _NAMES[self.embed.dtype]
         tensors = tuple(
             WeightTensor(name, self.views[name].shape, dtype, digest)
@@ -100,7 +100,7 @@ class Weights:
         return PolicyVersion(0, 0, "", tensors=tensors).digest
 
     def copy_of(self, name: str) -> memoryview:
-        """A checkpoint tensor's bytes, in this engine's dtype; the caller's own."""
+        """Return a copy of a checkpoint tensor's bytes, in this engine's dtype."""
         return self.views[name].copy()
 
     def part_of(self, name: str, begin: int, end: int) -> bytes:
@@ -256,7 +256,7 @@ def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of this model, in checkpoint order."""
+    """Return checkpoint names and shapes of this model, in checkpoint order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     wide = config.num_heads * config.head_dim
     narrow = config.num_kv_heads * config.head_dim

@@ -54,7 +54,7 @@ class NodeCounts:
 
 
 def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
-    """The nodes that `allocation_mode` takes.
+    """Returns the nodes that `allocation_mode` takes.
 
     Raises:
         ConfigError: Ranks do not share nodes evenly, or a server needs more GPUs than a node has.
@@ -144,7 +144,7 @@ class Cluster:
         return await Child.start(spec, stack_id)
 
     def describe(self) -> dict[str, Any]:
-        """What `areal down` must know to end the stack from elsewhere, for stack.json."""
+        """Returns what `areal down` needs to end the stack from elsewhere, for stack.json."""
         return {}
 
     async def close(self) -> None:

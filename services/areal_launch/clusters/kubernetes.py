@@ -43,7 +43,7 @@ FORWARDED = {
 
 
 def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
-    """The chart's values that `allocation_mode`, `stack` and `model.path` stand for."""
+    """Returns the chart's values for `allocation_mode`, `stack` and `model.path`."""
     allocation, counts = parse_allocation(config.allocation_mode), count_nodes(config)
     gpus = config.stack.gpus_per_node
     servers: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _model(config: BaseExperimentConfig) -> tuple[str, str]:
 
 
 def experiment_to_send(config: BaseExperimentConfig) -> str:
-    """The experiment file for the chart: what differs from the defaults.
+    """Returns the experiment file for the chart: the values that differ from the defaults.
 
     Images may be of another version than this machine: they refuse keys that they do not know,
     so those that no one has set stay here. So does what only concerns this machine.
@@ -110,7 +110,7 @@ def _difference(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the trainer's job stands."""
+    """How the trainer's job ended, if it has."""
 
     word: str = ""
     """finished, failed, or "" while it is neither."""
@@ -121,7 +121,7 @@ class Release:
     """One release: installed, looked at, removed."""
 
     def __init__(self, config: BaseExperimentConfig, folder: Path) -> None:
-        """`folder`: for the files that helm is given."""
+        """`folder`: for the files that are passed to helm."""
         self.config = config
         self._settings = config.stack.kubernetes
         self._folder = folder
@@ -130,7 +130,7 @@ class Release:
 
     @cached_property
     def api(self) -> KubernetesApi:
-        """The cluster: in the context that is current when it is first asked."""
+        """The cluster of the context that is current at the first use."""
         return KubernetesApi(self._settings.context, self._settings.namespace)
 
     @property
@@ -144,7 +144,7 @@ class Release:
         return ["helm", *context, *self._where]
 
     def chart_arguments(self) -> list[str]:
-        """Name, chart and values, as `helm install` and `helm template` take them.
+        """Returns name, chart and values, as `helm install` and `helm template` take them.
 
         Raises:
             ConfigError: A file is missing, or a secret would end up in the cluster's ConfigMap.
@@ -171,7 +171,7 @@ class Release:
         ]
 
     def helm(self, *arguments: str) -> str:
-        """What helm prints; raises ArealError with its words, NotFound where there is none."""
+        """Returns helm's output; raises ArealError with its message, NotFound without helm."""
         hint = "`make setup` brings one"
         return run_command([*self.helm_command, *arguments], hint, timeout=HELM_TIMEOUT_S)
 
@@ -190,7 +190,7 @@ class Release:
         return [each for each in yaml.safe_load_all(text) if each]
 
     def services(self) -> dict[str, str]:
-        """Component to the name of its Service."""
+        """Returns the Service name of each component."""
         return {
             component_of(each): each["metadata"]["name"]
             for each in self.manifest
@@ -198,7 +198,7 @@ class Release:
         }
 
     def security(self) -> Security:
-        """The token, from the Secret that the pods get it from; in memory only."""
+        """Returns the token from the Secret that the pods use; it is kept in memory only."""
         for secret, key in _secret_keys(self.manifest):
             if key == "token":
                 read = self.api.core.read_namespaced_secret
@@ -207,7 +207,7 @@ class Release:
         return Security()
 
     def pods(self, component: str = "") -> list[dict[str, Any]]:
-        """Those of the release, or of one component of it."""
+        """Returns the pods of the release, or of one of its components."""
         selector = f"app.kubernetes.io/instance={self.name}"
         selector += f",app.kubernetes.io/component={component}" if component else ""
         listing = self.api.core.list_namespaced_pod
@@ -215,7 +215,7 @@ class Release:
         return list(found["items"])
 
     def outcome(self) -> Outcome:
-        """Whether the trainer's job has ended, and how.
+        """Returns whether the trainer's job has ended, and how.
 
         Raises:
             NotFound: The release has no trainer.
@@ -226,7 +226,7 @@ class Release:
         return outcome
 
     def preparation(self) -> Outcome:
-        """Whether the Job that makes or brings the model has ended, and how."""
+        """Returns whether the Job that creates or fetches the model has ended, and how."""
         return self._outcome("prepare", ("Job",)) or Outcome("finished")
 
     def _outcome(self, component: str, kinds: tuple[str, ...]) -> Outcome | None:
@@ -247,7 +247,7 @@ class Release:
         return Outcome()
 
     def last_lines(self, component: str, lines: int) -> list[str]:
-        """The end of its pods' logs, as `[pod/NAME] line`, as far as there are any."""
+        """Returns the end of its pods' logs, as `[pod/NAME] line`, if there are any."""
         found = []
         with contextlib.suppress(ArealError):
             for pod in self.pods(component):
@@ -257,7 +257,7 @@ class Release:
         return found
 
     def endpoints(self, ports: dict[str, int]) -> EndpointsConfig:
-        """Where the forwarded services are on this machine."""
+        """Returns the forwarded services' addresses on this machine."""
         endpoints = EndpointsConfig()
         for component, port in ports.items():
             scheme = "http://" if component == "gateway" else ""
@@ -265,7 +265,7 @@ class Release:
         return endpoints
 
     def forward(self, component: str, port: int) -> tuple[str, ...]:
-        """The command that forwards a port of this machine to a service.
+        """Returns the command that forwards a port of this machine to a service.
 
         kubectl's: the client's is a raw socket in this process, which no other program can use.
         """

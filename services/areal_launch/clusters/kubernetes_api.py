@@ -77,7 +77,7 @@ class KubernetesApi:
         return f"{where} ({self.server}), namespace {self.namespace}"
 
     def get(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The JSON that a call of `core`, `storage` or `custom` answers.
+        """Returns the JSON answer to a call of `core`, `storage` or `custom`.
 
         Raises:
             NotFound: There is no such object.
@@ -86,7 +86,7 @@ class KubernetesApi:
         return json.loads(self._bytes(call, *arguments, **options))
 
     def log(self, pod: dict[str, Any], lines: int) -> list[str]:
-        """The last lines of a pod's first container; raises as `get` does."""
+        """Returns the last lines of a pod's first container; raises as `get` does."""
         text = self._bytes(
             self.core.read_namespaced_pod_log,
             *(pod["metadata"]["name"], self.namespace),
@@ -96,14 +96,14 @@ class KubernetesApi:
         return text.decode(errors="replace").splitlines()
 
     def job(self, job: dict[str, Any]) -> dict[str, Any]:
-        """A Job, PyTorchJob or TrainJob as it is now, by its rendered form."""
+        """Returns a Job, PyTorchJob or TrainJob as it is now, by its rendered form."""
         group, _, version = job["apiVersion"].partition("/")
         plural, name = f"{job['kind'].lower()}s", job["metadata"]["name"]
         read = self.custom.get_namespaced_custom_object
         return dict(self.get(read, group, version, self.namespace, plural, name))
 
     def version(self) -> str:
-        """The server's, e.g. `v1.33.1`."""
+        """Returns the server's version, e.g. `v1.33.1`."""
         return str(self.get(self._api.VersionApi(self._client).get_code)["gitVersion"])
 
     def served(self) -> dict[str, set[str]]:

@@ -48,18 +48,18 @@ class Problem:
 
     @property
     def fix(self) -> str:
-        """What to do about what cannot start; "" for what the cluster may get over by itself."""
+        """How to fix it; "" if the cluster may recover by itself."""
         return _FIXES.get(self.reason, "")
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Equal while it is the same problem: messages count pauses and nodes."""
+        """Equal as long as it is the same problem: messages contain changing pauses and nodes."""
         said = () if self.container else (self.message,)
         return (self.component, self.container, self.image, self.reason, *said)
 
     @property
     def topic(self) -> tuple[str, ...]:
-        """What a person is told once: an image that cannot be pulled, whatever waits for it."""
+        """What to tell a person only once: an image that cannot be pulled, for any pod."""
         return (self.image, self.fix) if self.fix == _PULL else self.key
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Problem:
 
 
 def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
-    """What keeps pods from running, one entry per component, container, image and reason."""
+    """Returns what keeps pods from running: an entry per component, container, image, reason."""
     found: dict[tuple[str, ...], Problem] = {}
     for pod in pods:
         if "deletionTimestamp" in pod["metadata"]:
@@ -84,7 +84,7 @@ def problems_of(pods: Iterable[dict[str, Any]]) -> list[Problem]:
 
 
 def stuck(pods: list[dict[str, Any]]) -> list[Problem]:
-    """Those that stop a whole component: a person must fix them, and none of its pods runs."""
+    """Returns problems that stop a whole component and that a person must fix."""
     runs = {component_of(pod) for pod in pods if _ran(pod)}
     return [each for each in problems_of(pods) if each.fix and each.component not in runs]
 
@@ -102,7 +102,7 @@ class StuckWatch:
         """Component and container to when it was seen stuck first and last."""
 
     def look(self, pods: list[dict[str, Any]], now: float) -> tuple[Problem, float] | None:
-        """What has lasted too long, and since when; None: nothing has.
+        """Returns the problem that has lasted too long, and since when; None if there is none.
 
         Args:
             pods: All of the release.
@@ -132,13 +132,13 @@ def processes_of(pods: list[dict[str, Any]], release: str) -> dict[str, RemotePr
 
 
 def component_of(content: dict[str, Any]) -> str:
-    """Of any object of the chart; "" where it names none."""
+    """Returns the component of any object of the chart; "" if it names none."""
     labels = content["metadata"].get("labels") or {}
     return str(labels.get("app.kubernetes.io/component", ""))
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether it runs and all its containers are ready."""
+    """Whether the pod runs and all its containers are ready."""
     status = pod.get("status") or {}
     containers = status.get("containerStatuses") or [{}]
     return status.get("phase") == "Running" and all(each.get("ready") for each in containers)

@@ -48,7 +48,7 @@ _WITH_PARENT = (
 
 
 def bundles_of(config: BaseExperimentConfig) -> list[dict[str, float]]:
-    """What the placement group asks for: a bundle per inference server, then one per trainer node.
+    """Returns the placement group's bundles: one per inference server, then one per trainer node.
 
     Raises:
         ConfigError: The allocation does not fall into nodes.
@@ -119,7 +119,7 @@ class RayCluster(Cluster):
         )
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
-        """An actor on each of the spec's bundles; a child where it has none."""
+        """Starts an actor on each of the spec's bundles, or a child process if it has none."""
         if not spec.nodes:
             return await Child.start(spec, stack_id)
         actors = [self._actor(int(node.name)) for node in spec.nodes]
@@ -276,12 +276,12 @@ class RayLife:
         return life
 
     async def wait(self) -> int:
-        """The exit code: 0 when all nodes' are, else the first other one."""
+        """Returns the exit code: 0 if it is 0 on all nodes, else the first other one."""
         assert self._ended is not None
         return await asyncio.shield(self._ended)
 
     async def stop(self, grace_s: float | None = None) -> int:
-        """SIGTERM, then SIGKILL to it and all its descendants; returns the exit code."""
+        """Sends SIGTERM, then SIGKILL to it and all its descendants; returns the exit code."""
         grace_s = self._spec.stop_grace_s if grace_s is None else grace_s
         assert self._ended is not None
         if grace_s > 0 and not self._ended.done():

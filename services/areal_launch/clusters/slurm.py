@@ -40,7 +40,7 @@ def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) -> str:
-    """The job: the same command again, inside the allocation.
+    """Returns the job script: it runs the same command inside the allocation.
 
     Args:
         config: Valid; says which nodes.
@@ -110,7 +110,7 @@ class JobState:
 
     @property
     def active(self) -> bool:
-        """Whether it will run, runs or is being ended."""
+        """Whether the job will run, runs, or is being ended."""
         return self.state in ACTIVE
 
 
@@ -141,7 +141,7 @@ class SlurmCluster(Cluster):
     """The nodes of the allocation that this process runs in."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """`environment`: with what Slurm has put there."""
+        """`environment`: the variables, with those that Slurm has set."""
         self._job = environment["SLURM_JOB_ID"]
         self._list = environment.get("SLURM_JOB_NODELIST", "")
         self._here = environment.get("SLURMD_NODENAME", "")
@@ -156,7 +156,7 @@ class SlurmCluster(Cluster):
         return assign(config, [Node(name, addresses.get(name, name)) for name in names], EVERYWHERE)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Child:
-        """A step on the spec's nodes; a child where it has none."""
+        """Starts a step on the spec's nodes, or a child process if it has none."""
         if not spec.nodes:
             return await Child.start(spec, stack_id)
         return await SlurmChild.start(replace(spec, argv=step_argv(spec)), stack_id)
@@ -166,7 +166,7 @@ class SlurmCluster(Cluster):
 
 
 def step_argv(spec: ProcessSpec) -> tuple[str, ...]:
-    """The srun command that starts a process on each of its nodes."""
+    """Returns the srun command that starts a process on each of its nodes."""
     count = str(len(spec.nodes))
     # The GPUs that Slurm shows to a step are all of the job: each process is told its own.
     pairs = [f"{key}={value}" for key, value in spec.environment.items()]

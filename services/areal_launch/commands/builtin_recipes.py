@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def find_recipe(recipe: Path, overrides: list[str]) -> tuple[Path, list[str]]:
-    """The recipe's file and the overrides without `trainer.type`.
+    """Returns the recipe's file and the overrides without `trainer.type`.
 
     Args:
         recipe: The first argument: a file, or an override if `trainer.type` is among them.

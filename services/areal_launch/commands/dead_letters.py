@@ -27,7 +27,7 @@ _KEPT = 200
 
 
 def describe(row: Mapping[str, Any], now: float) -> str:
-    """A dead letter (see `as_row`) for people: heading, cause, traceback."""
+    """Returns a dead letter (see `as_row`) for people: heading, cause, traceback."""
     attempts = row["attempts"] + row["infrastructure_attempts"]
     ago = f", {_age(now - row['end_time'])} ago" if row["end_time"] is not None else ""
     lines = [f"{row['task_id']}   {row['cause']}, {attempts} attempts{ago}"]
@@ -84,7 +84,7 @@ async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) 
 
 
 def as_row(letter: DeadLetter) -> dict[str, Any]:
-    """What --json prints, and what an ended run leaves."""
+    """Returns what --json prints, and what is kept when a run ends."""
     record = letter.record
     return {
         "task_id": record.task.task_id,

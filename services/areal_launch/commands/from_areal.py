@@ -338,7 +338,7 @@ RULES: dict[str, str | Rule] = {
 
 
 def convert(theirs: Mapping[Any, Any]) -> Converted:
-    """Their experiment file as our keys.
+    """Returns AReaL's experiment file with our keys.
 
     Args:
         theirs: Its references (`${actor.path}`) resolved.
@@ -422,7 +422,7 @@ def _flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def converted_yaml(file: Path) -> str:
-    """An experiment file of AReaL as one of ours; comments say what has no key here.
+    """Converts an experiment file of AReaL to ours; comments say what has no key here.
 
     Raises:
         ConfigError: It cannot be read, or a value cannot be understood.

@@ -22,12 +22,12 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Follower:
-    """One stack on one screen."""
+    """Shows one remote stack on one screen."""
 
     def __init__(
         self, name: str, stack: RemoteStack, display: Display, *, silence_s: float
     ) -> None:
-        """`name`: the kind of cluster; it may give no answer for `silence_s`, and be asked on."""
+        """`name`: the kind of cluster; `silence_s`: how long it may give no answer."""
         self.stack = stack
         self.display = display
         self.poller: StackPoller | None = None
@@ -53,7 +53,7 @@ class Follower:
             loop.add_signal_handler(signum, handle)
 
     async def ask(self, question: Callable[[], AnswerT], last: AnswerT) -> AnswerT:
-        """What the cluster answers, in a thread; `last` while it is away for a moment.
+        """Returns what the cluster answers, in a thread; `last` while it is briefly unavailable.
 
         Raises:
             WaitTimeout: It has been away for too long, or raised by the question itself.

@@ -93,7 +93,7 @@ def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int
 def read_experiment(
     recipe: Path, config: Path | None, overrides: list[str]
 ) -> tuple[BaseExperimentConfig, ModuleType]:
-    """The resolved experiment and its recipe's module; whether the model is there is not asked."""
+    """Returns the resolved experiment and its recipe's module; does not look for the model."""
     source = Recipe.read(recipe)
     module = load_recipe(source.source, str(recipe))
     if not callable(getattr(module, "main", None)):
@@ -176,7 +176,7 @@ class Session:
     def __init__(
         self, resolved: Resolved, stack: LocalStack, display: Display, *, ready_fd: int | None
     ) -> None:
-        """`ready_fd`: a pipe that is told "ready", or why not."""
+        """`ready_fd`: a pipe that receives "ready", or why the stack is not."""
         self._resolved = resolved
         self._stack = stack
         self._display = display

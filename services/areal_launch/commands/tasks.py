@@ -157,7 +157,7 @@ def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
 def describe_workflow_named(
     recipe: Recipe | None, gconfig: GenerationHyperparameters, reward: str, workflow: str
 ) -> WorkflowSpec:
-    """A workflow by its name, with those of the arguments below that its constructor takes.
+    """Describes a workflow by name, with the arguments below that its constructor takes.
 
     Args:
         recipe: Defines the workflow, or its reward; None: built-ins only.

@@ -116,14 +116,14 @@ def _checkpoints(run: Path) -> list[Checkpoint]:
 
 
 def encoding(version: PolicyVersion) -> str:
-    """Full, or a delta: of which version, and how large."""
+    """Returns "full", or the base version and the size of a delta."""
     if version.delta is None:
         return "full"
     return f"delta of {version.delta.base}, {version.delta.size_bytes / 2**20:.2f} MiB"
 
 
 def kept_versions(config: BaseExperimentConfig, start: Path) -> list[PolicyVersion]:
-    """The configured model, then what lies in the weights folder, oldest first.
+    """Returns the configured model, then the versions in the weights folder, oldest first.
 
     Relative paths begin at `start`.
     """

@@ -52,7 +52,7 @@ class ClusterDoctor:
         return self._release.api
 
     def examine(self) -> list[Finding]:
-        """All findings; ends early without a cluster or a chart that renders."""
+        """Returns all findings; ends early without a cluster or a chart that renders."""
         first: list[Finding] = []
         for name, check in {"cluster": self._cluster, "chart": self._chart}.items():
             first += examine({name: check})
@@ -289,7 +289,7 @@ class ClusterDoctor:
 
 
 def quantity(text: str) -> float:
-    """A Kubernetes quantity as a number: 500m, 2, 4Gi."""
+    """Returns a Kubernetes quantity (500m, 2, 4Gi) as a number."""
     import kubernetes.utils
 
     library: Any = kubernetes.utils  # has no types

@@ -55,17 +55,17 @@ class Finding:
 
 
 def ok(found: str) -> Finding:
-    """A check that passed; `examine` puts its name in."""
+    """Reports a check that passed; `examine` fills in its name."""
     return Finding("", CheckResult.OK, found)
 
 
 def note(found: str, fix: str) -> Finding:
-    """A run works, with a loss."""
+    """Reports that a run works, with a drawback."""
     return Finding("", CheckResult.NOTE, found, fix)
 
 
 def missing(found: str, fix: str = "see the message") -> Finding:
-    """A run would fail."""
+    """Reports that a run would fail."""
     return Finding("", CheckResult.MISSING, found, fix)
 
 

@@ -44,7 +44,7 @@ class Trainer:
 
 
 def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int = 0) -> Trainer:
-    """What one trainer rank needs at its peak, on its device.
+    """Returns the memory that one trainer rank needs at its peak, on its device.
 
     Args:
         config: of the experiment.
@@ -61,7 +61,7 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
 
 
 def server(config: BaseExperimentConfig, shape: ModelShape, *, gpu: bool) -> Need:
-    """What one inference server needs on each of its GPUs, or on CPUs in all.
+    """Returns the memory that one inference server needs on each of its GPUs, or on CPUs in total.
 
     Its cache holds every request that may run at once at full length; a GPU server that has less
     room lets requests wait. The CPU engine's cache ends at 1 GiB.
@@ -80,12 +80,12 @@ def server(config: BaseExperimentConfig, shape: ModelShape, *, gpu: bool) -> Nee
 
 
 def cache_bytes(shape: ModelShape, element: int) -> int:
-    """Of one token's keys and values."""
+    """Returns the bytes of one token's keys and values."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * element
 
 
 def gpu_bytes() -> int:
-    """Free memory of this machine's GPU that has least of it; 0 without a driver that answers."""
+    """Returns the free memory of the GPU that has the least; 0 without a driver that answers."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0
@@ -100,7 +100,7 @@ def gpu_bytes() -> int:
 
 
 def host(config: BaseExperimentConfig, shape: ModelShape, *, ranks: int) -> Need:
-    """What a node's own memory has to hold while `ranks` trainer ranks with GPUs start and publish.
+    """Returns the host memory that a node needs while `ranks` trainer ranks start and publish.
 
     Each rank builds the whole model in its master precision before it is sharded; rank 0 holds a
     published version.

@@ -18,12 +18,12 @@ _GIB = 1024**3
 
 
 def examine_model(directory: Path) -> list[Finding]:
-    """What a trainer would say of a model's directory."""
+    """Checks a model's folder as a trainer would."""
     return examine({"architecture": lambda: architecture(directory)})
 
 
 def architecture(directory: Path) -> Finding:
-    """Load the model and compare packed sequences with each alone, as a trainer does at start.
+    """Loads the model and compares packed sequences with single ones, as a trainer does at start.
 
     Raises:
         WaitTimeout: it took ten minutes.

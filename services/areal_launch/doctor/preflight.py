@@ -52,13 +52,13 @@ def check_start(
 
 
 def run_root_problem(config: BaseExperimentConfig) -> str:
-    """Why the run's folder cannot be made."""
+    """Returns why the run's folder cannot be created."""
     why = _unwritable(config.run_dir)
     return f"run_root {config.run_root!r}: {why}; choose a folder with run_root=DIR" if why else ""
 
 
 def weights_problem(config: BaseExperimentConfig) -> str:
-    """Why versions cannot be published."""
+    """Returns why versions cannot be published."""
     path = config.weight_sync.path
     if in_object_store(path):
         try:
@@ -71,7 +71,7 @@ def weights_problem(config: BaseExperimentConfig) -> str:
 
 
 def tokenizer_problem(config: BaseExperimentConfig, *, will_prepare: bool) -> str:
-    """Why rollout workers would not find a tokenizer."""
+    """Returns why rollout workers would not find a tokenizer."""
     if (
         will_prepare
         or config.endpoints.rollout
@@ -82,7 +82,7 @@ def tokenizer_problem(config: BaseExperimentConfig, *, will_prepare: bool) -> st
 
 
 def dataset_problem(config: BaseExperimentConfig) -> str:
-    """Why the training rows cannot be read; a name that only the recipe understands is fine."""
+    """Returns why rows cannot be read; a name that only the recipe understands is fine."""
     path = config.train_dataset.path if isinstance(config, GRPOConfig) else ""
     if not path.endswith(_FILES) or Path(path).is_file():
         return ""
@@ -90,7 +90,7 @@ def dataset_problem(config: BaseExperimentConfig) -> str:
 
 
 def answers_problem(config: BaseExperimentConfig) -> str:
-    """Why answers would be cut off long before the limit that was asked for."""
+    """Returns why answers would be cut off long before the configured limit."""
     if not isinstance(config, GRPOConfig):
         return ""
     longest, room = config.gconfig.max_new_tokens, config.model.context_length
@@ -104,7 +104,7 @@ def answers_problem(config: BaseExperimentConfig) -> str:
 
 
 def gateway_problem(config: BaseExperimentConfig) -> str:
-    """Why the dashboard cannot have the port that was asked for."""
+    """Returns why the dashboard cannot have the configured port."""
     port = config.stack.gateway_port
     if not port or config.endpoints.gateway or port_is_free(port):
         return ""

@@ -14,7 +14,7 @@ COMMAND_TIMEOUT_S = 60.0
 
 
 def find_program(name: str, hint: str) -> str:
-    """A program on PATH, or beside this Python: its environment need not be the active one.
+    """Finds a program on PATH or next to this Python, whose environment need not be active.
 
     Raises:
         NotFound: There is none; the line ends with `hint`.

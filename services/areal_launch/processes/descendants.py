@@ -29,7 +29,7 @@ Leaders = Mapping[int, float]
 
 
 def leaders_of(stack: Mapping[str, Any]) -> dict[int, float]:
-    """The session leaders that a `stack.json` names."""
+    """Returns the session leaders that a `stack.json` names."""
     entries = stack.get("processes", {}).values()
     return {int(e["pid"]): float(e.get("spawned", 0.0)) for e in entries if e.get("pid")}
 
@@ -37,7 +37,7 @@ def leaders_of(stack: Mapping[str, Any]) -> dict[int, float]:
 def find_tagged(
     stack_id: str, process: str = "", leaders: Leaders | None = None
 ) -> list[psutil.Process]:
-    """Living processes of a stack (of one named process of it) and all their descendants.
+    """Returns living processes of a stack, or of one process of it, and all their descendants.
 
     Args:
         stack_id: The value of `AREAL_STACK`.

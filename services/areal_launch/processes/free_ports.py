@@ -29,13 +29,13 @@ class PortPicker:
     """
 
     def __init__(self, preferred: Mapping[str, int] | None = None) -> None:
-        """`preferred`: name to port of an earlier run."""
+        """`preferred`: ports of an earlier run, by process name."""
         self._preferred = preferred or {}
         self._given: set[int] = set(self._preferred.values())
         self._promises: list[IO[str]] = []
 
     def pick(self, name: str) -> int:
-        """A port that no one listens on or was promised; raises OSError when all are taken."""
+        """Returns a port that is free and not promised; raises OSError when all are taken."""
         before = self._preferred.get(name)
         if before is not None and port_is_free(before) and self._promise(before):
             return before

@@ -39,7 +39,7 @@ _CANNOT_EXECUTE = 127
 
 
 def keeper_argv(log: Path, argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The command that runs `argv` under a keeper."""
+    """Returns the command that runs `argv` under a keeper."""
     # -P: a file of the user's beside us must not stand in for a module of Python's.
     return (sys.executable, "-S", "-P", "-m", "areal_launch.processes.keeper", str(log), *argv)
 
@@ -109,7 +109,7 @@ class Keeper:
 
 
 def main(argv: list[str]) -> int:
-    """`keeper LOG PROGRAM [ARGUMENT ...]`; says "pid PID" or "error ERRNO" on stdout."""
+    """Runs `keeper LOG PROGRAM [ARGUMENT ...]`; prints "pid PID" or "error ERRNO"."""
     try:
         keeper = Keeper(LogFile(Path(argv[0])), argv[1:])
     except OSError as error:

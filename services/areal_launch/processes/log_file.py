@@ -15,7 +15,7 @@ LIMIT_BYTES = 20 * 1024 * 1024
 
 
 def rotated(file: Path) -> Path:
-    """Where the lines before those of a log are."""
+    """Returns the file with the lines before those of a log."""
     return file.with_name(f"{file.name}.1")
 
 

@@ -27,14 +27,14 @@ class LogPlace:
     """
 
     def __init__(self, file: Path) -> None:
-        """The beginning; the file need not exist yet."""
+        """Points to the beginning; the file need not exist yet."""
         self._file = file
         self._inode = 0
         self._offset = 0
 
     @classmethod
     def end(cls, file: Path) -> LogPlace:
-        """Behind all that is there now."""
+        """Returns the place after all that is there now."""
         place = cls(file)
         with suppress(OSError):
             found = file.stat()
@@ -42,7 +42,7 @@ class LogPlace:
         return place
 
     def read(self) -> tuple[bytes, bool]:
-        """All bytes behind it, and moves there; False: some between are in no file any more."""
+        """Returns all bytes after this place, and moves there; False: some were lost."""
         complete, parts = True, []
         try:
             with self._file.open("rb") as stream:
@@ -92,7 +92,7 @@ class LogTail:
 
 
 def read_end(log: Path, limit: int) -> bytes:
-    """At most the last `limit` bytes of a log, of its predecessor too while it is short."""
+    """Returns at most the last `limit` bytes of a log, and of its predecessor while it is short."""
     text = b""
     for file in (log, rotated(log)):
         with suppress(OSError), file.open("rb") as stream:
@@ -114,7 +114,7 @@ def _content(line: str) -> dict[str, Any]:
 
 
 def humanize(line: str) -> str:
-    """A structured line as `event key=value …`; any other line as it is."""
+    """Returns a structured line as `event key=value …`; any other line as it is."""
     if not (content := _content(line)):
         return line.strip()
     values = (f"{key}={value}" for key, value in content.items() if key not in _BORING)
@@ -122,14 +122,14 @@ def humanize(line: str) -> str:
 
 
 def last_error(begin: LogPlace, limit: int = 262144) -> str:
-    """The gist of a log's last structured line of level error after `begin`; "": none."""
+    """Returns the gist of a log's last structured error line after `begin`; "" if there is none."""
     lines = begin.read()[0][-limit:].decode(errors="replace").splitlines()
     errors = (line for line in reversed(lines) if _content(line).get("level") == "error")
     return gist(next(errors, ""))
 
 
 def gist(line: str, limit: int = 300) -> str:
-    """What a log line says, without its traceback: `event: last line of the exception`."""
+    """Returns a log line's message without its traceback: `event: last line of the exception`."""
     content = _content(line)
     raised = str(content.get("exception") or content.get("error") or "").strip()
     text = f"{content['event']}: {raised.splitlines()[-1]}" if raised else humanize(line)

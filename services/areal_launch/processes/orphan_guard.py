@@ -34,7 +34,7 @@ class Guard:
     """A guard process whose stdin is held open for as long as this process lives."""
 
     def __init__(self, stack_file: Path, lock: int | None, report: Report) -> None:
-        """`lock`: the run's lock, if it is held: the guard keeps it until it has cleaned up."""
+        """`lock`: the run's lock, if held; the guard keeps it until it has cleaned up."""
         self._stack_file = stack_file
         self._lock = lock
         self._report = report

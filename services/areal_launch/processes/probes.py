@@ -40,13 +40,13 @@ async def _ask(
 
 
 def http_probe(host: str, port: int, path: str) -> Probe:
-    """Ready when GET answers 200."""
+    """Returns a probe that is ready when GET answers 200."""
     question = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
     return lambda: _ask(host, port, question, lambda line: b" 200" in line)
 
 
 def redis_probe(host: str, port: int, password: str = "") -> Probe:
-    """Ready when PING answers PONG (not while the append-only file is being loaded)."""
+    """Returns a probe that is ready when PING answers PONG (not while the file is being loaded)."""
     auth = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n" if password else ""
     question = f"{auth}PING\r\n".encode()
     lines = 2 if password else 1
@@ -54,7 +54,7 @@ def redis_probe(host: str, port: int, password: str = "") -> Probe:
 
 
 def nats_probe(host: str, port: int) -> Probe:
-    """Ready when the server greets."""
+    """Returns a probe that is ready when the server sends its greeting."""
     return lambda: _ask(host, port, b"", lambda line: line.startswith(b"INFO "))
 
 

@@ -82,14 +82,14 @@ class ProcessSpec:
 
 
 def python_environment() -> dict[str, str]:
-    """Our environment, with this very `areal` importable."""
+    """Returns our environment, with this very `areal` importable."""
     source = str(Path(areal.__file__).parent.parent)
     inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *inherited])}
 
 
 def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: ours without secrets, bounded thread pools, the stack's tags."""
+    """Returns a child's environment: ours without secrets, few threads, the stack's tags."""
     tags = {STACK_VARIABLE: stack_id, PROCESS_VARIABLE: process}
     return {**without_secrets(python_environment()), **CHILD_ENVIRONMENT, **tags, **extra}
 
@@ -153,11 +153,11 @@ class Child:
         return int(number)
 
     async def wait(self) -> int:
-        """The exit code, once nothing of it is left; -N when signal N ended it."""
+        """Returns the exit code, once nothing of it is left; -N when signal N ended it."""
         return await self._keeper.wait()
 
     async def stop(self, grace_s: float | None = None) -> int:
-        """SIGTERM, then SIGKILL to it and all its descendants; returns the exit code.
+        """Sends SIGTERM, then SIGKILL to it and all its descendants; returns the exit code.
 
         Args:
             grace_s: Seconds between the two; None: the spec's.
@@ -203,7 +203,7 @@ Spawn = Callable[[ProcessSpec, str], Awaitable[Life]]
 
 
 def last_lines(log: Path, count: int = 3, limit: int = 16384) -> list[str]:
-    """The end of a log: at most `count` lines out of its last `limit` bytes."""
+    """Returns the end of a log: at most `count` lines out of its last `limit` bytes."""
     text = read_end(log, limit).decode(errors="replace")
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return lines[-count:]

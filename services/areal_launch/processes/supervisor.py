@@ -59,7 +59,7 @@ FreeBytes = Callable[[Path], int]
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the file system that holds `folder`; quotas are not seen."""
+    """Returns the free bytes of the file system that holds `folder`; ignores quotas."""
     return shutil.disk_usage(folder).free
 
 
@@ -181,7 +181,7 @@ class Supervised:
         self._set(ProcessState.STOPPED)
 
     def log_end(self) -> str:
-        """The end of its log, with the log's name."""
+        """Returns the end of its log, with the log's name."""
         said = " | ".join(gist(line) for line in last_lines(self.spec.log)) or "(empty)"
         return f"log {self.spec.log}: {said}"
 
@@ -354,7 +354,7 @@ class Supervised:
 
 
 async def unless(work: Coroutine[Any, Any, ResultT], *ends: asyncio.Future[Any]) -> ResultT | None:
-    """What `work` returns; None, and it is cancelled, when one of `ends` is done first."""
+    """Returns the result of `work`; None, after canceling it, when one of `ends` is done first."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)

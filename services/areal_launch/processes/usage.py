@@ -19,7 +19,7 @@ class UsageSampler:
     """
 
     def __init__(self, pids: Callable[[], Mapping[str, int]], interval_s: float = 3.0) -> None:
-        """`pids`: process name to pid, now."""
+        """`pids`: the current pid of each process, by name."""
         self.peak_mb: dict[str, float] = {}
         """By process name, and "total": the largest sum at one instant (the launcher's too)."""
         self.now_mb: dict[str, float] = {}
@@ -53,7 +53,7 @@ class UsageSampler:
             self.peak_mb[name] = max(value, self.peak_mb.get(name, 0.0))
 
     def cpu_seconds(self) -> float:
-        """CPU of this process and of all ended children since this object was made."""
+        """Returns the CPU of this process and of all children that have ended since."""
         return _cpu_seconds() - self._cpu_before
 
 

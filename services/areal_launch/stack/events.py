@@ -12,7 +12,7 @@ from areal.chassis.logging import get_logger
 
 @dataclass(frozen=True)
 class StackEvent:
-    """One thing that happened.
+    """An event in the life of a stack.
 
     Example:
         >>> StackEvent(1700000000.0, "warning", "buffer", "buffer ended with signal 9; restart ...")

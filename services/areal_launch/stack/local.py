@@ -46,7 +46,7 @@ FETCH_TIMEOUT_S = 6 * 3600.0
 
 
 class StackState(StrEnum):
-    """The stack as a whole."""
+    """The state of the whole stack."""
 
     STARTING = "starting"
     READY = "ready"
@@ -234,7 +234,7 @@ class LocalStack:
         return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
 
     def leaders(self) -> dict[int, float]:
-        """Their pids and when each was started, as `tags.end_tagged` takes them."""
+        """Returns their pids and start times, as `tags.end_tagged` takes them."""
         return {p.pid: p.spawned for p in self.supervisor.processes.values() if p.pid}
 
     async def _start_all(self, deadline: float) -> None:

@@ -58,7 +58,7 @@ class StackPlan:
     """Servers that the nodes have GPUs for; None: it does not depend on GPUs."""
 
     def add_inference(self) -> ProcessSpec:
-        """One more, with the lowest name that is free, on a port of its own."""
+        """Adds a server, with the lowest free name, on a port of its own."""
         assert self.make_inference is not None, "this stack starts no inference servers"
         taken = {spec.name for spec in self.inference}
         free = next(index for index in itertools.count() if f"inference-{index}" not in taken)
@@ -263,7 +263,7 @@ class _Planner:
 
 
 def inference_command(config: BaseExperimentConfig) -> list[str]:
-    """How the user starts a server; empty: by our CPU engine.
+    """Returns how the user starts a server; empty for our CPU engine.
 
     With GPUs the default is the SGLang of `make sglang-gpu`, in an environment beside this one.
     """
@@ -285,7 +285,7 @@ def _remote(*nodes: Node) -> tuple[Node, ...]:
 
 
 def ports_of(stack: Mapping[str, object]) -> dict[str, int]:
-    """The ports in an earlier stack.json, by process name, for `preferred_ports`."""
+    """Returns the ports in an earlier stack.json, by process name, for `preferred_ports`."""
     ports: dict[str, int] = {}
     processes = stack.get("processes")
     for name, entry in processes.items() if isinstance(processes, dict) else ():
@@ -297,7 +297,7 @@ def ports_of(stack: Mapping[str, object]) -> dict[str, int]:
 
 
 def missing_model(config: BaseExperimentConfig) -> str:
-    """Why version 0 cannot be served from `model.path`; "" when it can."""
+    """Returns why version 0 cannot be served from `model.path`; "" when it can."""
     if not config.model.path:
         return "model.path '': expected a Hugging Face model directory"
     path = Path(config.model.path)

@@ -72,7 +72,7 @@ def write_secret(folder: RunFolder, name: str, text: str) -> Path:
 def sglang_config(
     config: BaseExperimentConfig, folder: RunFolder, command: list[str]
 ) -> tuple[list[str], str]:
-    """A file for SGLang's `--config` that holds the token as its `--api-key`.
+    """Writes a file for SGLang's `--config` that holds the token as its `--api-key`.
 
     At the level `info` SGLang logs all its arguments, the key among them; hence `log-level`.
 

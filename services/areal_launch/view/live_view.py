@@ -54,14 +54,14 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss`."""
+    """Returns `m:ss`, or `h:mm:ss`."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def count(number: float) -> str:
-    """A few digits: 987, 4.1k, 2.3M."""
+    """Returns a number in a few digits: 987, 4.1k, 2.3M."""
     for limit, size, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{number / size:.1f}{unit}"
@@ -77,7 +77,7 @@ def eta_s(snapshot: Snapshot) -> float | None:
 
 
 def facts(snapshot: Snapshot) -> dict[str, str]:
-    """What is known of a run, by label: of the screen, of a line of a log, of `areal status`."""
+    """Returns what is known of a run, by label: for the screen, log lines, and `areal status`."""
     rows, ledger, found = snapshot.rows, snapshot.ledger, {}
     if rewards := column(rows, "reward/mean"):
         found["reward"] = f"{rewards[-1]:.3f} (mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f})"
@@ -115,7 +115,7 @@ class LiveView:
     """Renders a stack from the latest snapshot."""
 
     def __init__(self, stack: Stack, usage: UsageSampler | None) -> None:
-        """`usage`: None where the processes run elsewhere."""
+        """`usage`: None if the processes run elsewhere."""
         self._stack = stack
         self._usage = usage
         self.snapshot = Snapshot()
@@ -261,12 +261,12 @@ def dashboard_listens(stack: Stack) -> bool:
 
 
 def login_hint(stack: Stack) -> str:
-    """How to get past the dashboard's form, where a command knows the token."""
+    """Returns how to log in to the dashboard, if a command knows the token."""
     return " (log in: areal token)" if stack.config.security.token_file else ""
 
 
 def plain_line(stack: Stack, snapshot: Snapshot) -> str:
-    """The stack in one line, for logs and pipes."""
+    """Returns the stack in one line, for logs and pipes."""
     parts = [f"[{duration(time.time() - stack.started)}]"]
     if (trainer := snapshot.trainer) is not None:
         parts.append(f"step {trainer.step}/{trainer.total_steps} {trainer.state}")

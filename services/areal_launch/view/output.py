@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CheckResult(StrEnum):
-    """What a check found."""
+    """The result of a check."""
 
     OK = "ok"
     NOTE = "note"
@@ -53,7 +53,7 @@ def print_event(event: str, **content: Any) -> None:
 
 
 def make_table(*headers: str, numeric: Iterable[str] = ()) -> Table:
-    """A table without lines; columns of `numeric` headers are aligned to the right."""
+    """Returns a table without lines; columns of `numeric` headers are aligned to the right."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
@@ -74,12 +74,12 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) ->
 
 
 def state_word(state: TaskState) -> str:
-    """A task's state, as people read it."""
+    """Returns a task's state in plain words."""
     # A step's tasks are the trainer's until a checkpoint holds what it learned from them.
     words = {TaskState.BATCHED: "in training", TaskState.TRAINED: "trained and saved"}
     return words.get(state, state.value.replace("_", "-"))
 
 
 def pause_words(seconds: float) -> str:
-    """How long a weight update pauses a server; 0: it generates all along."""
+    """Returns how long a weight update pauses a server; 0: it does not pause."""
     return f"{seconds * 1000:.0f} ms pause each" if seconds else "no pause"

@@ -61,7 +61,7 @@ class Snapshot:
 
     @property
     def failures(self) -> tuple[WorkflowFailure, ...]:
-        """Of this run: until its trainer has registered the ledger tells the last run's."""
+        """Failures of this run; the ledger has the last run's until its trainer has registered."""
         return self.ledger.failures if self.ledger and self._is_of_this_run(self.ledger) else ()
 
     @property

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows by step; of a step that was repeated the last one counts.
+    """Returns the rows by step; for a repeated step, the last row.
 
     Those of an earlier release have the names of this one. A line cut off by a crash is left out.
     """
@@ -35,7 +35,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def mismatch_alarm(rows: Sequence[Row]) -> str:
-    """A line when the newest comparison of engine and trainer passes the bound; "": it does not."""
+    """Returns a line when the newest mismatch of engine and trainer passes the bound, else ""."""
     for row in reversed(rows):
         kl = row.get("mismatch/kl")
         if kl is None:
@@ -50,20 +50,20 @@ def mismatch_alarm(rows: Sequence[Row]) -> str:
 
 
 def column(rows: Sequence[Row], key: str) -> list[float]:
-    """The values of one key; rows without it are skipped."""
+    """Returns the values of one key; rows without it are skipped."""
     return [float(row[key]) for row in rows if key in row]
 
 
 def recent_mean(rows: Sequence[Row], key: str) -> float:
-    """Mean over the last `WINDOW` rows; 0 of nothing."""
+    """Returns the mean over the last `WINDOW` rows; 0 if there are none."""
     return mean(column(rows[-WINDOW:], key)) or 0.0
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
+    """Returns the arithmetic mean; None for no values."""
     return sum(values) / len(values) if values else None
 
 
 def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Mean of the last `window` values at each point (of fewer at the start)."""
+    """Returns the mean of the last `window` values at each point (of fewer at the start)."""
     return [mean(values[max(0, end - window) : end]) or 0.0 for end in range(1, len(values) + 1)]

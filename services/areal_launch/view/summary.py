@@ -15,7 +15,7 @@ from areal_launch.view.rows import WINDOW, column, mean
 
 
 def read_results(file: Path) -> dict[str, Any]:
-    """What the recipe recorded in trainer.json; empty when there is none."""
+    """Returns what the recipe recorded in trainer.json; empty when there is none."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ def build_summary(
 def continue_summary(
     earlier: Mapping[str, Any], latest: Mapping[str, Any], *, began: float
 ) -> dict[str, Any]:
-    """The run's summary after one more invocation: nothing that was measured before is lost.
+    """Extends a run's summary by one more invocation, and keeps all earlier measurements.
 
     Steps, rewards, tasks and updates are counted over the trial already. What belongs to one
     invocation is listed under `invocations`; times, CPU and restarts are their sums, memory is
@@ -145,7 +145,7 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, text) pairs for people."""
+    """Returns (label, text) pairs for people."""
 
     def number(value: Any, form: str = ".3f") -> str:
         return "?" if value is None else format(value, form)

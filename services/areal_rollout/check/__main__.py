@@ -95,7 +95,7 @@ def _short(row: object) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """The command line: the folder, and `--model-later` where there is no model yet."""
+    """Parses the command line: the folder, and `--model-later` where there is no model yet."""
     folder = Path(argv[0])
     with (folder / "stacks.txt").open("w") as stacks:
         report = Report(folder / "findings.jsonl", stacks)

@@ -49,7 +49,7 @@ class FakePolicy:
         min_version: int,
         avoid: Collection[str],
     ) -> None:
-        """The next answers; refuses what the servers' client refuses."""
+        """Returns the next answers; refuses what the servers' client refuses."""
         self._limits.check(request)
         for response in responses:
             self._answer(request, response, min_version)
@@ -84,7 +84,7 @@ class FakePolicy:
         return True
 
     async def interrupt(self, timeout: float) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: no request is ever in flight."""
 
 
 class InProcessScorer:
@@ -113,7 +113,7 @@ class InProcessScorer:
         kwargs: Mapping[str, Any],
         items: Sequence[ScoreItem],
     ) -> list[float | ScoreFailure]:
-        """One outcome per item, in order."""
+        """Returns one outcome per item, in order."""
         self.name = spec_name
         results = [await self._one(spec_name, recipe_digest, kwargs, item) for item in items]
         return [self._noted(result) for result in results]

@@ -32,11 +32,11 @@ class Report:
         self._in_time()
 
     def of(self, subject: str) -> None:
-        """What the next findings are about: "" (training), or an evaluation's name."""
+        """Sets what the next findings are about: "" (training), or an evaluation's name."""
         self._of = subject
 
     def found(self, stage: str, verdict: str, said: str, traceback: str = "") -> None:
-        """One finding."""
+        """Adds one finding."""
         self._write(
             {"stage": stage, "of": self._of, "verdict": verdict, "said": said}
             | ({"traceback": traceback} if traceback else {})
@@ -60,7 +60,7 @@ class Report:
             self._in_time()
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Ends the report."""
         self._write({"end": True})
 
     def _in_time(self) -> None:

@@ -74,14 +74,14 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """A module that has every name."""
+        """Returns a module that has every name."""
         return _Module(spec.name, self.make)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Does nothing: there is no code to run."""
 
     def make(self, name: str) -> type:
-        """What a replaced module has under a name."""
+        """Returns what a replaced module has under a name."""
         base = _Rollout if name == _ROLLOUT else _StandIn
         return _Kind(name, (base,), {"_of": self})
 

@@ -99,7 +99,7 @@ class Connections:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The pool; `open` comes first."""
+        """The connection pool; call `open` first."""
         assert self._session is not None, "open() comes first"
         return self._session
 

@@ -69,7 +69,7 @@ class Router:
         cost: int,
         avoid: Collection[str] = (),
     ) -> Server | None:
-        """One of them; None while all are blocked.
+        """Returns one of the servers; None while all are blocked.
 
         Args:
             servers: The admissible ones.

@@ -85,7 +85,7 @@ class ServerTable:
     def choose(
         self, min_version: int, affinity_key: str, cost: int, avoid: Collection[str] = ()
     ) -> Server | None:
-        """The server for a request; None if there is no admissible one now.
+        """Returns the server for a request; None if no server is admissible now.
 
         Args:
             min_version: No server below it is admissible.
@@ -127,7 +127,7 @@ class ServerTable:
         self._changed = asyncio.Event()
 
     def failed(self, server: Server) -> bool:
-        """A request failed there: no new ones for a moment, longer each time in a row.
+        """Blocks a server after a failed request for a moment, longer each time in a row.
 
         Returns:
             Whether this is news; one burst of failures counts once.
@@ -143,7 +143,7 @@ class ServerTable:
         return True
 
     def describe(self) -> str:
-        """The servers and their states, for messages."""
+        """Returns the servers and their states, for messages."""
         if not self._servers:
             return "no server is known"
         lines = [f"{server.url} {server.note}" for server in self._servers.values()]

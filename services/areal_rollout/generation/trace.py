@@ -24,7 +24,7 @@ _NOT_TRACED: AbstractContextManager[None] = nullcontext()
 def generation(
     model: str, request: LLMRequest, responses: Sequence[LLMResponse]
 ) -> AbstractContextManager[None]:
-    """The span `generate` around all segments of a request, for one answer or a group."""
+    """Opens the span `generate` around all segments of a request, for one answer or a group."""
     return _generation(model, request, responses) if tracing.recording() else _NOT_TRACED
 
 
@@ -60,7 +60,7 @@ def _generation(
 def segment(
     model: str, server: Server, request: LLMRequest, responses: Sequence[LLMResponse]
 ) -> AbstractContextManager[None]:
-    """The span `segment` around one request to a server, with what it brought."""
+    """Opens the span `segment` around one request to a server, with its result."""
     return _segment(model, server, request, responses) if tracing.recording() else _NOT_TRACED
 
 

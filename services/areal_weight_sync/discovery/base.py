@@ -51,7 +51,7 @@ Listing = Mapping[str, Found]
 
 
 class Source(ABC):
-    """Something that knows servers.
+    """Lists servers, and watches for changes.
 
     Example:
         class Two(Source):
@@ -67,7 +67,7 @@ class Source(ABC):
 
     @abstractmethod
     def watch(self) -> AsyncGenerator[Listing, None]:
-        """All its servers now, then again after each change; an outage yields nothing."""
+        """Yields all its servers now, and again after each change; an outage yields nothing."""
 
     def accompany(self, coordinator: Coordinator) -> Coroutine[Any, Any, None] | None:
         """Tells the source's own world how its servers are, until cancelled; None: no one asks."""
@@ -148,7 +148,7 @@ class Discovery:
 
 
 def listing_of(urls: Sequence[str]) -> dict[str, Found]:
-    """A listing of plain urls.
+    """Returns a listing of plain urls.
 
     Raises:
         InvalidInput: One of them is no http://host:port.
@@ -157,7 +157,7 @@ def listing_of(urls: Sequence[str]) -> dict[str, Found]:
 
 
 def make_sources(entries: Sequence[str]) -> list[Source]:
-    """The sources of `endpoints.inference`.
+    """Returns the sources of `endpoints.inference`.
 
     Raises:
         ConfigError: An entry is malformed, or the package that it needs is not installed.

@@ -31,7 +31,7 @@ _ANSWER_WITHIN_S = 5.0
 
 
 class DnsSource(Source):
-    """See the module's picture."""
+    """Finds servers by DNS; see the module's picture."""
 
     def __init__(self, source: ServerSource, min_s: float = 1.0, max_s: float = 5.0) -> None:
         """Reads resolv.conf; asks no one yet.

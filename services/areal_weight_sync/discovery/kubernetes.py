@@ -37,10 +37,10 @@ _PATCHES_AT_ONCE = 16
 
 
 class Api(Protocol):
-    """See `kubernetes_api.KubernetesApi`."""
+    """The part of the Kubernetes API used here; see `kubernetes_api.KubernetesApi`."""
 
     async def slices(self) -> tuple[list[Json], str]:
-        """All slices, and the version to watch from."""
+        """Returns all slices, and the version to watch from."""
 
     def watch(self, resource_version: str) -> AsyncGenerator[Json, None]:
         """Events from there on."""
@@ -53,7 +53,7 @@ class Api(Protocol):
 
 
 class KubernetesSource(Source):
-    """See the module's picture."""
+    """Finds servers by EndpointSlices; see the module's picture."""
 
     def __init__(self, source: ServerSource, api: Api) -> None:
         super().__init__(source.entry)
@@ -160,7 +160,7 @@ def _verdict(record: ServerRecord, version: int) -> str | None:
 
 
 def addresses(slices: Iterable[Json], port: int, log: Any) -> dict[str, Found]:
-    """The servers of EndpointSlices (v1 or v1beta1): every address that is not terminating.
+    """Returns servers of EndpointSlices (v1 or v1beta1): every address that is not terminating.
 
     A pod of a Service with both families is in a slice of each, and is one server: the IPv4 one,
     which every server listens on.

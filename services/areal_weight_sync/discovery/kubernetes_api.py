@@ -68,7 +68,7 @@ class KubernetesApi:
             ) from None
 
     async def slices(self) -> tuple[list[Json], str]:
-        """All slices of the Service, and the resource version to watch from.
+        """Returns all slices of the Service, and the resource version to watch from.
 
         Raises:
             ApiError: With what the server said.

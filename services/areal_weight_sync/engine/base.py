@@ -62,7 +62,7 @@ class Engine(Protocol):
     """Opened to the server so far. While it stays, no request can have reached another process."""
 
     async def weight_version(self, timeout: float = 2.0) -> str:
-        """What the server says it serves."""
+        """Returns the version that the server reports."""
 
     async def boot_id(self) -> str:
         """Changes whenever the server's process is started again."""
@@ -92,10 +92,10 @@ class Engine(Protocol):
         """Makes a version the one that is served."""
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
-        """Of the weights in memory; None when the engine cannot tell."""
+        """Returns a checksum of the weights in memory; None when the engine has none."""
 
     async def logprobs(self, prompt: list[int], version: str) -> list[float]:
-        """Of each prompt token but the first."""
+        """Returns the logprob of each prompt token except the first."""
 
     async def resume(self) -> None:
         """Continues after `pause`; harmless when not paused."""

@@ -56,7 +56,7 @@ class BroadcastGroup:
         await self._command("/init_weights_update_group", request, MEMBER_ANSWER_S)
 
     def request(self, tensors: Sequence[WeightTensor]) -> dict[str, Any]:
-        """What to receive."""
+        """Returns what to receive."""
         return {
             "group_name": self._group,
             "names": [tensor.name for tensor in tensors],
@@ -65,7 +65,7 @@ class BroadcastGroup:
         }
 
     async def receive(self, version: PolicyVersion, flush_cache: bool, timeout: float) -> None:
-        """Into the parameters, bucket by bucket; the server must be paused."""
+        """Receives into the parameters, bucket by bucket; the server must be paused."""
         self.expected = None
         flags = {"flush_cache": flush_cache, "weight_version": version.name}
         async with self.failing():

@@ -26,7 +26,7 @@ _OF_THE_GIVER = {Fault.UPDATE_REFUSED, Fault.TIMEOUT}  # others are the taker's 
 
 @dataclass
 class Turn:
-    """A transfer."""
+    """Where a server pulls a version from, and who can pull it from that server."""
 
     giver: str
     """http://host:port of the server or sidecar to pull from; empty: the store."""
@@ -64,7 +64,7 @@ class Givers:
         self._versions: dict[str, _Copies] = {}
 
     def holds(self, name: str, server: str) -> bool:
-        """Whether a server or sidecar has taken a version."""
+        """Whether a server or sidecar has received a version."""
         return name in self._versions and server in self._versions[name].holders
 
     @asynccontextmanager

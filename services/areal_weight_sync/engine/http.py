@@ -41,7 +41,7 @@ _GIVERS_TRIED = 3  # then the store
 
 
 def normalize_url(url: str) -> tuple[str, str]:
-    """(server_id, url) in one spelling; raises InvalidInput."""
+    """Returns (server_id, url) in one spelling; raises InvalidInput."""
     try:
         parts = urlsplit(url.strip())
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -60,7 +60,7 @@ def normalize_url(url: str) -> tuple[str, str]:
 
 
 def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """For all servers of a coordinator: no pool limit, deadlines per call.
+    """Opens a session for all servers: no pool limit, deadlines per call.
 
     Args:
         headers: Sent with every request: the bearer token (SGLang's `--api-key`).
@@ -83,7 +83,7 @@ async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, *__: ob
 
 
 class HttpEngine:
-    """See `engine.Engine`."""
+    """Speaks SGLang's HTTP protocol; see `engine.Engine`."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class HttpEngine:
             return self._fingerprint(path, status, text)
 
     async def command(self, path: str, request: dict[str, Any], timeout: float) -> None:
-        """A call about weights; raises EngineError with what was said when it is refused."""
+        """Makes a call about weights; raises EngineError with the server's message if refused."""
         status, text = await self._call("POST", path, request, timeout=timeout)
         self._check_accepted(path, status, text)
 

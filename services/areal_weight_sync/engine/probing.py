@@ -35,7 +35,7 @@ _OWN_DELAYS = 3
 async def ask_version(
     engine: Engine, deadline_s: float, suspected: Callable[[], bool], server: str
 ) -> str:
-    """The server's weight_version.
+    """Returns the server's weight_version.
 
     Args:
         engine: The server.
@@ -79,7 +79,7 @@ async def ask_version(
 async def inspect(
     engine: Engine, expected: str, version: Awaitable[str], timeout: float
 ) -> Fingerprint | None:
-    """Reported version and checksum, asked at once: every round trip here is a pause.
+    """Returns version and checksum, asked at once: every round trip here lengthens a pause.
 
     Args:
         engine: A server that has just loaded.

@@ -25,11 +25,11 @@ class Routes:
     """Where the sidecar listens on each server's host."""
 
     def starting_with(self, first: str) -> tuple[str, ...]:
-        """All of them, the one that worked last first."""
+        """Returns all routes, first the one that worked last."""
         return (first, *(name for name in self.order if name != first))
 
     def location(self, version: PolicyVersion) -> str:
-        """Where servers pull a version from."""
+        """Returns where servers pull a version from."""
         if not self.store:
             raise EngineError(
                 Fault.UPDATE_REFUSED, "endpoints.weight_store '': there is no weight store"
@@ -37,7 +37,7 @@ class Routes:
         return f"{self.store}/versions/{version.folder_name}"
 
     def sidecar(self, server: str) -> str:
-        """The sidecar of a server's host."""
+        """Returns the sidecar of a server's host."""
         host = urlsplit(server).hostname or ""
         return f"http://{f'[{host}]' if ':' in host else host}:{self.sidecar_port}"
 

@@ -49,7 +49,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class StoreApp:
-    """The application around a store.
+    """The HTTP application of a weight store.
 
     Args:
         store: Files.

@@ -102,7 +102,7 @@ class RedisStore:
             self._log.warning("lease_not_released", error=str(error))
 
     async def load(self) -> Snapshot:
-        """Everything remembered."""
+        """Returns everything that is stored."""
         try:
             fields = {
                 _text(key): value

@@ -122,7 +122,7 @@ class WeightStore:
         return final
 
     def folder(self, name: str) -> Path:
-        """Where a published version lies.
+        """Returns where a published version is.
 
         Raises:
             NotFound: There is none of that name.

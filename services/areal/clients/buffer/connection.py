@@ -49,7 +49,7 @@ class BufferConnection(Client):
 
 
 class Role:
-    """Base of the roles."""
+    """Base class of the roles."""
 
     def __init__(self, connection: BufferConnection) -> None:
         self.connection = connection

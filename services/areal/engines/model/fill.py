@@ -53,7 +53,7 @@ def freed_at_once() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Give a meta model memory for its own shards; what it holds is undefined until it is filled.
+    """Allocate memory for a meta model's own shards; their content is undefined until filled.
 
     Tied parameters stay tied, and buffers that have values (rotary frequencies) keep them.
 
@@ -168,7 +168,7 @@ def own_box(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory of that part."""
+    """Return the memory of that part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

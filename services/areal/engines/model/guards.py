@@ -113,7 +113,7 @@ def placeholders(config: Any) -> list[int]:
 
 
 def rope_limit(config: Any) -> int | None:
-    """Return the longest sequence whose rope does not depend on its neighbors; None: any.
+    """Return the longest sequence whose rope does not depend on its neighbors; None: any length.
 
     Beyond it, transformers gives every sequence of a micro-batch the rope of the longest.
     """
@@ -130,7 +130,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def silence_noise(hf: Any) -> None:
-    """Put the model into eval(): PPO needs the same function in each forward, the sampler's.
+    """Put the model into eval(), because PPO needs each forward pass to compute the same function.
 
     Dropout goes, and routers pick experts as they do in generation. Dropouts are set to 0 as well
     for the layers that `recompute_layers` leaves in train().

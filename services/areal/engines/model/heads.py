@@ -38,7 +38,7 @@ class Head(Protocol):
     def read(
         self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
     ) -> tuple[Tensor, Tensor]:
-        """Read.
+        """Read the head's values from hidden states.
 
         Args:
             hf: the model; its parameters are whole.
@@ -122,7 +122,7 @@ class ScalarHead:
 def chosen_logprobs(
     hf: Any, hidden: Tensor, labels: Tensor, temperature: float, *, chunk_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what `logprobs_of` does, from hidden states [N, dim].
+    """Return the same as `logprobs_of`, from hidden states [N, dim].
 
     Args:
         hf: transformers causal language model.

@@ -45,12 +45,12 @@ class Step:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors that `run` takes."""
+        """Names of the tensors that `run` takes."""
         return [name for name, _ in self.sources]
 
     @torch.no_grad()
     def run(self, hf: Any, tensors: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-        """Convert.
+        """Convert the tensors.
 
         Args:
             hf: the model; some converters ask it for sizes.

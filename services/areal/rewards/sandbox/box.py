@@ -229,7 +229,7 @@ class _Box:
 
 
 def bubblewrap(packages: Path | None) -> list[str]:
-    """The command of a box; raises CannotStart where bubblewrap is missing."""
+    """Returns the command of a box; raises CannotStart if bubblewrap is missing."""
     found = shutil.which("bwrap")
     if not found:
         raise CannotStart("sandbox: no `bwrap`; install bubblewrap (apt-get install bubblewrap)")

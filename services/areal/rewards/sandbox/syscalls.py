@@ -69,7 +69,7 @@ _REFUSED = {  # x86_64, aarch64
 
 
 def seccomp_program(machine: str = "") -> bytes:
-    """The filter as an array of `struct sock_filter`: everything that is not refused is allowed.
+    """Returns the filter, an array of `struct sock_filter`; what it does not refuse is allowed.
 
     Args:
         machine: As `uname -m` says it; empty: this machine's.

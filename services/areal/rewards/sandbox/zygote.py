@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def receive(fd: int) -> dict[str, Any] | None:
-    """The next message; None at the end."""
+    """Reads the next message; None at the end."""
     head = exactly(fd, 4)
     if not head:
         return None
@@ -71,7 +71,7 @@ def receive(fd: int) -> dict[str, Any] | None:
 
 
 def exactly(fd: int, size: int) -> bytes:
-    """So many bytes; none at the end."""
+    """Reads exactly that many bytes; none at the end."""
     parts = []
     while size:
         part = os.read(fd, min(size, 1 << 20))
@@ -83,7 +83,7 @@ def exactly(fd: int, size: int) -> bytes:
 
 
 def send(fd: int, message: dict[str, Any]) -> None:
-    """One message, whole."""
+    """Sends one whole message."""
     body = json.dumps(message).encode()
     rest = len(body).to_bytes(4, "big") + body
     while rest:
@@ -175,7 +175,7 @@ def memory(pid: int) -> int:
 
 
 def kill_all(guard: int) -> None:
-    """Init is among them, and takes the rest along; the guard sees its end."""
+    """Kills all processes. Init is among them and takes the rest along; the guard sees its end."""
     found = others()
     for pid in found:
         if pid != guard or len(found) == 1:
@@ -191,7 +191,7 @@ def check(result: int) -> None:
 
 
 def exit_code(pid: int) -> int:
-    """Wait for a child; a signal is 128 and its number, as a shell has it."""
+    """Waits for a child; a signal is 128 plus its number, as in a shell."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:

@@ -40,7 +40,7 @@ class Kept:
 
     @property
     def advantage(self) -> float | None:
-        """Mean over the sampled tokens."""
+        """The mean advantage of the sampled tokens."""
         if self.advantages is None or not self.sampled:
             return None
         pairs = zip(self.advantages, self.loss_mask, strict=True)
@@ -48,12 +48,12 @@ class Kept:
 
     @property
     def head_version(self) -> int:
-        """Smallest version that sampled one of its tokens; -1: none."""
+        """The smallest version that sampled one of its tokens; -1 if none was sampled."""
         return min((v for v in self.versions if v >= 0), default=-1)
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What came before the first sampled token."""
+        """The tokens before the first sampled one."""
         first = self.loss_mask.index(True) if self.sampled else len(self.loss_mask)
         return self.input_ids[:first]
 
@@ -98,7 +98,7 @@ class RolloutFolder:
         return found
 
     def groups(self, step: int | None = None) -> dict[str, list[Kept]]:
-        """By task: the groups of one step; None: of the newest.
+        """Returns the groups of one step by task; None: of the newest step.
 
         Raises:
             NotFound: That step is not kept.
@@ -109,7 +109,7 @@ class RolloutFolder:
         return by_task(self.read([step]))
 
     def task(self, task_id: str) -> list[Kept]:
-        """The trajectories of one task.
+        """Returns the trajectories of one task.
 
         Raises:
             NotFound: There is none of that name; names the nearest one.
@@ -123,7 +123,7 @@ class RolloutFolder:
         )
 
     def tokenizer(self) -> Tokenizer:
-        """Of the model that the ids belong to.
+        """The tokenizer of the model that the ids belong to.
 
         Raises:
             InvalidInput: It is not there any more.

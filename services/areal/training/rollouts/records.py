@@ -42,12 +42,12 @@ FILES = "step-*-rank*.parquet"
 
 
 def file_name(step: int, rank: int) -> str:
-    """Of the groups that a rank trained on in a step."""
+    """Returns the name of the file with the groups that a rank trained on in a step."""
     return f"step-{step:08}-rank{rank}.parquet"
 
 
 def step_of(path: Path) -> int:
-    """The step in a file's name."""
+    """Returns the step in a file's name."""
     return int(path.name.split("-")[1])
 
 
@@ -59,7 +59,7 @@ def table_of(
     advantages: npt.NDArray[np.float32] | None,
     model: str,
 ) -> pa.Table:
-    """A step's groups as one table.
+    """Returns a step's groups as one table.
 
     Args:
         groups: Of one rank, in the order of its batch.

@@ -40,7 +40,7 @@ _AMPERE, _HOPPER = 8, 9  # major compute capabilities
 
 
 def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> str:
-    """Return the kernel for a model.
+    """Return the attention kernel for a model.
 
     Args:
         hf: transformers causal language model.

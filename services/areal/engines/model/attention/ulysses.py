@@ -49,7 +49,7 @@ class Context:
         return torch.nn.functional.pad(values, (0, padding))[first : first + count]
 
     def sum_parts(self, part: Tensor) -> Tensor:
-        """Sum what each rank has; the gradient of the sum is that of each part."""
+        """Sum the values of all ranks; the gradient of the sum is that of each part."""
         apply: Callable[..., Tensor] = _SumOfParts.apply
         return apply(part, self.group)
 
