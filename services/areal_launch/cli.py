@@ -318,7 +318,7 @@ def logs(
 def submit(
     tasks: Annotated[Path, typer.Argument(help="JSON Lines, one task per line; - reads stdin.")],
     run: Run = None,
-    workflow: Annotated[str, typer.Option(help="Workflow of rows that name none.")] = "rlvr",
+    workflow: Annotated[str, typer.Option(help="Workflow for rows that name none.")] = "rlvr",
     reward: Annotated[
         str,
         typer.Option(
