@@ -3,7 +3,7 @@
     ArealError
     ├── InvalidInput          the caller sent something wrong: names field, value, expectation
     │   └── ConfigError       the same in a configuration file or override
-    ├── CannotStart           understood, and not possible here: names what is missing or in the way
+    ├── CannotStart           valid, but impossible here: names what is missing or in the way
     ├── NotFound              no such task, recipe, server, version
     ├── Unauthenticated       no bearer token, or a wrong one
     ├── StaleIncarnation      a newer trainer has registered; this one must stop
@@ -12,7 +12,7 @@
     ├── CapacityExceeded      a stated limit (memory, message size, queue) would be passed
     ├── Unavailable           try the same call again: draining, or a dependency is away
     ├── WaitTimeout           a deadline passed; says what, on whom, since when
-    ├── TrainingDiverged      one gradient after the other is not finite; again would be the same
+    ├── TrainingDiverged      several gradients in a row are not finite; a restart would not help
     └── WorkflowError         user code (workflow, reward) raised, or returned nonsense
         └── PromptDrift       a later turn's prompt does not begin with the tokens before it
 
@@ -148,7 +148,7 @@ class WaitTimeout(ArealError):
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?`, or nothing; of two equally near names, the first."""
+    """Returns `; did you mean 'x'?`, or ""; of two equally near names the first."""
 
     def likeness(option: str) -> float:
         return difflib.SequenceMatcher(None, name, option).ratio()
@@ -158,6 +158,6 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """Returns the end of an error message: the name that was probably meant, or all names."""
+    """Returns the end of an error message: the option that `name` may mean, or all options."""
     known = sorted(options)
     return did_you_mean(name, known) or (f"; there is {', '.join(known)}" if known else "")

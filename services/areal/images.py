@@ -1,4 +1,4 @@
-"""Images of a row: as people give them, as JSON carries them, as a server takes them.
+"""Images of a row: converts them between recipes, JSON, and inference servers.
 
     {"prompt": "How many?", "images": [PIL image | Path | bytes | data URL]}
         | submitted: a data URL, in the row's JSON
@@ -6,8 +6,8 @@
     bytes of the file (PNG, JPEG)  -- data URL --> a server's `image_data`
                                    -- once per group, as they are --> the trainer
 
-The file and not its patches, which take 24 bytes a pixel where a file rarely takes more than 2: the
-trainer's processor makes the same patches of it each time. No torch here.
+The file is sent, not its patches: patches take 24 bytes per pixel, a file rarely more than 2, and
+the trainer's processor always makes the same patches of a file. No torch here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def data_url(file: bytes) -> str:
     """Return the bytes of an image's file as a data URL.
 
     Raises:
-        InvalidInput: it is no PNG, JPEG or WebP.
+        InvalidInput: the file is not a PNG, JPEG or WebP.
     """
     kind = next((kind for magic, kind in _KINDS if file.startswith(magic)), None)
     if kind is None:
@@ -42,7 +42,7 @@ def image_files(row: dict[str, Any]) -> tuple[bytes, ...]:
     """Return the files of a row's `images`, as a workflow finds them.
 
     Raises:
-        InvalidInput: `images` is no list, or one of them is no data URL of an image.
+        InvalidInput: `images` is not a list, or an item is not the data URL of an image.
     """
     images = row.get("images") or ()
     if isinstance(images, str) or not isinstance(images, Sequence):
@@ -66,14 +66,14 @@ def _file(image: Any, number: int) -> bytes:
 
 
 def portable(value: Any) -> str:
-    """Return JSON for what JSON cannot hold: an image of a row.
+    """Convert an image of a row to a value that JSON can hold.
 
     Args:
         value: a PIL image, the bytes of an image's file, or its pathlib.Path.
 
     Raises:
-        TypeError: It is none of these, as a JSON encoder expects.
-        InvalidInput: The file is not there, or no image.
+        TypeError: The value is none of these (JSON encoders expect this error).
+        InvalidInput: The file is missing, or is not an image.
     """
     if isinstance(value, Path):
         try:

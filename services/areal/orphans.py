@@ -1,8 +1,8 @@
-"""Processes that detached themselves: adopted by an ancestor that asked for them, and ended by it.
+"""Finds and ends processes that detached themselves, by adopting them.
 
 A process can leave its group, session, parent, and environment (fork twice, setsid, an empty
-environment); no list of ours names it then. But the kernel hands a process whose parent has ended
-to its nearest ancestor that adopts ("subreaper").
+environment); then none of our lists contains it. But the kernel gives a process whose parent has
+ended to its nearest ancestor that is a "subreaper".
 
 Imports the standard library only: the keeper of each process of a stack runs without any package.
 """
@@ -25,9 +25,9 @@ _LOOK_S = 0.005
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants' leftover processes, which it has to reap.
+    """Makes this process adopt its descendants' orphans; it then has to reap them.
 
-    Only Linux can. Kept over exec, not handed on to children.
+    Only on Linux. The setting survives exec and is not inherited by children.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -57,14 +57,14 @@ def own_children() -> set[int]:
 
 
 def end_children(spare: Collection[int] = (), limit_s: float = 5.0) -> int:
-    """Kills and reaps all children but some, and theirs; blocks until they are gone.
+    """Kills and reaps all children except some, and their children; blocks until they are gone.
 
-    What a killed child leaves behind becomes a child of ours, so this looks again until there is
-    none. Needs `adopt_orphans`.
+    Children of a killed child become ours, so it repeats until there are none. Needs
+    `adopt_orphans`.
 
     Args:
         spare: Pids of children to keep.
-        limit_s: One that survives SIGKILL for so long (it hangs in the kernel) is left.
+        limit_s: A process that survives SIGKILL this long (it hangs in the kernel) is left alone.
 
     Returns:
         How many were ended.

@@ -53,7 +53,7 @@ def load_recipe(source: bytes, file_name: str = "recipe.py") -> ModuleType:
 
     Args:
         source: UTF-8 Python.
-        file_name: For messages and tracebacks.
+        file_name: Name in messages and tracebacks.
 
     Raises:
         InvalidInput: One line with file and line: a syntax error, or what its top level raised.

@@ -1,7 +1,7 @@
-"""Who may call: a bearer token, mutual TLS between the services, and where a server may listen.
+"""Access control: a bearer token, mutual TLS between services, and where a server may listen.
 
 Secrets are read from files or from the environment, never from the command line or the experiment
-file: what is written down everywhere (config.yaml, stack.json, logs, `ps`) names files only.
+file, because config.yaml, stack.json, logs and `ps` are widely visible; these only name files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BEARER = re.compile(r"(?i)\b(bearer )[A-Za-z0-9._~+/=-]{16,}")
 
 @dataclass
 class SecurityConfig:
-    """Who may call. Every secret is in a file (or a variable); none of them is in this file."""
+    """Access control. Every secret is in a file (or a variable); none of them is in this file."""
 
     dir: str = ""
     """Folder of files `token`: the bearer token that every gRPC and HTTP endpoint asks for (16
@@ -76,7 +76,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Security:
-    """The secrets themselves, as one process holds them; the default is none at all.
+    """The secrets of one process; the default is none at all.
 
     Example:
         >>> Security(token="0123456789abcdef").admits("Bearer 0123456789abcdef")
@@ -94,7 +94,7 @@ class Security:
         """Reads files and variables.
 
         Raises:
-            ConfigError: A file cannot be read, or what it holds is no token.
+            ConfigError: A file cannot be read, or does not hold a valid token.
         """
         folder = Path(config.dir) if config.dir else None
         if folder and not any((folder / name).is_file() for name in _FILES):
@@ -115,10 +115,10 @@ class Security:
 
     @classmethod
     def of_token_file(cls, file: str, *, allow_insecure_bind: bool = False) -> Security:
-        """For a program that gets only the token's file; "": the environment variable.
+        """Reads the token from one file; "" means the variable.
 
         Raises:
-            ConfigError: It cannot be read, or what it holds is no token.
+            ConfigError: The file cannot be read, or does not hold a valid token.
         """
         token = _secret(Path(file) if file else None, TOKEN_VARIABLE, os.environ, needed=True)
         return cls(
@@ -140,9 +140,10 @@ class Security:
     def foreign(self, header: Callable[[str], str | None]) -> str:
         """Says why an HTTP request may come from a foreign web page; "" if it does not.
 
-        Without a token only this machine reaches us, and a browser on it runs pages of strangers.
-        It says whose page asks, and the name that it looked up: a page may have had its own name
-        resolved to our address. A page does not know a token, so with one nothing is asked.
+        Without a token only this machine can connect, but a browser on it may run foreign pages.
+        Its headers say which page sends a request and which host name it used: a page can resolve
+        its own name to our address. With a token this check is not needed, because a page does not
+        know it.
 
         Args:
             header: The request's headers by lower-case name; None: absent.
@@ -165,7 +166,7 @@ class Security:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def check_bind(self, host: str, key: str) -> None:
-        """Refuses an address that others reach while anybody could call.
+        """Refuses an address that other machines reach if there is no token.
 
         Raises:
             ConfigError: Names `key` and the ways out.
@@ -203,12 +204,12 @@ def is_loopback(host: str) -> bool:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment for children that read files, or that must not know the secrets."""
+    """Returns an environment without secrets, for child processes."""
     return {k: v for k, v in environment.items() if k not in SECRET_VARIABLES}
 
 
 def redact(text: str) -> str:
-    """Hides passwords in URLs and bearer tokens: the last net under everything that is logged."""
+    """Hides passwords in URLs and bearer tokens: the last safeguard for log lines."""
     if "@" in text:
         text = _USERINFO.sub("***@", text)
     return _BEARER.sub(r"\1***", text)

@@ -76,7 +76,7 @@ class Tokenizer:
             model_dir: Where config.json and generation_config.json are; default: the same.
 
         Raises:
-            InvalidInput: A file is missing or not what it should be.
+            InvalidInput: A file is missing or malformed.
         """
         import tokenizers
 
@@ -130,7 +130,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns a text's ids, with the tokens that the tokenizer puts around a text, if any."""
+        """Converts text to ids, including special tokens that the tokenizer puts around a text."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -1,4 +1,4 @@
-"""A model that learns from rows alone, as a recipe sees it; no service is called.
+"""The recipe's interface to a model that learns from rows alone; it calls no service.
 
     row --> unit (one sequence, or the two of a pair) --> this rank's share, packed --> a step
 
@@ -138,7 +138,7 @@ class OfflineTrainer:
 
 
 def frozen(config: Any, path: str = "") -> Any:
-    """An engine of a frozen model, which computes as the model under training does.
+    """Returns an engine for a frozen model with the precision and layout of the trained one.
 
     Args:
         config: The experiment's `actor` section.

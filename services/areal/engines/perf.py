@@ -1,11 +1,12 @@
-"""What a step costs: floating-point operations, time by phase, memory at its peak.
+"""Measures the cost of a step: floating-point operations, time by phase, peak memory.
 
     MFU = ((4 N + 2 M) T + 6 layers heads head_dim sum of L^2) / (seconds x GPUs x peak FLOP/s)
 
-N is the parameters that a token is multiplied with (of experts those it is routed to; a lookup of
-an embedding is none), M those of them that are trained: all, or LoRA's matrices. T is the tokens of
+N is the number of parameters that a token is multiplied with (only the experts it is routed to; an
+embedding lookup does not count), M the number of those that are trained: all, or LoRA's matrices. T
+is the tokens of
 the batch, L the length of each sequence. A parameter costs 2 operations forward, 2 for the gradient
-of what came in, and 2 for its own gradient if it is trained; causal attention 2 x 2 x L^2 / 2
+of its input, and 2 for its own gradient if it is trained; causal attention 2 x 2 x L^2 / 2
 forward and twice that backward.
 It counts the model's operations, not the machine's: what is computed again (activations, logits)
 adds to the time only, and a prefix that is computed once counts in each sequence that has it.
@@ -34,7 +35,7 @@ _PEAK = (
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
-    """Most operations a second in bfloat16; None: on a CPU, an unknown GPU, another precision."""
+    """Return peak operations per second in bfloat16; None on a CPU or unknown GPU."""
     if device.type != "cuda" or compute != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device) + " "
@@ -52,7 +53,7 @@ class Work:
 
     @classmethod
     def of(cls, hf: Any) -> Work:
-        """Read it off a transformers causal language model, sharded or not."""
+        """Count them for a transformers causal language model, sharded or not."""
         config = hf.config.get_text_config()
         embedding = hf.get_input_embeddings().weight
         head = getattr(hf.get_output_embeddings(), "weight", None)
@@ -74,11 +75,11 @@ class Work:
 
     @property
     def pair_cost(self) -> float:
-        """What a pair of tokens costs over what a token costs; see `packing.costs`."""
+        """Return the cost of a pair of tokens divided by that of a token; see `packing.costs`."""
         return self.per_pair / self.per_token
 
     def flops(self, cu_seqlens: Tensor) -> float:
-        """Operations of a batch of these sequences."""
+        """Return the number of operations for a batch of these sequences."""
         lengths = cu_seqlens.diff().double()
         return float(self.per_token * lengths.sum() + self.per_pair * lengths.square().sum())
 

@@ -50,7 +50,7 @@ class PPOActor:
             temperature: the sampler's, at which logprobs are compared.
 
         Raises:
-            InvalidInput: a constant is to divide the loss, and is not known.
+            InvalidInput: the loss is to be divided by a constant that is not known.
         """
         check(config)
         if config.loss_aggregation == "constant" and not config.max_response_tokens:
@@ -69,9 +69,10 @@ class PPOActor:
     def compute_advantages(self, batch: Batch) -> None:
         """Add `advantages` and `returns` to this rank's batch; collective.
 
-        Rewards are shaped and normalized per sequence, placed on the last generated token, joined
-        by the KL penalty, turned into advantages by GAE, and normalized. `rewards` is left as it
-        is. The KL penalty is that of the policy at the start of the update, not of the one that
+        Rewards are shaped and normalized per sequence and placed on the last generated token. The
+        KL penalty is subtracted, GAE turns the result into advantages, and these are normalized.
+        `rewards` itself does not change. The KL penalty is that of the policy at the start of the
+        update, not of the one that
         sampled: with `kl_ctl` a batch without `proximal_logprobs` takes a forward pass for them,
         and keeps them where `ppo_update` would compute them again.
 
@@ -130,8 +131,8 @@ class PPOActor:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
             averaged over minibatches by loss tokens (`behavior_weight`: over those that are kept;
             `kl`, with `kl_loss_ctl`: the estimate against the reference),
-            `mismatch/kl` and `mismatch/max` of the first minibatch (see `behavior.mismatch`; not
-            there when no sequence of it is wholly of the current version), and `reward`,
+            `mismatch/kl` and `mismatch/max` of the first minibatch (see `behavior.mismatch`; absent
+            if the current version sampled no sequence in it completely), and `reward`,
             `response_tokens` (means over sequences), `reward_std`, `response_tokens_max`,
             `truncated` (share of sequences without an end), `groups_zero_std` (share of groups
             whose rewards are all equal), `advantage_abs`, `staleness`, `staleness_max` (policy
@@ -173,7 +174,8 @@ class PPOActor:
     def take_step(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
 
-        The batch of a failed step has `loss_weights` and `kept`, of all its ranks: they are used.
+        A batch of a failed step has `loss_weights` and `kept`, computed over all ranks; they are
+        used.
         """
         config, mask, added = self.config, batch["loss_mask"], {}
         if config.loss_aggregation != "token_mean" and "loss_weights" not in batch:

@@ -1,4 +1,4 @@
-"""The policy under training, as a recipe sees it: PPO on top, weight publishing below.
+"""The recipe's interface to the policy under training: PPO, and publishing of weights.
 
 Importing this module loads no torch: recipes name the class, and workers load recipes too.
 """
@@ -177,8 +177,7 @@ class FSDPPPOActor:
         The new version's number is the number of finished steps. Generation continues while servers
         load it. The weights are sent while the next step runs; its optimizer waits until they have
         been gathered. The call itself waits until a server has confirmed the previous version. Then
-        it saves
-        a checkpoint if one is due, and commits it.
+        it saves a checkpoint, if one is due, and commits it.
         Steps that a resumed run replays are not published again: servers are ahead already. A step
         whose gradient was skipped is published like any other, because the ledger measures
         staleness in versions, and the next batch waits for a server to confirm this one. (Its delta

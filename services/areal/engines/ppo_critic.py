@@ -1,4 +1,4 @@
-"""The model of values beside the policy, as a recipe sees it.
+"""The recipe's interface to the critic beside the policy.
 
 Importing this module loads no torch: recipes name the class, and workers load recipes too.
 """

@@ -19,7 +19,7 @@ _EPS_CLIP = 0.2
 
 
 class PPOCritic:
-    """Trains a model of values on batches of trajectories.
+    """Trains a value model on batches of trajectories.
 
     Example:
         >>> critic = PPOCritic(engine, n_minibatches=1)
@@ -41,14 +41,14 @@ class PPOCritic:
         """Take an optimizer step with each minibatch; collective.
 
         Args:
-            batch: this rank's share, with `values` and, of `PPOActor.compute_advantages`,
-                `returns`.
+            batch: this rank's share, with `values`, and with `returns` from
+                `PPOActor.compute_advantages`.
 
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch`, `clip_ratio`, and of
             the batch before the update `reward` (mean over sequences), `value` and `return` (means
-            over tokens) and `explained_variance`: the part of the returns' variance that the values
-            foresaw, at most 1; 0 where all returns are equal.
+            over tokens) and `explained_variance`: the fraction of the returns' variance that the
+            values predict, at most 1; 0 where all returns are equal.
 
         Raises:
             InvalidInput: `values` or `returns` is missing.

@@ -51,9 +51,9 @@ class Preference:
         """Take one step on the mean loss of all ranks' pairs; collective.
 
         Args:
-            engine: with an optimizer.
-            batch: this rank's share, of `pack_pairs`; but for SimPO with reference_logprobs,
-                float32 [T].
+            engine: has an optimizer.
+            batch: this rank's share, from `pack_pairs`; all losses but SimPO need
+                reference_logprobs, float32 [T].
 
         Returns:
             Statistics of `TrainEngine.train_batch`, over pairs; `accuracy` is the share of pairs

@@ -1,7 +1,7 @@
 """The three global random generators of a rank (python, numpy, torch), and its GPU's.
 
-A checkpoint carries them as tensors. A cached second normal of python or numpy is NaN if there is
-none.
+A checkpoint carries them as tensors. Python and NumPy may cache a second normal value; it is stored
+as NaN if there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed every generator of this rank: a run that starts again from step 0 draws the same."""
+    """Seed all generators of this rank: a run that restarts at step 0 draws the same numbers."""
     for_python, for_numpy, for_torch = (
         int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3)
     )

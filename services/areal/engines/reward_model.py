@@ -1,6 +1,7 @@
 """A reward model: one number for an answer, learned from pairs (Bradley-Terry).
 
-The number is read off the answer's last token, which has seen all of it. Saved, it is a folder that
+The number is read at the answer's last token, which depends on the whole answer. Saved, it is a
+folder that
 transformers reads as a sequence classifier of one class, and SGLang serves with `--is-embedding`.
 """
 

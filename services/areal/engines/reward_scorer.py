@@ -1,8 +1,8 @@
 """The built-in reward `reward_model`: scores answers by an exported reward model.
 
-A reward process loads the model once, for as long as it lives. The answers of one call are scored
-together: each call of the function leaves its conversation in a list, and the event loop, when all
-have, computes the list.
+A reward process loads the model once. The answers of one call are scored together: each call of the
+function adds its conversation to a list, and when all have done so, the event loop computes the
+list.
 
     answer 1 ──┐
     answer 2 ──┼──> waiting ──next turn of the loop──> padded batches ──> a score each

@@ -1,9 +1,9 @@
-"""The generation side as a recipe sees it: submit rows, get batches.
+"""The recipe's interface to generation: submits rows, returns batches.
 
 A batch call of step s: submit rows (as far as the queue needs), wait until a server has confirmed
 version s-1, then `TakeBatch(s)` until the ledger has B groups; rank 0 takes the manifest, every
-rank fetches its share of the groups. A batch that is at hand is taken while version s-1 is still on
-its way, and computed with beside that.
+rank fetches its share of the groups. A batch that is ready is taken while version s-1 is still on
+its way, and is trained on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HELD_BACK_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Feeding:
-    """Where the tasks of a batch come from."""
+    """The source of a batch's tasks."""
 
     feeder: TaskFeeder
     spec: WorkflowSpec
@@ -228,13 +228,13 @@ class RemoteSGLangEngine:
 
 
 def check_sampling(workflow: RolloutWorkflow, temperature: float) -> None:
-    """Refuses a workflow all of whose generation settings have another temperature.
+    """Refuses a workflow if all its generation settings have another temperature.
 
-    The workflow's attributes are looked at: settings that it makes only while an episode runs are
-    not seen. Of several (a policy's and a judge's, say) one has to fit.
+    It checks the workflow's attributes; settings that are created during an episode are not seen.
+    If there are several (a policy's and a judge's, say), one has to match.
 
     Args:
-        workflow: Of a batch to train on.
+        workflow: The workflow of a batch to train on.
         temperature: The trainer's.
 
     Raises:

@@ -22,7 +22,7 @@ def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
     """Take one step on the mean negative log-likelihood of the loss tokens of all ranks.
 
     Args:
-        engine: with an optimizer.
+        engine: has an optimizer.
         batch: this rank's share; needs cu_seqlens, group_index, input_ids, loss_mask.
 
     Returns:

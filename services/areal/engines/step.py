@@ -91,11 +91,11 @@ class TrainStep:
 
         Args:
             model: on its device, sharded if it is to be.
-            config: the engine's.
-            device: that batches are computed on.
+            config: the engine's configuration.
+            device: the device that computes batches.
             mesh: the ranks that share model and batch.
             sharded: gradients are averaged over ranks.
-            budget: of memory, told when it runs out; None: nothing is trained.
+            budget: the memory budget, named in an out-of-memory error; None: nothing is trained.
             total_train_steps: for the learning-rate schedule; None: a constant rate.
         """
         self.model = model
@@ -382,7 +382,7 @@ class TrainStep:
 
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW; norms and biases do not decay."""
+    """Make AdamW; norms and biases have no weight decay."""
     # Fused AdamW takes tensors of one mesh at a time.
     groups = [
         {"params": chosen, "weight_decay": decay}

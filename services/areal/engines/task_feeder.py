@@ -1,12 +1,12 @@
-"""Rows on their way into the ledger: submitted ahead of the trainer, on rank 0.
+"""Submits rows to the ledger ahead of the trainer, on rank 0.
 
     rows ── draw ──> tasks ── submit ──> open ── ended ──> forgotten
       |                |  ^
       | none left      v  | a later poll
     sealed           held back: the ledger is full
 
-A checkpoint's cursor is the oldest row that is open or held back: there a resume begins.
-Submitted is as much as keeps the workers busy while the trainer trains; see `RowSupply`.
+A checkpoint's cursor is the oldest row that is open or held back; a resume begins there. Enough
+rows are submitted to keep the workers busy while the trainer trains; see `RowSupply`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class RowLoader(Protocol):
     def __iter__(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]: ...
 
     def seek(self, epoch: int, cursor: int) -> None:
-        """Goes to a place; the next item is (epoch, cursor)."""
+        """Makes (epoch, cursor) the next item."""
         ...
 
 
 class TaskFeeder:
-    """The rows of one loader; all methods but `cursor` are rank 0's."""
+    """Submits the rows of one loader; all methods but `cursor` are for rank 0."""
 
     def __init__(self, session: TrainerSession, rows: RowLoader) -> None:
-        """Goes to where the checkpoint was; ids between there and the crash are seen (L6)."""
+        """Continues at the checkpoint's position; ids submitted after it are known (L6)."""
         config = session.config
         self._session = session
         self._batch_size = config.train_dataset.batch_size
@@ -65,7 +65,7 @@ class TaskFeeder:
 
     @property
     def refill_below(self) -> int:
-        """Rows in the queue below which a wait for a batch should end; 0: it need not."""
+        """Number of queued rows below which a wait for a batch should end; 0: never."""
         return 0 if self._sealed or self.held_back is not None else self._supply.watermark
 
     def refill(self, spec: WorkflowSpec) -> None:
@@ -92,13 +92,13 @@ class TaskFeeder:
             missing -= accepted
 
     def refill_if_low(self, spec: WorkflowSpec, queued: int) -> None:
-        """Refills, where that many rows in the queue are too few."""
+        """Refills if that many queued rows are too few."""
         enough = self._batch_size if self.held_back is not None else self._supply.watermark
         if queued < enough:
             self.refill(spec)
 
     def cursor(self) -> list[int] | None:
-        """The lowest (epoch, index) that has not ended, or was never submitted; collective."""
+        """Returns the lowest (epoch, index) that has not ended or was not submitted; collective."""
         return self._session.on_rank0(self._oldest_open)
 
     def _oldest_open(self) -> list[int] | None:
@@ -133,11 +133,11 @@ class RowSupply:
     """The number of rows to keep queued, from the ledger's own counters.
 
     While the trainer trains it submits nothing, and groups for (eta + 1) batches may be made (L4).
-    Where the workflow drops rows, each group costs 1 / acceptance of them.
+    If the workflow rejects rows, each group costs 1 / acceptance rows.
     """
 
     def __init__(self, batch_size: int, max_head_offpolicyness: int) -> None:
-        """Nothing is known of the workflow yet: it accepts every row.
+        """Starts with an acceptance of 1.
 
         Args:
             batch_size: Groups per train step (B).
@@ -149,7 +149,7 @@ class RowSupply:
         self._seen: deque[tuple[int, int]] = deque([(0, 0)])
 
     def observe(self, train_counts: Mapping[TaskState, int]) -> None:
-        """Takes in the numbers of train tasks by state."""
+        """Reads the numbers of train tasks by state."""
         accepted = sum(train_counts.get(state, 0) for state in _ACCEPTED)
         ended = accepted + sum(train_counts.get(state, 0) for state in _DROPPED)
         self._seen.append((accepted, ended))
@@ -159,7 +159,7 @@ class RowSupply:
 
     @property
     def acceptance(self) -> float:
-        """Groups per ended task, lately, counted as if one more had been accepted; 0 < x <= 1."""
+        """Recent groups per ended task, counted as if one more had been accepted; 0 < x <= 1."""
         (first_accepted, first_ended), (accepted, ended) = self._seen[0], self._seen[-1]
         # A group that is made again, or a dead letter retried, takes back what had been counted.
         of = max(0, ended - first_ended)
@@ -167,10 +167,10 @@ class RowSupply:
 
     @property
     def watermark(self) -> int:
-        """Rows below which more are submitted: with these, all that may run ahead gets done."""
+        """Number of rows below which more are submitted: enough for all that may run ahead."""
         return round(self._ahead / max(self.acceptance, _LEAST_ACCEPTANCE))
 
     @property
     def target(self) -> int:
-        """Rows to have queued after a submission: one batch more, to draw from."""
+        """Number of rows to have queued after a submission: one batch more than the watermark."""
         return self.watermark + self._batch_size

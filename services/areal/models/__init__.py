@@ -1,1 +1,1 @@
-"""Small models made on the spot."""
+"""Reads model folders, and creates small models."""

@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory says of itself. No torch here."""
+"""Reads the config of a Hugging Face model directory. No torch here."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from areal.errors import InvalidInput
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Return `read_config`; for a model with several parts (text, vision), that of the text."""
+    """Like `read_config`; for a model with several parts (text and vision), the text part's."""
     config = read_config(directory)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json as it is.
+    """Returns the content of config.json.
 
     Raises:
-        InvalidInput: There is none, or it is no JSON object.
+        InvalidInput: The file is missing, or is not a JSON object.
     """
     file = directory / "config.json"
     try:
@@ -35,13 +35,13 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def serving_dtype(requested: str, directory: Path, *, gpu: bool) -> str:
-    """Return the precision of inference servers, and of the weights published to them.
+    """Returns the precision of inference servers and of the weights published to them.
 
     Args:
-        requested: `model.dtype`; what is not `auto` is taken as it is.
-        directory: The model's; one that a recipe has yet to make counts as float32, which is what
-            an engine saves.
-        gpu: Servers have GPUs: 16 bits then, as the trainer computes there.
+        requested: `model.dtype`; any value but `auto` is used as it is.
+        directory: The model's folder; one that a recipe will create counts as float32, the dtype in
+            which an engine saves.
+        gpu: True if servers have GPUs; then it is 16 bits, like the trainer's precision on GPUs.
 
     Returns:
         `float32` or `bfloat16`; for `auto` on CPUs that of the checkpoint (bfloat16 for float16).

@@ -80,7 +80,7 @@ def save_tokenizer(directory: str | Path, *, sees: bool = False) -> None:
 
     Args:
         directory: made if missing.
-        sees: with the tokens of an image and of a video.
+        sees: add the tokens for images and videos.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -115,8 +115,8 @@ def make_tiny_model(
     """Write a freshly initialized model and its tokenizer.
 
     Args:
-        directory: made if missing; its files are overwritten.
-        seed: of the weights; the caller's random state is left alone.
+        directory: created if missing; its files are overwritten.
+        seed: seed of the weights; the caller's random state does not change.
         hidden_size: width.
         num_hidden_layers: depth.
         num_attention_heads: query heads.
@@ -158,13 +158,13 @@ def make_tiny_model(
 
 
 def make_tiny_seeing_model(directory: str | Path, *, seed: int = 0) -> Path:
-    """Write a freshly initialized Qwen2-VL: the tiny model's decoder beside a small vision tower.
+    """Write a freshly initialized Qwen2-VL: the tiny model's decoder with a small vision tower.
 
     Patches are 4 x 4 pixels, four of them make a token: an image of 16 x 16 pixels is 4 tokens.
 
     Args:
-        directory: made if missing; its files are overwritten.
-        seed: of the weights; the caller's random state is left alone.
+        directory: created if missing; its files are overwritten.
+        seed: seed of the weights; the caller's random state does not change.
 
     Returns:
         The directory, with preprocessor_config.json beside what `make_tiny_model` writes.

@@ -1,1 +1,1 @@
-"""What crosses the wire: messages to and from our types."""
+"""Converts between protobuf messages and our types."""

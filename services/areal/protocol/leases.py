@@ -1,7 +1,7 @@
-"""What crosses the border of the ledger, one shape per concept, and its messages.
+"""The types that go into and out of the ledger, and their messages.
 
-The buffer makes leases and records as messages, since the tasks and groups in them are opaque to
-it; what it counts (a take, a registration, statistics) it makes in these shapes.
+The buffer creates leases and records as messages, because it does not decode the tasks and groups
+in them. A take, a registration and statistics it creates as these types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal.v1 import trajectory_pb2
 
 
 class ReturnCause(StrEnum):
-    """Whose fault the end of an attempt was; each kind has its own limit."""
+    """The cause of a failed attempt; each cause has its own limit of attempts."""
 
     DRAIN = "drain"
     """The worker is leaving; counts against nothing."""
@@ -31,7 +31,7 @@ class ReturnCause(StrEnum):
 
 
 class TakeState(StrEnum):
-    """What became of a TakeBatch call."""
+    """The outcome of a TakeBatch call."""
 
     TAKEN = "taken"
     WAITING = "waiting"
@@ -144,7 +144,7 @@ class TaskRecord:
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A task given up, and why."""
+    """A task that failed permanently, and why."""
 
     record: TaskRecord
     cause: str
@@ -153,7 +153,7 @@ class DeadLetter:
 
 @dataclass(frozen=True)
 class WorkflowFailure:
-    """What several attempts failed of alike."""
+    """An error that several attempts share."""
 
     site: str
     """E.g. `KeyError at recipe.py:41`."""
@@ -235,7 +235,7 @@ def record_from_pb(message: trajectory_pb2.TaskRecord) -> TaskRecord:
 
 
 def take_from_pb(message: pb.TakeBatchResponse) -> Take:
-    """Decodes a take, less the groups that came along."""
+    """Decodes a take, without the groups in it."""
     return Take(
         state=TakeState(pb.TakeState.Name(message.state).removeprefix("TAKE_STATE_").lower()),
         groups=tuple(

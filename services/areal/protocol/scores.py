@@ -1,4 +1,4 @@
-"""What is scored, and what comes of it. No grpc and no torch here: workflows import this."""
+"""Items to score, and their results. No grpc and no torch here: workflows import this."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class ScoreFailure:
-    """An item that got no reward; never to be read as reward 0.
+    """An item that got no reward; never treat it as reward 0.
 
     Example:
         >>> ScoreFailure(ScoreError.TIMEOUT, "reward_fn took longer than reward.timeout_s = 10 s")

@@ -1,9 +1,9 @@
 """Conversions between `areal.types` and the protobuf messages. No grpc here.
 
-A finished group travels as it is stored, a zstd frame except where it is too small for it to pay:
-a worker packs it once, the ledger checks it and keeps these bytes, a trainer gets them. A reader
-tells by the first bytes: a frame begins with its magic number, and no TrajectoryGroup does (it
-would be a field 5 of the kind "number", which there is not).
+A finished group is sent as it is stored: a zstd frame, unless it is too small to benefit. A worker
+packs it once, the ledger checks and keeps these bytes, and a trainer gets them. The first bytes
+tell which it is: a frame begins with its magic number, and no TrajectoryGroup does (as a message
+these bytes would be a number in field 5, which does not exist).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _MAX_BYTES = 128 * 1024 * 1024
 
 
 class GroupCodec:
-    """Zstd with its working memory kept: making that again costs more than a group does.
+    """Zstd that keeps its working memory, which costs more to create than to compress a group.
 
-    Not for two threads at once.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class GroupCodec:
         """Returns the serialized group.
 
         Raises:
-            InvalidInput: It is a broken frame, or (nothing is allocated before that is known)
-                larger than max_bytes.
+            InvalidInput: The frame is broken, or larger than max_bytes (checked before memory is
+                allocated).
         """
         if not stored.startswith(_MAGIC):
             size, payload = len(stored), stored
@@ -111,7 +111,7 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     """Encodes a group: each array once for all its trajectories.
 
     Raises:
-        InvalidInput: An array of a trajectory is not of its length.
+        InvalidInput: An array of a trajectory has another length than the trajectory.
     """
     # Submessages are added in place: one that is made apart is copied into its parent by being
     # serialized and parsed.

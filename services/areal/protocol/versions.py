@@ -45,8 +45,8 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
     """Decodes a version.
 
     Raises:
-        InvalidInput: Version or incarnation out of range, no path, a name that no file can have, or
-            a time that is none.
+        InvalidInput: The version or incarnation is out of range, the path is missing, or a file
+            name or time is invalid.
     """
     if not 0 <= message.version < MAX_POLICY_VERSION:
         raise InvalidInput(
@@ -153,7 +153,7 @@ def offer_from_pb(message: service_pb.BroadcastOffer) -> Offer:
     """Decodes an offer.
 
     Raises:
-        InvalidInput: No address, a port that is none, or an unknown backend.
+        InvalidInput: The address is missing, the port is invalid, or the backend is unknown.
     """
     if not message.address:
         raise InvalidInput("offer.address '': expected the trainer's host")

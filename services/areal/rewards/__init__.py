@@ -22,8 +22,8 @@ def builtin_reward(name: str) -> Callable[..., Any]:
     """Returns the built-in reward function of that name.
 
     Raises:
-        InvalidInput: There is none, which names the nearest one; or it needs a package that is not
-            installed here.
+        InvalidInput: The function does not exist (the message names the nearest one), or it needs a
+            package that is not installed here.
     """
     if name not in BUILTIN:
         raise InvalidInput(f"reward {name!r}: no such built-in{nearest(name, BUILTIN)}")

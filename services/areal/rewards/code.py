@@ -1,12 +1,12 @@
-r"""Does code that a model wrote pass tests? It runs in a box (areal.rewards.sandbox), never here.
+r"""Scores code that a model wrote by its tests. The code runs in a box (areal.rewards.sandbox).
 
     sandbox = Sandbox()
 
     async def reward(completion: str, tests: str) -> float:
         return await code_reward(sandbox, completion, tests)
 
-The score is what a program prints in its last line, behind a word that it cannot know before its
-tests are through: code that ends the interpreter early (`os._exit(0)`) has not passed. Code and
+The score is in the last line that the program prints, after a word that it cannot know before its
+tests have ended. So code that ends the interpreter early (`os._exit(0)`) does not pass. Code and
 tests share an interpreter, so code that looks for the tests on purpose can still cheat.
 """
 
@@ -47,7 +47,7 @@ async def code_reward(
 async def run_tests(
     sandbox: Sandbox, code: str, tests: str, limits: Limits | None = None
 ) -> tuple[Outcome, bool]:
-    """How code and then its tests ended, and whether they came to their end."""
+    """Returns how the code and then its tests ended, and whether they ran to their end."""
     word = secrets.token_hex(16)
     # Standard input holds the word, and is read after the tests.
     program = f"{code}\n\n{tests}\n\nimport sys as _sys\nprint('\\n' + _sys.stdin.read())\n"

@@ -31,7 +31,7 @@ class RewardFunction:
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         """Reads the signature; raises InvalidInput for a fixed argument it does not accept.
 
-        A class is made with the fixed arguments; its object is then called.
+        A class is instantiated with the fixed arguments; its object is then called.
         """
         self.name = name
         if inspect.isclass(function):
@@ -62,7 +62,7 @@ class RewardFunction:
         return self._takes_all or name in self._accepted
 
     def bind(self, item: pb.ScoreItem) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments of one call; raises InvalidInput when a required one is nowhere to be had."""
+        """Returns the arguments of one call; raises InvalidInput if a required one is missing."""
         known = parse_json_object(item.data_json, "data_json")
         known["prompt"] = item.prompt
         known["completion"] = known["completions"] = item.completion
@@ -112,7 +112,7 @@ def resolve(reward: pb.RewardSpec, recipe: ModuleType | None) -> RewardFunction:
         recipe: The loaded recipe; None for a built-in.
 
     Raises:
-        InvalidInput: Unknown name, or arguments that are no JSON object.
+        InvalidInput: The name is unknown, or the arguments are not a JSON object.
     """
     if recipe is None:
         function = builtin_reward(reward.name)
@@ -126,12 +126,12 @@ def resolve(reward: pb.RewardSpec, recipe: ModuleType | None) -> RewardFunction:
 
 
 def outcome(name: str, value: Any, where: str = "") -> pb.ScoreResult:
-    """Returns the result for a function's return value: a finite number, or a FUNCTION failure.
+    """Converts a function's return value to a result: a finite number, or a FUNCTION failure.
 
     Args:
-        name: Of the function.
+        name: The function's name.
         value: What it returned.
-        where: " (file:line)" of it, or nothing.
+        where: " (file:line)" of the function, or "".
     """
     if type(value) is float and math.isfinite(value):
         return pb.ScoreResult(reward=value)
@@ -146,7 +146,7 @@ def outcome(name: str, value: Any, where: str = "") -> pb.ScoreResult:
 
 
 def raised(name: str, error: BaseException, file: str = "") -> pb.ScoreResult:
-    """Returns the result for an exception; names the last line reached, in its `file` if any."""
+    """Converts an exception to a result; names the last line executed, in `file` if possible."""
     if isinstance(error, InvalidInput):
         return failure(pb.SCORE_ERROR_INVALID, str(error))
     if isinstance(error, Unavailable):  # what the function needs is away: try the task again
@@ -183,7 +183,7 @@ def failure(error: pb.ScoreError.ValueType, message: str, trace: str = "") -> pb
 
 
 def too_slow(name: str, timeout_s: float) -> str:
-    """Returns the sentence for a call that passed its time limit."""
+    """The message for a call that exceeded its time limit."""
     return f"{name} took longer than reward.timeout_s = {timeout_s:g} s"
 
 

@@ -1,4 +1,4 @@
-"""How good does another model find a completion? Asked of any endpoint that speaks OpenAI's API.
+"""Scores completions with another model, at any endpoint that speaks OpenAI's API.
 
     judge = Judge("gpt-5-mini", max_calls=20_000, cache="judge.sqlite")  # asks nothing yet
 
@@ -78,19 +78,20 @@ class Judge:
         Args:
             model: Its name at the endpoint.
             template: The user's message; `{name}` stands for a keyword of the call, `{{` for `{`.
-            base_url: Of the endpoint, e.g. http://judge:8000/v1; None: `OPENAI_BASE_URL`, else
+            base_url: URL of the endpoint, e.g. http://judge:8000/v1; None: `OPENAI_BASE_URL`, else
                 OpenAI's.
             api_key: None: `OPENAI_API_KEY`, which the reward service must have in its environment.
             best: The highest score that the template asks for.
             parse: Reads a score from the answer, in place of the last "score: NUMBER" over `best`;
                 raises ValueError where there is none.
             options: More fields of the request, e.g. {"temperature": 0, "seed": 1}.
-            timeout_s: For one score, retries included; keep it below `reward.timeout_s`.
-            max_calls: Requests at most, each with its retries; None: no limit.
+            timeout_s: Longest time for one score, retries included; keep it below
+                `reward.timeout_s`.
+            max_calls: Maximum number of requests, not counting retries; None: no limit.
             max_tokens: No request is sent once this many tokens have been used; None: no limit.
             cache: A file that keeps scores and counts; all processes that name it share both. None:
                 each worker process has its own, in memory.
-            max_cached: Scores kept.
+            max_cached: Maximum number of scores kept.
 
         Raises:
             InvalidInput: A value is out of its range, or the template is malformed.

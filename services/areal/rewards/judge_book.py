@@ -1,4 +1,4 @@
-"""What a judge has answered and used, in one SQLite file or in memory.
+"""Keeps a judge's scores and usage, in one SQLite file or in memory.
 
 With a file, all processes that open it share the answers and the budget, and both outlive them.
 The file holds hashes and numbers, no text.
@@ -29,17 +29,17 @@ class Used:
 
 
 class JudgeBook:
-    """Answers by key, the oldest forgotten first, and what each judge has used."""
+    """Keeps scores by key, deletes the oldest first, and counts what each judge has used."""
 
     def __init__(self, path: str | Path | None, max_answers: int) -> None:
         """Opens or creates the file.
 
         Args:
             path: The file; None: memory, for this process alone.
-            max_answers: Answers kept.
+            max_answers: Maximum number of scores kept.
 
         Raises:
-            CannotStart: The file cannot be opened, or is no such file.
+            CannotStart: The file cannot be opened, or has another format.
         """
         self._max_answers = max_answers
         try:

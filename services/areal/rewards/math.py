@@ -1,4 +1,4 @@
-r"""Is the final answer of a completion mathematically equal to the right one?
+r"""Scores whether a completion's final answer is mathematically equal to the right one.
 
 completion ── last \boxed{...}, else text after the last "####", else all of it ──> candidate
 candidate == answer as normalised text ──────────────────────────────> 1
@@ -70,7 +70,7 @@ def final_answer(text: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Returns text for the fast path: no spaces, dollars, thousands separators or final period."""
+    """Returns text for the fast path: no spaces, dollars, thousands separators, final period."""
     text = _WRAPPERS.sub(r"\1", text.strip().strip("$"))
     text = text.replace("\\!", "").replace("\\,", "").replace("\\$", "").replace("dfrac", "frac")
     return _THOUSANDS.sub("", "".join(text.split())).removesuffix(".")

@@ -1,4 +1,4 @@
-"""Which letter did the completion choose?"""
+"""Scores the letter that a completion chooses."""
 
 from __future__ import annotations
 

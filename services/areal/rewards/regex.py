@@ -1,4 +1,4 @@
-"""Does the completion have the right form?"""
+"""Scores whether a completion matches a pattern."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a trainer process does around its engine: sessions, checkpoints, publishing, status."""
+"""A trainer process around its engine: sessions, checkpoints, publishing, status."""

@@ -1,4 +1,4 @@
-"""A version on its way to the servers beside the next step: at most one.
+"""Publishes a version while the next step runs; at most one at a time.
 
     upload_weights(n) ── begin ─┐                         ┌─ settle: confirm_version, evaluate,
     (all ranks)                 └─ gather, write, announce ┘  the next upload_weights, the end
@@ -7,7 +7,7 @@
 |---------|--------------------|-----------------------|---------------------------------------|
 | pending | memory, disk, wire | the exporting threads | they end (exporter.py), or `patience` |
 
-The ranks meet every POLL_S seconds while they wait: no collective's deadline bounds it.
+The ranks synchronize every POLL_S seconds while they wait, so no collective's deadline limits it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BackgroundPublish:
     """All methods but `waits` are collective."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Starts with no version in flight."""
+        """Starts without a version under way."""
         self._ranks = ranks
         self._pending: _Pending | None = None
 
@@ -51,17 +51,18 @@ class BackgroundPublish:
         """Takes charge of an export that has begun.
 
         Args:
-            version: Of the weights.
-            done: Ends, on rank 0, when the version is announced; elsewhere with this rank's part.
-            size_bytes: Of the model: it is gathered, and then carried, in the time for so many.
+            version: The weights' version.
+            done: Done on rank 0 when the version is announced; on other ranks with this rank's
+                part.
+            size_bytes: The model's size, which sets the deadline for gathering and transfer.
         """
         self._pending = _Pending(version, done, 2 * patience_s(size_bytes) + CALL_S)
 
     def settle(self) -> None:
-        """Waits until no version is on its way; every rank raises what went wrong.
+        """Waits until no version is under way; every rank raises the error, if any.
 
         Raises:
-            WaitTimeout: It has taken longer than anything of its size may.
+            WaitTimeout: Publishing exceeded the deadline for the model's size.
         """
         pending = self._pending
         if pending is None:

@@ -26,8 +26,8 @@ CALL_S = RETRY_S + 30.0
 class AsyncBridge:
     """One event loop in one daemon thread; gRPC channels live there.
 
-    The trainer's main thread computes; everything that talks runs here, so a long computation
-    never delays keep-alives, status requests or checkpoint commits.
+    The trainer's main thread computes; all network calls run here, so a long computation never
+    delays keep-alives, status requests or checkpoint commits.
     """
 
     def __init__(self, waits: Waits) -> None:
@@ -67,7 +67,7 @@ class AsyncBridge:
             raise WaitTimeout(what, on=on, since=since) from None
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine that no one waits for, and that says itself what it expects to fail."""
+        """Runs a coroutine in the background; it handles its expected errors itself."""
         asyncio.run_coroutine_threadsafe(coroutine, self.loop).add_done_callback(_log_unexpected)
 
     def close(self) -> None:

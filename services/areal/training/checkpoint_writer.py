@@ -1,4 +1,4 @@
-"""Writing a checkpoint beside training: the step that it follows pays for a copy, no more.
+"""Writes a checkpoint while training continues: it delays its step only by a copy.
 
     snapshot ──> written, by every rank ──> sealed, by rank 0 ──> committed, at the end of a step
     (copy of     (threads)                  (a thread: digests,   (all ranks agree that it is whole;
@@ -31,7 +31,7 @@ _SLOWEST_BYTES_PER_S = 64 * 2**20
 
 
 class Checkpointable(Protocol):
-    """What is asked of the actor."""
+    """What the writer needs from an actor."""
 
     def checkpoint_bytes(self) -> int:
         """The approximate size of all ranks' files together."""
@@ -53,7 +53,7 @@ class _Pending:
 
     @property
     def future(self) -> Future[Any]:
-        """What this rank has to wait for."""
+        """The future for which this rank has to wait."""
         return self.sealed or self.written
 
     @property
@@ -75,7 +75,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """At most one checkpoint in the making; all methods but `waits` and `close` are collective."""
+    """Writes one checkpoint at a time; all methods but `waits` and `close` are collective."""
 
     def __init__(
         self, ranks: Ranks, folder: CheckpointFolder, commit: Callable[[int], None]
@@ -99,7 +99,7 @@ class CheckpointWriter:
         Args:
             step: Finished steps.
             incarnation: Of this trainer.
-            extra: What the checkpoint carries beside tensors; called on every rank.
+            extra: Returns the checkpoint's data besides tensors; called on every rank.
         """
         if self.actor is None or step == self.last_step:
             return
@@ -128,7 +128,7 @@ class CheckpointWriter:
         """Begins to commit the pending checkpoint once it is whole.
 
         Args:
-            wait: Until it is whole, and committed.
+            wait: Wait until it is complete and committed.
         """
         self._end_commit()
         pending = self._pending
@@ -168,5 +168,5 @@ class CheckpointWriter:
             yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")
 
     def close(self) -> None:
-        """Stops writing; a checkpoint that is not complete stays incomplete."""
+        """Stops; a checkpoint that is not sealed stays incomplete."""
         self._sealer.shutdown(wait=False, cancel_futures=True)

@@ -1,11 +1,11 @@
-"""Held-out rewards: when to measure, the tasks, their mean. Collective, like all batch calls.
+"""Measures held-out rewards. Collective, like all batch calls.
 
 | wait              | on     | unblocked by | deadline                |
 |-------------------|--------|--------------|-------------------------|
 | ends of the tasks | buffer | any of them  | 3 x request_timeout_s   |
 
-Tasks are submitted as far as the ledger has room, and each result is read as soon as it is there:
-it may then be released, so that an evaluation can be larger than the ledger.
+Tasks are submitted as far as the ledger has room. Each result is read as soon as it exists and may
+then be released, so an evaluation can be larger than the ledger.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from areal.types import Purpose, Task, TaskState, WorkflowSpec
 
 
 def recorded(session: TrainerSession, name: str, version: int | None) -> float | None:
-    """Returns the current policy's figure, if there is one; None if it is of another `version`.
+    """Returns the current policy's recorded figure, if any; None for another `version`.
 
-    That is one measured at this very step. A run that resumes has moved on from its initial
-    policy, so until its first step that one's figure is taken from the record, too.
+    It was measured at this very step. Until its first step, a resumed run also uses the recorded
+    figure of its initial policy, which it no longer has.
     """
     known = session.result(name)
     if known is None or version not in (None, session.step):
@@ -46,7 +46,7 @@ def recorded(session: TrainerSession, name: str, version: int | None) -> float |
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean reward: over all answers; rows count alike for the error."""
+    """A mean reward over all answers; for its error, every row has the same weight."""
 
     mean: float
     stderr: float
@@ -55,7 +55,7 @@ class Figure:
 
 
 def record(session: TrainerSession, name: str, figure: Figure) -> float:
-    """Keeps a figure and the step it is of; returns its mean."""
+    """Keeps a figure and its step; returns its mean."""
     mean = figure.mean
     steps = dict(session.result(MEASURED_AT) or {})
     session.record(name, mean, evaluation_names(name, mean, figure.stderr))
@@ -72,13 +72,13 @@ def record(session: TrainerSession, name: str, figure: Figure) -> float:
 
 
 def pinned(session: TrainerSession, name: str, version: int | None) -> int | None:
-    """Returns the version that every token must have (rank 0); None if servers are ahead.
+    """Returns the version that must sample every token (rank 0); None if servers are ahead.
 
-    Servers continue only when the trainer publishes, which waits for the evaluation: nothing has to
-    be held back for it.
+    Servers change versions only when the trainer publishes, and it publishes nothing during an
+    evaluation.
 
     Raises:
-        NotFound: Another version than the one that servers are brought to is asked for.
+        NotFound: The requested version is not the one that servers load.
     """
     served = session.served_version
     if version is None:
@@ -119,7 +119,7 @@ def measure(session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s
     They are in `evaluations/NAME-vVERSION.jsonl`, a line for each row: its task, data, and answers.
 
     Raises:
-        WorkflowError: None was delivered, or too many tasks ended by errors of the recipe.
+        WorkflowError: No task had a result, or too many failed with errors of the recipe.
         WaitTimeout: Some have not ended within `timeout_s`, or found no room.
     """
     measurement = Measurement(session, tasks, name, timeout_s)
@@ -131,7 +131,7 @@ def measure(session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s
 
 
 class Measurement:
-    """The tasks of one evaluation (rank 0): to be submitted, waited for, answered."""
+    """The tasks of one evaluation (rank 0): submits them and collects their results."""
 
     def __init__(
         self, session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s: float
@@ -149,10 +149,10 @@ class Measurement:
         self._reasons: list[str] = []
 
     def proceed(self) -> str:
-        """Submits what there is room for, takes in what has ended, or waits a while for some.
+        """Submits tasks while there is room, reads results, or waits a while for some.
 
         Returns:
-            answered: all are; refused: the ledger had no room when last asked; waiting.
+            answered: all tasks have results; refused: the ledger had no room; else waiting.
         """
         submission = self._submission
         self._waiting |= submission.send()
@@ -167,7 +167,7 @@ class Measurement:
         return "refused" if submission.refused else "waiting"
 
     def finish(self) -> Figure:
-        """Writes the answers to disk and returns the mean of all rewards."""
+        """Returns the figure over all trajectories; the answers are on disk then."""
         if not self._answers:
             raise errors.WorkflowError(
                 f"{self._what}: none of {self._count} rows was delivered; "

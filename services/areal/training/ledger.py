@@ -1,7 +1,7 @@
-"""The ledger as a trainer's ranks ask it: rank 0 asks the buffer, all get its answer or error.
+"""The ledger for a trainer's ranks: rank 0 calls the buffer, all get its answer or error.
 
-Every call is synchronous, and made by all ranks in the same order; only `fetch` and `commit` are
-each rank's own. What a call waits for is the wait `call` on the buffer, with what was asked.
+Every call is synchronous, and all ranks make the same calls in the same order, except `fetch` and
+`commit`. While a call waits, it is listed as the wait `call` on the buffer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ POLL_S = 10.0
 
 
 class TrainerLedger:
-    """What one incarnation of a trainer submits, takes and commits."""
+    """The calls of one incarnation of a trainer: submit, take, commit."""
 
     def __init__(self, ranks: Ranks, bridge: AsyncBridge, buffer: BufferTrainer) -> None:
-        """Asks nothing yet; the first call is `register`."""
+        """Makes no call yet; the first one is `register`."""
         self.buffer = buffer
         self.name = f"buffer {buffer.connection.address}"
         """For waits and errors."""
@@ -80,10 +80,10 @@ class TrainerLedger:
         """Queues tasks; with `seal` no more of the rows follow.
 
         Returns:
-            How many the ledger did not have already.
+            The number of tasks that were new to the ledger.
 
         Raises:
-            CapacityExceeded: It is full; with `retry_after_s`, for now.
+            CapacityExceeded: The ledger is full; with `retry_after_s`, only for now.
         """
         accepted = self.ask(
             lambda: self.buffer.tasks.submit_tasks(tasks, incarnation=self.incarnation, seal=seal),
@@ -169,11 +169,11 @@ class TrainerLedger:
         self.ask(read, what, timeout)
 
     def pause(self, seconds: float, what: str) -> None:
-        """Lets time pass for the buffer to make `what` possible."""
+        """Waits a moment until the buffer can do `what`."""
         self.ask(lambda: asyncio.sleep(seconds), what)
 
     def commit(self, step: int, oldest_retained_step: int) -> None:
-        """Tells of a whole checkpoint of `step` (rank 0, in any thread)."""
+        """Commits the complete checkpoint of `step` (rank 0, in any thread)."""
         self._bridge.call(
             self.buffer.commit_step(
                 incarnation=self.incarnation, step=step, oldest_retained_step=oldest_retained_step
@@ -183,7 +183,7 @@ class TrainerLedger:
         )
 
     def cancel_train_tasks(self, reason: str) -> int:
-        """Cancels all that no step will train on any more; returns how many were live."""
+        """Cancels all train tasks that no step needs any longer; returns how many were live."""
         return self.ask(
             lambda: self.buffer.tasks.cancel_tasks(
                 all_of_purpose=Purpose.TRAIN, reason=reason, incarnation=self.incarnation

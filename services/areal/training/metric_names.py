@@ -1,8 +1,7 @@
 """Names of the metrics of a step, as metrics.jsonl, trackers and views have them (docs/metrics.md).
 
-Engines describe one update and know nothing of a run; their statistics get the run's names here.
-Rows that an earlier release wrote have the same names as those statistics, so the table reads them
-as well.
+Engines describe one update and know nothing about a run; their statistics get the run's names here.
+Rows of earlier releases use the same names as those statistics, so this table renames them as well.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _NOWHERE = "127.0.0.1:9"
 class OfflineSession(TrainerSession):
     """A `TrainerSession` without ledger, servers and published versions.
 
-    It ends a step as the other does: a row of metrics, the checkpoint policy, a stop request.
+    It ends a step like the other session: metrics row, checkpoint, stop request.
     """
 
     async def _connect(self) -> tuple[BufferTrainer, WeightSyncClient]:

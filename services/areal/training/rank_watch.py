@@ -1,11 +1,12 @@
-"""Notices ranks that died or stand still, so that no collective waits for them for long.
+"""Notices ranks that died or stopped, so that no collective waits for them for long.
 
     every rank ── beat, each second ──> the job's store (torchrun's TCPStore)
     rank 0     <── all beats ──┘
     the others <── rank 0's beat
 
-A rank without a beat for RANK_SILENT_S (stopped, swapped out, its machine away) ends the job: who
-notices says so, kills it if it is a neighbour of this machine, and leaves; torchrun ends the rest.
+A rank without a beat for RANK_SILENT_S (stopped, swapped out, its machine away) ends the job: the
+rank that notices logs it, kills the silent rank if it is on the same machine, and exits; torchrun
+ends the rest.
 Beats come from a thread: a long computation, a long wait for a batch, or a long checkpoint does
 not stop them. A rank that was killed is noticed by torchrun itself, within a second.
 
@@ -41,7 +42,7 @@ class RankWatch:
     """A thread that beats for this rank and watches others."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Collective: exchanges who is where. Call after the process group was joined.
+        """Collective: exchanges hosts and pids. Call after the process group was joined.
 
         Raises:
             RuntimeError: The job's store does not answer.
@@ -59,12 +60,12 @@ class RankWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank leaves in good order: no one waits for its beat any longer."""
+        """Says that this rank leaves on purpose, so no one waits for its beat any longer."""
         self._stopping.set()
         self._thread.join(2 * STORE_TIMEOUT_S)
 
     def gone(self) -> str:
-        """Returns, as text, which ranks of this machine have died; empty if none has."""
+        """Names the ranks on this machine that have died; "" if none."""
         dead = [
             self._name(rank)
             for rank, (host, pid) in enumerate(self._neighbours)

@@ -1,7 +1,7 @@
-"""What one process of the trainer asks of the others: every rank makes the same calls in order.
+"""Exchanges data between the trainer's ranks: every rank makes the same calls in order.
 
-JSON travels between them: a length, then bytes, in tensors. torch's own `*_object` collectives
-would unpickle, and so run, whatever code a message brings; these carry data only.
+They exchange JSON: a length, then bytes, in tensors. torch's own `*_object` collectives would
+unpickle a message and so run any code in it; these carry data only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Ranks:
         Within `function` further calls of this kind run at once: only rank 0 is there.
 
         Args:
-            function: Makes something that JSON can carry.
-            shape: The type of that, where it is more than plain JSON (dataclasses, tuples, enums,
-                paths), so that all ranks get it in this type.
+            function: Returns a value that JSON can hold.
+            shape: The value's type if it is more than plain JSON (dataclasses, tuples, enums,
+                paths), so that all ranks get this type.
         """
         if self.world_size == 1 or self._deciding:
             return function()
@@ -74,10 +74,10 @@ class Ranks:
 
 
 def broadcast_json(value: Any) -> Any:
-    """Returns rank 0's value on every rank; the others' values are ignored. Collective.
+    """Returns rank 0's value on every rank; other ranks' values are ignored. Collective.
 
     Raises:
-        CapacityExceeded: On every rank, if it is longer than MAX_BYTES as JSON.
+        CapacityExceeded: Raised on every rank if the value is longer than MAX_BYTES as JSON.
     """
     import torch
     import torch.distributed as dist
@@ -93,10 +93,10 @@ def broadcast_json(value: Any) -> Any:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Returns each rank's value, by rank, on every rank. Collective.
+    """Returns the values of all ranks, in order, on every rank. Collective.
 
     Raises:
-        CapacityExceeded: On every rank, if one is longer than MAX_BYTES as JSON.
+        CapacityExceeded: Raised on every rank if a value is longer than MAX_BYTES as JSON.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The files a trainer leaves in the run folder (rank 0 writes them).
+"""The files that a trainer writes into the run folder (by rank 0).
 
 metrics.jsonl   one row per finished step
 batches.jsonl   which tasks each step was given, by incarnation; only ever appended to
@@ -26,7 +26,7 @@ EVALUATIONS = "evaluations"
 
 
 def best_step(evaluations: Sequence[dict[str, Any]], steps: Sequence[int]) -> int | None:
-    """Returns the step with the highest held-out reward, the later of two; None if unknown."""
+    """Returns the step with the highest held-out reward, the later of equals; None: unknown."""
     known = [(float(e["mean"]), int(e["step"])) for e in evaluations if e["step"] in steps]
     return max(known)[1] if known else None
 
@@ -63,7 +63,7 @@ class RunFiles:
         return rows
 
     def evaluations(self) -> list[Evaluation]:
-        """Returns the last evaluation of each name, ordered by step."""
+        """Returns the last evaluation of each name, in the order of their steps."""
         steps = self.results.get(MEASURED_AT) or {}
         known = [
             Evaluation(name, int(step), float(self.results[name])) for name, step in steps.items()
@@ -79,9 +79,9 @@ class RunFiles:
     def append_batch(
         self, *, step: int, incarnation: int, replay: bool, task_ids: Sequence[str]
     ) -> None:
-        """Says which tasks a step was given, before it trains on them.
+        """Records which tasks a step got, before it trains on them.
 
-        Rows of lost steps stay: a step that is done again must be given the same tasks.
+        Rows of lost steps stay, because a repeated step must get the same tasks.
         """
         row = {"step": step, "incarnation": incarnation, "replay": replay, "task_ids": task_ids}
         with self._batches.open("ab") as file:

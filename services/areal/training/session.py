@@ -7,8 +7,8 @@
     FSDPPPOActor ── publish version s, finish step s ───────────┘
 
 `areal_trainer` opens a session around the recipe's `main`; engines find it by `current_session()`.
-`ledger` has the verbs of the buffer (submit, take, …); publishing and steps are here. What a call
-waits for is in `waits`, named.
+`ledger` has the buffer's calls (submit, take, …); publishing and steps are here. `waits` lists what
+a call waits for.
 
 | wait                     | on          | unblocked by            | deadline                |
 |--------------------------|-------------|-------------------------|-------------------------|

@@ -37,7 +37,7 @@ def place_secrets(
         make_token: False: only what is given; the job that starts the stack makes the rest.
 
     Raises:
-        ConfigError: A file cannot be read, or what it holds is no token.
+        ConfigError: A file cannot be read, or does not hold a valid token.
     """
     given, section = Security.load(config.security), config.security
     token = given.token or (secrets.token_urlsafe(32) if make_token else "")

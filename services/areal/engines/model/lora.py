@@ -32,8 +32,8 @@ def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
 
     Args:
         hf: transformers model.
-        config: of the adapters.
-        dtype: that they are trained in.
+        config: the adapters' configuration.
+        dtype: the dtype in which they are trained.
 
     Raises:
         InvalidInput: no linear layer of the decoder has such a name.
@@ -71,14 +71,14 @@ def _chosen(hf: Any, targets: list[str]) -> list[str]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `inject` was called on a model."""
+    """Return whether `inject` was called on a model."""
     return any(True for _ in _adapted(module))
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a checkpoint holds of a model: all of it, or its adapters if it has any.
+    """Return the parameters that a checkpoint holds: all, or only the adapters if there are any.
 
-    The rest is what it was when it was loaded.
+    The other parameters have not changed since they were loaded.
     """
     adapters = is_adapted(model)
     for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ def draw(hf: Any, seed: int) -> None:
 
     Args:
         hf: the model; its tensors have memory.
-        seed: of the run.
+        seed: the run's seed.
     """
     for name, module in _adapted(hf):
         down = module.lora_A[_ADAPTER].weight
@@ -108,7 +108,7 @@ def draw(hf: Any, seed: int) -> None:
 
 @contextmanager
 def switched_off(hf: Any) -> Iterator[None]:
-    """Inside the context the model computes what it did without adapters."""
+    """Context in which the model computes without its adapters."""
     modules = [module for _, module in _adapted(hf)]
     for module in modules:
         module.enable_adapters(False)
@@ -121,7 +121,7 @@ def switched_off(hf: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to this rank's rows of a matrix."""
+    """The values that an adapter adds to this rank's rows of a matrix."""
 
     down: Tensor
     """A, whole."""
@@ -138,9 +138,9 @@ class Delta:
 
 @torch.no_grad()
 def deltas(hf: Any) -> dict[str, Delta]:
-    """By the model's own name of the matrix; collective, and none if it has no adapters.
+    """Return the deltas by the model's own name of each matrix; collective, empty without adapters.
 
-    The A of all layers are gathered: of a model of 7 billion parameters at rank 16, 80 MB.
+    The A matrices of all layers are gathered: 80 MB for a model of 7 billion parameters at rank 16.
     """
     found = {}
     for name, module in _adapted(hf):
@@ -155,8 +155,8 @@ def write(hf: Any, folder: Path, base: str) -> None:
 
     Args:
         hf: the model, whole on this rank.
-        folder: made if missing.
-        base: path or Hub name of the model without them.
+        folder: created if missing.
+        base: path or Hub name of the model without the adapters.
     """
     from safetensors.torch import save_file
 

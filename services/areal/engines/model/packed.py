@@ -1,4 +1,4 @@
-"""The module that is sharded and trained: from packed tokens to what a head reads off them.
+"""The module that is sharded and trained: maps packed tokens to the values of a head.
 
 Decoder and head run inside one `forward`, because FSDP gathers the root's parameters (the embedding
 and the head) around that call.
@@ -20,14 +20,14 @@ from areal.errors import InvalidInput
 
 
 class PackedCausalLM(nn.Module):
-    """A Hugging Face causal language model that maps a packed batch to what a head reads."""
+    """A Hugging Face causal language model that maps a packed batch to the values of a head."""
 
     def __init__(self, hf: Any, *, kernel: str, chunk_elements: int) -> None:
         """Wrap `hf`.
 
         Args:
             hf: transformers causal language model.
-            kernel: computes its attention from now on; from `dispatch.choose`.
+            kernel: the attention kernel, from `dispatch.choose`.
             chunk_elements: largest logits tensor.
 
         Raises:
@@ -63,9 +63,9 @@ class PackedCausalLM(nn.Module):
             batch: packed batch on the model's device.
             layout: from `build_layout(batch)`.
             targets: int64 [N], batch positions to read at; with a shift none is a sequence's first.
-                Position 0 stands for "none": what is returned for it means nothing.
-            head: with a shift it reads off the token before the target.
-            seen: its images; None: it is text.
+                Position 0 means "no target"; ignore the value returned for it.
+            head: with a shift it reads at the token before the target.
+            seen: the batch's images; None for text.
 
         Returns:
             What `head.read` does, with N the targets.

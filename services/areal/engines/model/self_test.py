@@ -1,12 +1,13 @@
-"""A test of every model at start: packed logprobs against plain transformers.
+"""Tests every model at the start: compares packed logprobs with those of plain transformers.
 
     two groups, packed, prefixes once     -> logprobs of the model that is trained
     each sequence alone, eager attention  -> logprobs of the same weights
                                              mean difference above the tolerance: no run
 
-An architecture that was never tried, or a new version of transformers, then ends a run in its first
-seconds instead of training it on wrong gradients. Of a big model the first layers are enough, at
-least one of each kind: of a sharded one, each rank would gather all others for it, one by one.
+If an architecture that was never tried, or a new version of transformers, computes something else,
+the run ends in its first seconds instead of training on wrong gradients. For a large model the
+first layers are enough, with at least one of each kind, because each rank of a sharded model
+gathers every layer that is tested.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _GROUPS = ((12, (8, 5)), (9, (11, 1)))
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What was found; differences in nats."""
+    """The results; differences in nats."""
 
     architecture: str
     attention: str
@@ -60,8 +61,8 @@ def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype)
     """Compare packed logprobs with those of each sequence alone; collective if it is sharded.
 
     Args:
-        model: with its weights, on `device` or sharded; its weights stay as they are.
-        device: that it is trained on.
+        model: has its weights, on `device` or sharded; the test does not change them.
+        device: the device that trains it.
         compute: precision of its forward pass.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hugging Face directory, its config first, its weights later."""
+"""Loads a model from a Hugging Face directory: its config first, its weights later."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from areal.errors import InvalidInput
 def build(path: str, dtype: torch.dtype, *, scalar: bool = False) -> Any:
     """Make a transformers causal language model from its config: parameters on the meta device.
 
-    A model of text and images is built whole. Buffers that are not in its files have their values.
+    A model of text and images is built whole. Buffers that are not in its files are computed.
 
     Args:
         path: a folder with config.json.
-        dtype: of the parameters.
-        scalar: it gets a head of one number, `score`, instead of that of the vocabulary.
+        dtype: dtype of the parameters.
+        scalar: give it a head of one number, `score`, instead of the language-model head.
 
     Raises:
         InvalidInput: there is no such folder, or transformers cannot build such a model.
@@ -76,7 +76,7 @@ def load_weights(hf: Any, path: str) -> None:
     """Read this rank's part of the weights and the generation defaults beside them.
 
     Raises:
-        InvalidInput: the directory has no safetensors weights, or not those of this model.
+        InvalidInput: the directory has no safetensors weights, or those of another model.
     """
     from transformers import GenerationConfig
 
@@ -89,7 +89,7 @@ def load_weights(hf: Any, path: str) -> None:
 
 
 def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> None:
-    """Weights for a model that `build` made and that has memory: the directory's, or random ones.
+    """Fill a model that `build` made and that has memory: from the directory, or at random.
 
     Raises:
         InvalidInput: see `load_weights`.
@@ -101,7 +101,7 @@ def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, 
 
 
 def load_model(path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> Any:
-    """Make a whole model on the CPU, of one process alone.
+    """Load a whole model on the CPU, in this process alone.
 
     Raises:
         InvalidInput: see `build` and `load_weights`.

@@ -1,7 +1,7 @@
 """The weights of a Hugging Face directory, read tensor by tensor or box by box.
 
-Files are read at their places, not mapped: pages of a mapped file would count as this process's
-memory until someone else needs it.
+Files are read with offsets, not memory-mapped: pages of a mapped file would count as this process's
+memory until another process needs it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorDirectory:
         """Read the headers.
 
         Raises:
-            InvalidInput: it has no safetensors weights, or not all of them.
+            InvalidInput: the directory has no safetensors weights, or some are missing.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of every tensor."""
@@ -66,14 +66,14 @@ class TensorDirectory:
         self._closing.close()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """One tensor, or a box of it, on the CPU, contiguous, in the dtype of the file.
+        """Read a tensor, or a box of it: on the CPU, contiguous, in the file's dtype.
 
         Args:
-            name: of the tensor.
+            name: the tensor's name.
             box: a range of each dimension; None: all of it.
 
         Raises:
-            InvalidInput: a dtype that torch does not have, or a file that was cut off meanwhile.
+            InvalidInput: torch does not have the dtype, or the file was truncated meanwhile.
         """
         file, place = self._places[name]
         dtype = _DTYPES.get(place.dtype)

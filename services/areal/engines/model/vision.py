@@ -1,9 +1,9 @@
-"""Images in a packed batch: transformers' vision tower, and where its features stand.
+"""Images in a packed batch: computes features with transformers' vision tower and places them.
 
     images of a group --tower, once--> features --gather--> in place of each sequence's image tokens
     ids, grids --transformers' get_rope_index, per sequence--> rotary positions [3, tokens]
 
-A token in whose place an image stands is one of the prompt. One that the policy samples is text.
+Image tokens occur in prompts only. An image token that the policy samples counts as text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 @dataclass(frozen=True)
 class Seen:
-    """The images of a micro-batch, and where they are seen."""
+    """The images of a micro-batch, and the tokens that they fill."""
 
     pixel_values: Tensor
     """Patches, float [P, D]."""
@@ -41,20 +41,20 @@ class Seen:
     """The feature that stands at each of them, int64 [V]."""
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Seen:
-        """The same with each tensor moved, as to a device."""
+        """Return the same with each tensor moved, for example to a device."""
         return replace(self, **{name: move(value) for name, value in vars(self).items()})
 
 
 def sees(hf: Any) -> bool:
-    """Whether images train with a model."""
+    """Return whether a model can be trained on images."""
     return hf.config.model_type in FAMILIES
 
 
 def blank(hf: Any, layout: PackedLayout) -> Seen:
-    """The smallest image, seen from nowhere.
+    """Return the smallest image, which fills no token.
 
-    Its tower takes part in the collectives of a micro-batch that has no image, where another
-    rank's has one.
+    With it the vision tower takes part in the collectives of a micro-batch without images while
+    another rank's micro-batch has some.
     """
     vision = hf.config.vision_config
     side = vision.spatial_merge_size
@@ -71,15 +71,15 @@ def blank(hf: Any, layout: PackedLayout) -> Seen:
 
 
 def plan(hf: Any, batch: Batch, layout: PackedLayout) -> Seen:
-    """Plan how a micro-batch's images are seen, in host memory.
+    """Plan where a micro-batch's images go, in host memory.
 
     Args:
         hf: transformers model of one of FAMILIES.
-        batch: with the image keys.
-        layout: of the batch.
+        batch: has the image keys.
+        layout: the batch's layout.
 
     Raises:
-        InvalidInput: a sequence has another number of image tokens than its group's images fill.
+        InvalidInput: a sequence's number of image tokens differs from what its group's images fill.
     """
     ids, cu_seqlens, grid = batch["input_ids"], batch["cu_seqlens"].long(), batch["image_grid_thw"]
     is_image = image_tokens(hf, batch)
@@ -141,11 +141,11 @@ def embed(hf: Any, input_ids: Tensor, seen: Seen) -> tuple[dict[str, Any], Tenso
 
     Args:
         hf: transformers model of one of FAMILIES.
-        input_ids: of the computed tokens, int64 [U].
-        seen: of the same micro-batch, on the same device.
+        input_ids: ids of the computed tokens, int64 [U].
+        seen: images of the same micro-batch, on the same device.
 
     Returns:
-        The decoder's arguments, and a 0 that the tower took part in.
+        The decoder's arguments, and a 0 that depends on the tower (see `blank`).
     """
     base = hf.base_model
     found = base.get_image_features(seen.pixel_values, seen.grid, return_dict=True)
@@ -163,16 +163,16 @@ def embed(hf: Any, input_ids: Tensor, seen: Seen) -> tuple[dict[str, Any], Tenso
 
 
 def check(hf: Any, batch: Batch, ranks_per_share: int, placeholders: Tensor) -> None:
-    """Refuse images that would be computed wrong, and tokens that stand for what is not there.
+    """Refuse images that would be computed wrong, and image tokens without an image.
 
     Args:
         hf: transformers model.
         batch: packed batch, in host memory.
         ranks_per_share: ranks that share the tokens or matrices of one share of the batch.
-        placeholders: tokens in whose places the model puts what it sees or hears, int64.
+        placeholders: tokens that the model replaces with images or sounds, int64.
 
     Raises:
-        InvalidInput: one line, why.
+        InvalidInput: the message says why, in one line.
     """
     if images.has_images(batch):
         if not sees(hf):

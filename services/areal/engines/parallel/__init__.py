@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: process group, shards, memory."""
+"""Spreads a model over ranks: process group, shards, memory."""

@@ -1,4 +1,4 @@
-"""What an engine makes once: precision, and who of its ranks has which part of the model."""
+"""What an engine sets up once: the precision, and each rank's part of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parallelize(
     *,
     offload: bool = False,
 ) -> None:
-    """Spread a model over ranks: matrices, experts, tokens, then shards of what each rank has.
+    """Spread a model over ranks: matrices, experts and tokens; then shard the rest with FSDP.
 
     Its parameters may be on the meta device. Gradients are reduced in `master` and averaged over
     the ranks whose tokens differ. With `offload` the shards stay in host memory, and a layer is on

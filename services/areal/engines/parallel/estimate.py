@@ -1,7 +1,7 @@
-"""How much memory a trainer rank needs at its peak, from config.json and settings; without torch.
+"""Estimates a trainer rank's peak memory from config.json and settings, without torch.
 
-`areal doctor`, the trainer's log at start, the choice of what to compute again and the message of
-an out-of-memory error all ask here.
+`areal doctor`, the trainer's log at start, the choice of what to recompute, and the message of an
+out-of-memory error all use it.
 
 What is counted, for P parameters in c bytes of compute precision, on W trainer ranks:
 
@@ -70,12 +70,12 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Outside the layers: embedding, head, last norm."""
+        """Number of parameters outside the layers: embedding, head, last norm."""
         return self.parameters - self.layers * self.layer_parameters
 
     @classmethod
     def read(cls, directory: Path) -> ModelShape:
-        """From config.json, and the headers of *.safetensors where they are there.
+        """Read the sizes from config.json, and from the headers of *.safetensors if there are any.
 
         Raises:
             InvalidInput: No config.json, or one that lacks a decoder's sizes.
@@ -157,7 +157,7 @@ class Need:
 
     @property
     def largest(self) -> str:
-        """The part that decides."""
+        """The largest part."""
         return max(self.parts, key=lambda part: self.parts[part])
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides, beside the model, how much a rank needs."""
+    """The settings that, besides the model, decide how much memory a rank needs."""
 
     layout: Layout
     tokens: int
@@ -179,12 +179,12 @@ class Setting:
 
 
 def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> tuple[int, int]:
-    """Bytes per token that each layer keeps for the backward pass, and that one computes again.
+    """Return bytes per token that each layer keeps, and that one recomputed layer needs.
 
     Args:
         shape: of the model.
         element: bytes of the compute precision.
-        mode: what layers keep; where they keep less than all, one at a time is computed again.
+        mode: what layers keep; if less than everything, one layer at a time is recomputed.
     """
     # transformers' modules: per norm the float32 input, the normalized one and the output; queries,
     # keys, values before and after they are gathered by length; gate, up, their product, silu.
@@ -212,10 +212,10 @@ def trainer_rank(
     mode: Checkpointing,
     reference: RefConfig | None = None,
 ) -> Need:
-    """What one trainer rank needs at its peak, on its device.
+    """Return the memory that one trainer rank needs at its peak, on its device.
 
-    Ranks that share tokens have their part of the activations; those that share matrices a part of
-    each layer, but every activation: that is an upper bound.
+    Ranks that share tokens each hold a part of the activations. Ranks that share matrices hold a
+    part of each layer, but are counted with all activations, which is an upper bound.
 
     Args:
         engine: the trained model's settings.
@@ -282,13 +282,13 @@ def choose(
     there: int,
     reference: RefConfig | None = None,
 ) -> Checkpointing:
-    """What layers keep: as configured, or the fastest way that fits.
+    """Choose what layers keep: as configured, or the fastest mode that fits.
 
     Args:
         engine: the trained model's settings.
         shape: its sizes; None: they are not known.
         setting: ranks and tokens.
-        there: free bytes of the device; 0: not known.
+        there: free bytes on the device; 0: not known.
         reference: as for `trainer_rank`.
     """
     chosen = engine.gradient_checkpointing
@@ -310,7 +310,7 @@ def compute_dtype(engine: TrainEngineConfig, *, gpu: bool) -> str:
 def ways_out(
     need: Need | None, engine: TrainEngineConfig, mode: Checkpointing, setting: Setting
 ) -> str:
-    """Which settings make a rank need less, those for its largest part first."""
+    """Return settings that reduce a rank's memory, those for its largest part first."""
     lighter = _MODES[_MODES.index(mode) + 1 : None if setting.gpu else -1]
     tokens = engine.mb_spec.max_tokens_per_mb
     activations = [f"a smaller actor.mb_spec.max_tokens_per_mb ({tokens})"]

@@ -1,4 +1,4 @@
-"""The norm of gradients that lie on different meshes, and clipping them by it."""
+"""Computes the norm of gradients on different meshes, and clips them by it."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def clip(parameters: Sequence[Tensor], largest: float, norm: Tensor) -> None:
     """Scale gradients so that their norm is at most `largest`.
 
     Args:
-        parameters: with gradients.
+        parameters: parameters that have gradients.
         largest: > 0.
-        norm: of all gradients.
+        norm: the norm of all gradients.
     """
     scale(parameters, (largest / (norm + 1e-6)).clamp(max=1.0))
 
 
 def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply what there is of gradients."""
+    """Multiply all gradients that exist by a factor."""
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
     if grads:
         exact = factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor

@@ -1,4 +1,4 @@
-"""What a layer keeps between the forward and the backward pass, and what computes it.
+"""Sets what a layer keeps between forward and backward pass, and which kernels compute it.
 
 | `gradient_checkpointing` | of each layer is kept | is computed again |
 |---|---|---|
@@ -7,9 +7,9 @@
 | `full`, true | its input | all of it: a third more operations |
 | `offload` | nothing: its input lies in pinned host memory | all of it |
 
-Selective pays more than recomputing every second layer: that keeps half and computes a sixth of a
-step again; this keeps less than half, and what it computes again is bound by memory, not by
-operations.
+Selective is better than recomputing every second layer, which keeps half and recomputes a sixth of
+a step. Selective keeps less than half, and the work that it repeats is limited by memory bandwidth,
+not by arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from areal.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Budget:
-    """What a rank is expected to need, and what is there."""
+    """The memory that a rank is expected to need, and the free memory."""
 
     mode: Checkpointing
     need: Need | None
@@ -70,7 +70,7 @@ def budget(config: TrainEngineConfig, mesh: Mesh, device: torch.device) -> Budge
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the GPU, or this rank's part of what the host has."""
+    """Return the GPU's free memory, or this rank's part of the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -78,12 +78,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def recompute_layers(hf: Any, mode: Checkpointing, kernels: Kernels) -> None:
-    """Make each decoder layer keep what `mode` says; before it is sharded.
+    """Make each decoder layer keep what `mode` says; call it before the model is sharded.
 
     torch.compile's own graphs of a layer compute again what selective does.
 
     Raises:
-        InvalidInput: the architecture cannot.
+        InvalidInput: the architecture does not support it.
     """
     if mode == "none" or (mode == "selective" and kernels == "compile"):
         return
@@ -141,7 +141,8 @@ def use_kernels(
     """Let torch.compile or Liger compute the layers' norms, rotary embeddings and gates.
 
     torch.compile compiles each layer on its own, with any number of tokens. Attention is left out:
-    the graph breaks there once a layer, for its layout differs from batch to batch. Liger replaces
+    the graph breaks there once per layer, because its layout differs from batch to batch. Liger
+    replaces
     modules of an architecture that it knows.
 
     Raises:

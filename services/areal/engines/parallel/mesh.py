@@ -28,15 +28,15 @@ def local_device() -> torch.device:
 def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
     """Join the default process group unless someone has.
 
-    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set) its group; else a group of one,
-    without network.
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) it is torchrun's group;
+    otherwise a group of one, without network.
 
     Args:
         device: NCCL carries its tensors if it is a GPU; gloo carries CPU tensors.
         timeout_seconds: deadline of every collective.
 
     Returns:
-        Whether this call joined it, and its caller thus leaves it.
+        True if this call joined the group; then the caller has to leave it.
     """
     if dist.is_initialized():
         return False
@@ -57,7 +57,7 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who shares what: the groups of ranks that a layout makes, seen from this one.
+    """The groups of ranks that a layout creates, as seen from this rank.
 
     Ranks are numbered share by share, and within a share context by context:
 
@@ -82,7 +82,7 @@ class Mesh:
 
     @property
     def share(self) -> int:
-        """Which share of a batch this rank computes."""
+        """Index of the share of a batch that this rank computes."""
         return dist.get_rank() // self.layout.per_share
 
 
@@ -90,13 +90,13 @@ def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | 
     """Make a group and connect its ranks; collective over the default group.
 
     Args:
-        ranks: in it.
-        what: it is for, in an error.
+        ranks: ranks of the group.
+        what: the group's purpose, named in an error.
         timeout_s: deadline for connecting, and then of every collective in it.
         backend: None: the default group's.
 
     Raises:
-        WaitTimeout: some of the ranks did not come.
+        WaitTimeout: some of the ranks did not connect.
     """
     since = time.monotonic()
     try:
@@ -117,12 +117,12 @@ def make_mesh(layout: str, device: torch.device, timeout_s: float) -> Mesh:
 
     Args:
         layout: as in `allocation_mode`; empty: a share for each rank.
-        device: that tensors are computed on.
+        device: the device that computes tensors.
         timeout_s: deadline for connecting each group, and of every collective in it.
 
     Raises:
-        ConfigError: it is of another number of ranks.
-        WaitTimeout: ranks of a group did not come.
+        ConfigError: the layout has another number of ranks.
+        WaitTimeout: ranks of a group did not connect.
     """
     world = dist.get_world_size()
     plan = Layout.parse(layout or f"d{world}")

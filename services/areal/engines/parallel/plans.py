@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism by transformers' own plans for an architecture.
+"""Tensor and expert parallelism with transformers' own plan for an architecture.
 
 A plan says for each projection whether its columns or its rows are spread, and for experts that
 each rank has some of them whole and gets the tokens that are routed there. Embedding and head are
@@ -26,7 +26,7 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
     """Spread the layers' matrices over the tensor group.
 
     Raises:
-        InvalidInput: the architecture has no plan, or one with a style that is not shown right.
+        InvalidInput: the architecture has no plan, or one with a style that was never verified.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -1,1 +1,1 @@
-"""What was trained on, kept as Parquet: a row per trajectory."""
+"""Keeps what was trained on as Parquet: one row per trajectory."""

@@ -1,11 +1,11 @@
-"""Writes a step's groups beside the next steps; a checkpoint waits until its steps are written.
+"""Writes a step's groups while the next steps run; a checkpoint waits for its steps' files.
 
 | consumes | waits for | unblocked by |
 |---|---|---|
 | memory of at most BEHIND steps, disk up to `keep_bytes` | the disk | the write; PATIENCE_S |
 
-A file appears whole or not at all. A step that is trained again replaces its file: the groups are
-the same. If the disk fails, that is logged once, and training continues without these files.
+A file appears complete or not at all. A step that is repeated replaces its file; the groups are the
+same. If the disk fails, that is logged once, and training continues without these files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RolloutWriter:
         incarnation: int,
         advantages: Callable[[], npt.NDArray[np.float32]] | None,
     ) -> None:
-        """Hands a finished step's groups to the thread; waits if that is BEHIND steps behind.
+        """Passes a finished step's groups to the thread; waits if that is BEHIND steps late.
 
         Args:
             groups: What this rank trained on; their arrays do not change any more.
