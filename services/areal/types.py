@@ -209,7 +209,7 @@ class TrajectoryGroup:
 
     @property
     def images(self) -> tuple[bytes, ...]:
-        """Those of its trajectories' prompts, which are the same."""
+        """The images of its prompt, which all trajectories share."""
         return self.trajectories[0].images
 
     @property

@@ -91,7 +91,7 @@ class TrainerSession(Ranks):
 
         Args:
             config: The resolved experiment.
-            rank: Of this process.
+            rank: This process's rank.
             world_size: Trainer processes.
         """
         super().__init__(rank, world_size)
@@ -272,7 +272,7 @@ class TrainerSession(Ranks):
     def confirm_version(self) -> None:
         """Waits until one server has confirmed the weights of the last finished step (L5).
 
-        They may still be on their way to it.
+        The weights may still be on their way.
         """
 
         def wait() -> None:
@@ -321,7 +321,7 @@ class TrainerSession(Ranks):
         """Sets the actor whose state a checkpoint holds.
 
         Raises:
-            InvalidInput: There is one already.
+            InvalidInput: An actor is attached already.
         """
         if self._checkpoints.actor is not None:
             raise errors.InvalidInput(
@@ -347,7 +347,7 @@ class TrainerSession(Ranks):
         self.trace.begin(self.step + 1)
 
     def fetch(self, taken: Take) -> list[TrajectoryGroup]:
-        """This rank's share of a batch that was taken; describes the batch in the step's row."""
+        """Returns this rank's share of a taken batch; describes the batch in the step's row."""
         from areal.algorithms.packing import assign_groups, cost
 
         self.trace.taking()
@@ -392,7 +392,7 @@ class TrainerSession(Ranks):
         return {f"reward/{name}": value / count for name, (value, count) in sorted(sums.items())}
 
     def finish_step(self) -> None:
-        """Ends step `self.step + 1`: row, checkpoint policy, commit, stop request."""
+        """Ends step `self.step + 1`: writes its row, saves and commits if due, stops if asked."""
         self.trace.end()
         self.step += 1
         self._rollouts.keep(
@@ -428,7 +428,7 @@ class TrainerSession(Ranks):
     def record(self, name: str, value: Any, tracked: Mapping[str, float] | None = None) -> None:
         """Writes one named result into trainer.json (rank 0).
 
-        A tracker gets it under the same name, or what is `tracked` instead.
+        A tracker gets it under the same name, or gets `tracked` instead.
         """
         if self._files is not None:
             self._files.record(name, value)

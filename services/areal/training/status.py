@@ -1,4 +1,4 @@
-"""What rank 0 tells of itself while the recipe runs: by the RPC, and a line of log now and then.
+"""Rank 0's status while the recipe runs, for the RPC and for regular log lines.
 
 `TrainerStatus` is written by the recipe's thread and read by the RPC's.
 """
@@ -145,7 +145,7 @@ class TrainerStatus:
             )
 
     async def wait_for_row(self, after_step: int, max_wait_s: float) -> StatusSnapshot:
-        """As `snapshot`, but waits up to `max_wait_s` for a row above `after_step` or the end."""
+        """Like `snapshot`, but waits up to `max_wait_s` for a row above `after_step` or the end."""
         event = asyncio.Event()
         waiter = (asyncio.get_running_loop(), event)
         with self._lock:
@@ -169,9 +169,9 @@ INTERVAL_S = 5.0
 
 
 class ProgressLog:
-    """How training goes, every few seconds: averages the rows since the last line.
+    """Logs training progress every few seconds: averages over the rows since the last line.
 
-    The last step always has its line.
+    The last step is always logged.
     """
 
     def __init__(

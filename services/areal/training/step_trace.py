@@ -3,9 +3,9 @@
     step    |--- wait_batch ---|- take -|------- train -------|- publish -|
     group     … |-- wait_take -|- take -|------- train -------|- publish -|   … submit, lease
 
-A step is a trace of its own, made by rank 0. What happens to a group is in the group's trace as
-well, linked to the step's span: so a trajectory can be followed to its end, and a step seen whole.
-Each rank makes the spans of the groups it trains on.
+Each step has its own trace, created by rank 0. A group's trace has the same phases, linked to the
+step's span, so a trajectory can be followed to its end and a step can be seen as a whole. Each rank
+creates the spans of the groups that it trains on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepTrace:
-    """One step at a time; every call does nothing where no spans are exported."""
+    """Traces one step at a time; every call does nothing if no spans are exported."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

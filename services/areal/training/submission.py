@@ -1,4 +1,4 @@
-"""Tasks that a batch call cannot do without: submitted as far as the ledger has room (rank 0).
+"""Submits the tasks that a batch call needs, as far as the ledger has room (rank 0).
 
     unsent ── room ──> sent
        ^ └── refused ──┐
@@ -32,10 +32,10 @@ class Submission:
         """Sends nothing yet.
 
         Args:
-            session: Of the trainer.
-            tasks: To submit; what the ledger has already stays as it is.
-            what: Whose they are, for people.
-            timeout_s: From now, for all of them.
+            session: The trainer's session.
+            tasks: Tasks to submit; those that the ledger already has do not change.
+            what: Their purpose, named in errors.
+            timeout_s: Limit for all of them, from now on.
         """
         self.unsent = {task.task_id: task for task in tasks}
         self.refused: errors.CapacityExceeded | None = None
@@ -48,10 +48,10 @@ class Submission:
         self._log = get_logger("areal.training.submission")
 
     def proceed(self) -> bool:
-        """Sends what there is room for, else lets some time pass; whether all is sent.
+        """Sends tasks while there is room, else waits a moment; returns whether all are sent.
 
         Raises:
-            WaitTimeout: The ledger was full for all of the time.
+            WaitTimeout: The ledger was full the whole time.
         """
         self.send()
         if self.unsent:
@@ -60,7 +60,7 @@ class Submission:
         return not self.unsent
 
     def send(self) -> dict[str, Task]:
-        """Sends what there is room for; returns what the ledger now has of it."""
+        """Sends tasks while there is room; returns those that the ledger now has."""
         sent: dict[str, Task] = {}
         while self.unsent and time.monotonic() >= self._not_before:
             ids = list(self.unsent)[:_CHUNK]

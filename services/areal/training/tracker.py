@@ -4,8 +4,8 @@
 |---|---|---|
 | memory of at most BACKLOG rows, a thread | the tracker | its answer; CLOSE_S at the end |
 
-A tracker never stops a run: what it refuses, and rows that it is too slow for, are left out, and
-the log says so once. metrics.jsonl has them all.
+A tracker never stops a run. Rows that it refuses, or that it is too slow for, are left out, and the
+log says so once. metrics.jsonl has all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSE_S = 60.0
 
 
 class Tracker(Protocol):
-    """What a package has to offer; called by one thread."""
+    """The interface of a tracker; called by one thread."""
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Keeps the numbers of a step."""
@@ -105,7 +105,7 @@ class StepTracker:
     """Rows on their way to a tracker."""
 
     def __init__(self, config: BaseExperimentConfig) -> None:
-        """Starts the tracker that the experiment names; none: rows go nowhere.
+        """Starts the tracker that the experiment names; without one, rows are dropped.
 
         Raises:
             InvalidInput: Its package is not installed.

@@ -1,4 +1,4 @@
-"""How a policy version's bytes travel. No torch here.
+"""Transports for the bytes of a policy version. No torch here.
 
     trainer                              weight-sync                       inference server
     ───────                              ───────────                       ────────────────
@@ -11,9 +11,10 @@
 
 The first two give the same thing: a published folder with a manifest. `disk` writes it where every
 server mounts it; `stream` leaves it with weight-sync's store, which serves every version it has, so
-a server that cannot see the folder pulls it instead. `delta` is an encoding of both: the trainer
-writes or sends what changed, weight-sync makes the whole file of it, and who holds the version
-before reads the delta only. `distributed` reaches those who serve while one of the two stores the
-version: see `broadcast`, `distributed`. `disk` with `weight_sync.path=s3://…` uploads to an object
+a server that cannot see the folder pulls it instead. `delta` is an encoding for both: the trainer
+writes or sends only the changes, weight-sync builds the complete file from them, and a server that
+holds the previous version reads only the delta. `distributed` sends a version to serving servers
+while one of the two stores it: see `broadcast`, `distributed`. `disk` with
+`weight_sync.path=s3://…` uploads to an object
 store, without deltas: see `objects`.
 """

@@ -1,4 +1,4 @@
-"""What both ends of a broadcast agree on. No torch here.
+"""The protocol between both ends of a broadcast. No torch here.
 
     trainer                    weight-sync                       inference servers
     ───────                    ───────────                       ─────────────────
@@ -6,9 +6,9 @@
     rank 0, joins               (SGLang's endpoints)   ──names─> receive
     broadcasts every tensor, in the order of the offer ────────>
 
-Tensors travel one by one in that order, so each end may divide them into buckets as it likes. The
-group stays for the next version while the same servers serve; any failure ends it, and the next
-version gets a new one, of those that serve then.
+Tensors are sent one by one in that order, so each end may divide them into buckets as it likes. The
+group is used again for the next version while the same servers serve. Any failure ends it, and the
+next version gets a new group, with the servers that serve then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class Offer:
-    """Where a trainer will broadcast a version from.
+    """The address from which a trainer will broadcast a version.
 
     Example:
         >>> Offer("10.0.0.3", 41873, "gloo", group="")
@@ -57,7 +57,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Seats:
-    """What weight-sync makes of an offer.
+    """Weight-sync's answer to an offer: the group.
 
     Example:
         >>> Seats("areal-7f3a91", world_size=3)
@@ -84,7 +84,7 @@ class Seat:
 def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Returns the items in order, grouped as long as their sizes add up to at most the limit.
 
-    One that is larger than that is a run of its own.
+    An item above the limit is a run of its own.
     """
     run, total = list[T](), 0
     for item in items:

@@ -1,4 +1,4 @@
-"""What changed between two versions: an encoding, exact to the bit.
+"""Encodes the difference between two versions, exact to the bit.
 
 Only elements whose bits differ are stored: their positions, as gaps, and the exclusive-or of the
 new bits with the old ones. Both are split into byte planes (a small gap has three zero bytes, a
@@ -71,7 +71,7 @@ def encode(
     """Returns the delta from `base` to `new`; None if it would not be small enough to help.
 
     Args:
-        new: Of the new version.
+        new: Tensors of the new version.
         base: Bytes of the same tensors in the base version.
         base_digest: `PolicyVersion.digest` of it.
     """
@@ -111,7 +111,7 @@ def _encode_tensor(tensor: HostTensor, base: bytes | memoryview) -> _Entry | Non
 
 
 class Delta:
-    """A delta as it came; nothing of it is trusted before it is checked.
+    """A received delta; it is checked before it is used.
 
     Raises:
         InvalidInput: Not a delta, truncated, or padded.
@@ -197,13 +197,13 @@ def _unplanes(raw: bytes, count: int, width: int) -> Words:
 
 
 def complete(folder: Path, wanted: DeltaFile) -> None:
-    """Makes a published folder whole that has a delta only, unless it is; blocking.
+    """Completes a published folder that has only a delta; does nothing if it is complete; blocking.
 
-    It is whole or has no `model.safetensors`, whenever this process is killed.
+    Even if this process is killed, the folder is complete or has no `model.safetensors`.
 
     Args:
         folder: Published; its base lies beside it.
-        wanted: What its manifest says of the delta.
+        wanted: The delta's description in the manifest.
 
     Raises:
         InvalidInput: The base is not there or another one, the delta is damaged, or the volume is
@@ -227,16 +227,16 @@ def complete(folder: Path, wanted: DeltaFile) -> None:
 def rebuild(folder: Path, base: Path, wanted: DeltaFile, *, name: str = SINGLE_FILE) -> None:
     """Writes the whole file into a folder that has the delta; blocking.
 
-    What comes out is checked by the publisher or the loader: here only that the chain fits.
+    The publisher or the loader checks the result; this only checks that the delta fits its base.
 
     Args:
         folder: Has `delta.bin`.
         base: Folder of the version that the delta starts from.
-        wanted: What the manifest says of the delta.
-        name: Of the file; one that is there is written over.
+        wanted: The delta's description in the manifest.
+        name: The file's name; an existing file is overwritten.
 
     Raises:
-        InvalidInput: The base is another one than the delta's, or the delta does not fit it.
+        InvalidInput: The base is not the delta's base, or the delta does not fit it.
     """
     delta = open_delta((folder / FILE).read_bytes(), wanted)
     found = read_manifest(base).digest
@@ -284,10 +284,10 @@ def open_delta(raw: bytes | bytearray, wanted: DeltaFile) -> Delta:
 
 
 class DeltaChain:
-    """What the next delta starts from. One for all transports: it holds a copy of the model.
+    """Holds the base of the next delta, which is a copy of the model; all transports share one.
 
-    A trainer that has just started holds nothing, so its first version travels whole; so does what
-    follows a version that the other side has lost, and a delta that would not pay.
+    A trainer that has just started has no base, so its first version is sent whole. So is a version
+    whose base the other side has lost, and one whose delta would save too little.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,9 @@ Writing into the pages of an old file takes a fifth of the time that new pages t
 allocated and cleared first), so a folder that garbage collection retires is kept as `.spare` and
 becomes the next staging folder. No one reads it then: see `areal_weight_sync.versions`.
 
-As a delta only what changed is written here; weight-sync makes the whole file of it before it tells
-any server (`delta.complete`), and servers that hold the version before read the delta only.
+With deltas only the changes are written here. Weight-sync builds the complete file from them before
+it tells any server (`delta.complete`), and servers that hold the previous version read only the
+delta.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class DiskPublisher:
 
         Args:
             root: An absolute path that weight-sync knows by the same name.
-            chain: Has only what changed written, where that is less than half; None: all of it.
+            chain: Makes it write only the changes if they are less than half; None: always
+                everything.
         """
         self._root = root
         self._chain = chain
@@ -116,7 +118,7 @@ def write_version(folder: Path, new: NewVersion) -> PolicyVersion:
     """Writes tensors and manifest into a folder that has its config.json already.
 
     Raises:
-        OSError: The volume is full, read-only or away.
+        OSError: The volume is full, read-only or not available.
     """
     layout = plan_layout(new.tensors)
     by_name = {tensor.name: tensor for tensor in new.tensors}

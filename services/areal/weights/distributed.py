@@ -8,10 +8,10 @@
 
 The servers that serve get the weights from this process's device (`publisher.Again`), before
 anything is written.
-Newcomers, and servers that the broadcast did not reach, read what was stored. A broadcast that
-fails costs its deadline at most and never the version; the next one is tried with a new group,
-of the servers that serve then. After three failures in a row some versions are only stored before
-the next try, twice as many after each, 64 at most.
+New servers, and those that the broadcast did not reach, read the stored version. A failed broadcast
+takes at most its deadline and never loses the version; the next one uses a new group, with the
+servers that serve then. After three failures in a row, some versions are only stored before the
+next try: twice as many after each further failure, at most 64.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class DistributedPublisher:
 
         Args:
             stored: Keeps every version.
-            offer: Tells weight-sync; it answers who takes part.
+            offer: Announces the broadcast to weight-sync, which answers who takes part.
             root: Folder that versions are named below.
-            weight_sync: Its host:port: servers reach this process by the address on that way.
+            weight_sync: Weight-sync's host:port; servers reach this process at the address used to
+                reach it.
         """
         self._stored = stored
         self._offer = offer

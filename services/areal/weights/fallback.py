@@ -1,4 +1,4 @@
-"""The configured transport, and the others behind it."""
+"""Tries the configured transport, then the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _TRY_AGAIN_AFTER = 16
 class FallbackPublisher:
     """Tries each in order; the one that worked is tried first for the next versions.
 
-    After 16 of them the order is again the configured one: a store comes back, a volume is cleaned.
+    After 16 versions it returns to the configured order, because the store or the volume may work
+    again.
     """
 
     name = "fallback"

@@ -1,8 +1,8 @@
-"""Brings versions from a store into folders: for engines that load folders only.
+"""Downloads versions from a store into folders, for engines that load only folders.
 
     python -m areal.weights.fetch http://weight-sync:8500/versions/v00000000-inc0 /model
 
-fetches what an engine starts from, with its tokenizer: servers without a volume.
+fetches the model and tokenizer with which an engine starts; it is for servers without a volume.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
     Args:
         location: As for `open_remote`.
         headers: The bearer token.
-        folder: Made if it is missing.
+        folder: Created if missing.
 
     Returns:
-        How many files it is.
+        The number of files.
 
     Raises:
-        InvalidInput: What came is not what the store announced.
-        TransportError: The store is away or refuses, or `folder` cannot be written.
+        InvalidInput: The data differ from what the store announced.
+        TransportError: The store does not answer or refuses, or `folder` cannot be written.
     """
     store, name = open_remote(location, headers)
     with store:
@@ -70,17 +70,17 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
 def fetch_version(
     location: str, headers: Mapping[str, str], root: Path, *, keep: int = 2
 ) -> PolicyVersion:
-    """Brings a version below `root`, complete and checked, unless it is there; blocking.
+    """Downloads a version below `root`, complete and checked, unless it exists; blocking.
 
     Args:
         location: As for `open_remote`.
         headers: The bearer token.
-        root: Best a memory-backed folder; older versions in it are deleted.
-        keep: How many stay, this one included.
+        root: Ideally a memory-backed folder; older versions in it are deleted.
+        keep: Number of versions to keep, including this one.
 
     Raises:
-        InvalidInput: What came is not what the manifest says; names file and digest.
-        TransportError: The store is away or refuses, or `root` is full.
+        InvalidInput: The data differ from the manifest; the message names file and digest.
+        TransportError: The store does not answer or refuses, or `root` is full.
     """
     store, name = open_remote(location, headers)
     final, staging = root / name, root / f".fetch-{name}"
@@ -110,7 +110,7 @@ def fetch_version(
 
 
 def fetch_file(location: str, headers: Mapping[str, str], file: WeightFile, target: Path) -> None:
-    """Brings one file of a version; raises InvalidInput when its digest is another one."""
+    """Downloads one file of a version; raises InvalidInput if its digest differs."""
     with target.open("w+b") as stream:
         if not file.size_bytes:
             return
@@ -170,7 +170,7 @@ def _make_room(root: Path, name: str, keep: int) -> None:
 
 
 def run(location: str, folder: Path, token_file: str = "", wait: float = 1800.0) -> None:
-    """Fetches, once the store is there and has it."""
+    """Fetches a version as soon as the store has it."""
     configure_logging("fetch", "")
     log, began, told = get_logger("areal.weights.fetch"), time.monotonic(), ""
     headers = Security.of_token_file(token_file).headers()

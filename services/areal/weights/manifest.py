@@ -156,7 +156,7 @@ def open_staging(root: Path, version: int, incarnation: int) -> Path:
     """Returns an empty staging folder, or one with a retired version's weight file to overwrite.
 
     Raises:
-        OSError: The volume is full, read-only or away.
+        OSError: The volume is full, read-only or not available.
     """
     staging = staging_dir(root, version, incarnation)
     shutil.rmtree(staging, ignore_errors=True)
@@ -181,7 +181,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a Hugging Face model folder, from its index if it has one.
 
     Raises:
-        InvalidInput: There is none, or the index is not a mapping to files of this folder.
+        InvalidInput: There are none, or the index does not map to files of this folder.
     """
     index = folder / _INDEX
     if not index.is_file():
@@ -359,9 +359,9 @@ def publish_dir(staging: Path, final: Path) -> None:
 
 
 def check_same_tensors(manifest: PolicyVersion, base: PolicyVersion) -> None:
-    """Names and shapes must be version 0's: a server ignores unknown names and dies of shapes.
+    """Checks names and shapes against version 0: servers ignore unknown names, die of wrong shapes.
 
-    A dtype may be another one of the same kind: servers convert floats.
+    A dtype may differ within its kind, because servers convert floats.
 
     Raises:
         InvalidInput: Names the first tensor that is missing, unknown, of another shape or kind.

@@ -2,8 +2,8 @@
 
     s3://bucket/prefix/v00000012-inc3/{model.safetensors, config.json, …, manifest.json}
 
-The manifest is written last and deleted first, so a version that has one is whole. The object
-store's own checksums end at its door: a reader compares the digests of the manifest.
+The manifest is written last and deleted first, so a version that has one is complete. The object
+store's own checksums do not reach the reader, so a reader compares the manifest's digests.
 
 Credentials, region and endpoint come from the environment or the machine's identity, as obstore
 reads them (AWS_*, GOOGLE_*, AZURE_*). None is taken from a configuration, and none is in an error.
@@ -66,8 +66,8 @@ class ObjectStore:
     Example:
         >>> ObjectStore("s3://models/arithmetic/seed-1").manifest("v00000012-inc3")
 
-    Every method raises TransportError with the URL and the cause in one line when the store is
-    away for longer than half a minute, or refuses.
+    Every method raises TransportError with the URL and the cause in one line if the store does not
+    answer for half a minute, or refuses.
     """
 
     def __init__(self, url: str) -> None:
@@ -152,7 +152,7 @@ class ObjectStore:
         )
 
     def check_whole(self, version: PolicyVersion) -> None:
-        """Raises InvalidInput unless what lies there is what was published, by size and name."""
+        """Raises InvalidInput unless the stored files match the published ones in name and size."""
         name = version.path.rpartition("/")[2]
         if self.manifest(name).files != version.files:
             raise InvalidInput(f"{version.path}: holds another version than the one published")
@@ -165,7 +165,7 @@ class ObjectStore:
                 )
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Bytes of each file below `name`, whole or not."""
+        """Returns the size of each file below `name`, whether the version is complete or not."""
         import obstore
 
         with self._failing(name):
@@ -184,7 +184,7 @@ class ObjectStore:
     # ── writing ─────────────────────────────────────────────────────────────────────────────
 
     def check_access(self) -> None:
-        """Writes, lists and deletes: what a run will do."""
+        """Tests access: writes, lists and deletes, as a run will do."""
         self.put(_PROBE, b"")
         self.names()
         self._remove([_PROBE])

@@ -1,4 +1,4 @@
-"""A process group apart from torch.distributed's default one, as SGLang's update groups are made.
+"""A process group apart from torch.distributed's default one, created like SGLang's update groups.
 
 Rendezvous keys and order of collectives are those of SGLang's `init_weights_update_group`, so each
 side may be SGLang's or ours. Nothing is registered with torch.distributed: a group that failed is
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class GroupError(ArealError):
-    """Members are missing, late or gone; the group cannot be used any more."""
+    """Members are missing, late or gone; the group cannot be used any longer."""
 
 
 class ProcessGroup:
-    """Rank 0 gives, the others take.
+    """Rank 0 sends, the others receive.
 
     Example:
         >>> group = ProcessGroup.join("10.0.0.3", 41873, 1, 3, "areal-7f3a91", "gloo", 12.0)
@@ -59,10 +59,10 @@ class ProcessGroup:
     def lead(
         cls, listener: socket.socket, size: int, name: str, backend: str, timeout: float
     ) -> ProcessGroup:
-        """As rank 0, once all others have come to `listener`, which is used up.
+        """Creates the group as rank 0, once all others have connected to `listener`; closes it.
 
         Raises:
-            GroupError: Not all of them came in time.
+            GroupError: Some ranks did not connect in time.
         """
         host, port = listener.getsockname()[:2]
         descriptor = listener.detach()
@@ -75,10 +75,10 @@ class ProcessGroup:
     def join(
         cls, host: str, port: int, rank: int, size: int, name: str, backend: str, timeout: float
     ) -> ProcessGroup:
-        """As another rank.
+        """Joins the group as another rank.
 
         Raises:
-            GroupError: Rank 0 is not there, or not all came in time.
+            GroupError: Rank 0 does not answer, or some ranks did not connect in time.
         """
         return cls._open(host, port, rank, size, name, backend, timeout, is_master=False)
 
@@ -101,7 +101,7 @@ class ProcessGroup:
         """Fills the tensors of every rank but 0 with those of rank 0, in place.
 
         Raises:
-            GroupError: A member is gone or late; nothing is known of the tensors' contents.
+            GroupError: A member is gone or late; the tensors' contents are undefined.
         """
         since = time.monotonic()
         options = dist.BroadcastOptions()
@@ -131,10 +131,10 @@ class ProcessGroup:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another; nothing is sent.
+    """Returns this machine's address on the route to another one; sends nothing.
 
     Raises:
-        OSError: The name cannot be looked up, or there is no way.
+        OSError: The name cannot be resolved, or there is no route.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

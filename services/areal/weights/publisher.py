@@ -1,4 +1,4 @@
-"""What the trainer's side of every transport is."""
+"""The trainer's side of every transport."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _R = TypeVar("_R")
 
 
 class TransportError(ArealError):
-    """A version could not be carried this way; the message says why. Another way may do."""
+    """A version could not be sent with this transport; the message says why. Another may work."""
 
 
 class Again(Protocol):
-    """A version's tensors once more, on the device that they were gathered on; in one thread."""
+    """Gathers a version's tensors again, on their device; in one thread."""
 
     def buckets(self) -> Generator[Sequence[tuple[str, Any]]]:
         """Runs of (name, torch tensor) in the order of `NewVersion.tensors`; once. Close it."""
@@ -45,7 +45,7 @@ class Again(Protocol):
 
 @dataclass(frozen=True)
 class NewVersion:
-    """What a trainer publishes, in its memory.
+    """A version to publish, in the trainer's memory.
 
     Example:
         >>> NewVersion(12, 3, (HostTensor("model.norm.weight", (128,), "F32", view),), model_dir)
@@ -72,10 +72,10 @@ class Publisher(Protocol):
     name: str
 
     def publish(self, new: NewVersion, announce: Callable[[PolicyVersion], None]) -> PolicyVersion:
-        """Carries the bytes, then announces the version; blocking.
+        """Sends the bytes, then announces the version; blocking.
 
         Raises:
-            TransportError: It cannot be done this way.
+            TransportError: This transport cannot send it.
             ArealError: `announce` was refused for another reason.
         """
 
@@ -83,8 +83,8 @@ class Publisher(Protocol):
 def patience_s(size_bytes: int) -> float:
     """How long to wait for that many bytes to be transferred, or read and hashed, before giving up.
 
-    30 s, and a second for each 64 MiB: slower than any volume or network that training can live
-    with.
+    30 s, plus a second for each 64 MiB: slower than any volume or network that is usable for
+    training.
     """
     return _LEAST_S + size_bytes / _SLOWEST_BYTES_PER_S
 
@@ -130,7 +130,8 @@ def pieces(new: NewVersion, layout: Layout, most: int) -> Iterator[memoryview]:
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """Returns `[work(item) for item in items]`, computed by a few threads: hashing frees the GIL.
 
-    As many threads as this process may use cores, at most four: memory is no faster with more.
+    It uses one thread for each core that the process may use, at most four: more are limited by
+    memory.
     """
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "weights") as pool:
@@ -138,7 +139,7 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of it; one call of the system writes 2 GiB at most."""
+    """Writes all bytes; one system call writes at most 2 GiB."""
     while data.nbytes:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -57,7 +57,7 @@ class HostTensor:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor lies in a file."""
+    """The position of a tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file but for its tensors' bytes."""
+    """A safetensors file without its tensors' bytes."""
 
     header: bytes
     """With the eight bytes of length before it."""
@@ -129,7 +129,7 @@ def parse_header(raw: bytes, where: object) -> Layout:
     """Checks a header completely: every later read can trust its offsets.
 
     Args:
-        raw: With the eight bytes of length.
+        raw: The header with the eight bytes of its length.
         where: The file, for errors.
 
     Raises:
@@ -161,7 +161,7 @@ def read_layout(file: Path) -> Layout:
     """Returns the layout of a file that holds all its bytes.
 
     Raises:
-        InvalidInput: Cannot be read, not safetensors, truncated or padded.
+        InvalidInput: The file cannot be read, is not safetensors, or is truncated or padded.
     """
     try:
         with file.open("rb") as stream:

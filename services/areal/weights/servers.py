@@ -9,7 +9,7 @@ from areal.weights.manifest import PolicyVersion
 
 
 class ServerState(StrEnum):
-    """An inference server's place in life."""
+    """The state of an inference server."""
 
     JOINING = "joining"
     """Known; not yet at a version that was confirmed."""
@@ -61,7 +61,7 @@ class ServerChanges:
 
 @dataclass(frozen=True)
 class SyncStatus:
-    """Where the current version is, over all servers."""
+    """The state of the current version on all servers."""
 
     current: PolicyVersion | None
     """None until version 0 is published. From a watch it carries neither files nor tensors:

@@ -1,12 +1,12 @@
-"""Beside an unmodified SGLang: fetches versions into a memory-backed folder that it then loads.
+"""Runs beside an unmodified SGLang: fetches versions into a memory-backed folder for it to load.
 
     weight-sync ── POST /stage_weights {"model_path": http://store/versions/NAME} ──> sidecar
                 <─ {"success": true, "model_path": "/dev/shm/areal-weights/NAME"} ──┘
     weight-sync ── pause, POST /update_weights_from_disk {"model_path": …} ──> SGLang
 
-One sidecar serves all engines of its host (or pod), which must see its folder. It is what
-areal-inference does itself, so weight-sync asks both the same. What it has, other sidecars pull
-from it: see `areal_weight_sync.engine.givers`.
+One sidecar serves all engines of its host (or pod), which must see its folder. areal-inference does
+the same itself, so weight-sync sends both the same requests. Other sidecars pull versions from a
+sidecar that has them: see `areal_weight_sync.engine.givers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weight store's HTTP, as its clients see it: blocking calls for the trainer and the puller.
+"""Blocking HTTP client of the weight store, for the trainer and for servers that pull.
 
 Bodies go from the caller's memory to the socket and from the socket into the caller's memory; no
 call holds one whole.
@@ -99,7 +99,7 @@ class StoreConnection:
     def put(
         self, name: str, file: str, chunk: Sequence[memoryview], offset: int, total: int
     ) -> None:
-        """Stores one chunk of a file, whose parts need not lie together here."""
+        """Stores one chunk of a file; its parts may be apart in memory."""
         digest, size = xxhash.xxh3_128(), sum(part.nbytes for part in chunk)
         for part in chunk:
             digest.update(part)
@@ -112,7 +112,7 @@ class StoreConnection:
         self._body(response, _MAX_ERROR_BYTES)
 
     def commit(self, name: str, size_bytes: int = 0) -> str:
-        """Ends an upload of so many bytes, which the store now hashes.
+        """Ends an upload and states its size; the store then hashes it.
 
         Returns:
             The folder's path at the store.
@@ -125,7 +125,7 @@ class StoreConnection:
         """Fills `target` with the bytes of a file from `offset` on, a chunk per request.
 
         Raises:
-            TransportError: The store is away, refuses, or sends fewer or other bytes than asked.
+            TransportError: The store does not answer, refuses, or sends other bytes than requested.
         """
         for start in range(0, target.nbytes, CHUNK_BYTES):
             with target[start : start + CHUNK_BYTES] as part:

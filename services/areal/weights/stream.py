@@ -1,7 +1,8 @@
-"""`stream`: the trainer uploads a version to the weight store, once however many servers there are.
+"""`stream`: the trainer uploads a version once to the weight store, for any number of servers.
 
-Chunks go straight from the tensors' memory to the socket, over two connections. Each carries its
-digest and its place; one that fails is sent again, and the store shows nothing before all is right.
+Chunks are sent directly from the tensors' memory, over two connections. Each carries its digest and
+its position. A failed chunk is sent again, and the store shows the version only when all are
+correct.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StreamPublisher:
             url: http://host:port.
             headers: The bearer token.
             timeout: Bounds each wait on the socket, in seconds.
-            chain: Has only what changed uploaded, where that is less than half; None: all of it.
+            chain: Makes it upload only the changes if they are less than half; None: always
+                everything.
         """
         self._url = url
         self._headers = headers

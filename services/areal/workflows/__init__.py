@@ -1,1 +1,1 @@
-"""How an episode is run: workflows."""
+"""Workflows: how an episode runs."""

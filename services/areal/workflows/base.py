@@ -1,4 +1,4 @@
-"""What a workflow is: one method that turns a dataset row into trajectories.
+"""A workflow is one method that turns a dataset row into trajectories.
 
 A whole workflow, as a recipe writes it:
 
@@ -187,13 +187,13 @@ def assemble_trajectory(
     """Returns the arrays of `make_trajectory`, from ids that are known to hold each output.
 
     Args:
-        ids: Of the whole trajectory.
+        ids: Token ids of the whole trajectory.
         turns: (index in `ids` of the first output token, response), in order.
-        reward: One in all, or one per response.
-        completion_text: What people see.
+        reward: One number, or one per response.
+        completion_text: The text that people see.
 
     Raises:
-        WorkflowError: There is nothing sampled, or the number of rewards is wrong.
+        WorkflowError: No token was sampled, or the number of rewards is wrong.
     """
     if not any(turn.output_tokens for _, turn in turns):
         raise WorkflowError("make_trajectory: no token was sampled")

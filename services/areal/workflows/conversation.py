@@ -1,9 +1,9 @@
 """A conversation as the model has seen it: token ids that are only ever appended to.
 
-Rendering the whole chat again for each turn turns sampled ids into text and back. That changes
-them as soon as the model samples a special token, or a word in other pieces than the tokenizer
-would choose, and then what is trained on is not what was sampled. Here the ids, logprobs and
-versions of each answer are kept as sampled; only what stands between two answers is rendered:
+Rendering the whole chat again for each turn would turn sampled ids into text and back. That changes
+them if the model sampled a special token, or split a word differently from the tokenizer; then
+training would use other tokens than those sampled. Here the ids, logprobs and versions of each
+answer are kept as sampled, and only the text between two answers is rendered:
 
     | opening messages | answer | end of turn, new messages, header | answer | ...
       loss_mask 0        1        0                                   1

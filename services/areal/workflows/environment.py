@@ -1,4 +1,4 @@
-"""An environment of texts, played turn by turn: reset, then one step for each answer."""
+"""A text environment, played turn by turn: reset, then one step for each answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Does what an answer says.
+        """Performs the action in an answer.
 
         Args:
             action: The answer's text.

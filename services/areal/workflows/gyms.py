@@ -18,7 +18,7 @@ def find_environment(name: str) -> Callable[..., Any]:
     """Returns what creates the environment of that name.
 
     Raises:
-        InvalidInput: No such package or name; says what to install.
+        InvalidInput: The package or the name does not exist; the message says what to install.
     """
     source, _, rest = name.partition(":")
     if not source or not rest:
@@ -49,18 +49,18 @@ def reasoning_gym_rows(
     """Rows of a reasoning-gym task; no question is in both parts.
 
     Args:
-        task: Of reasoning-gym ("chain_sum").
-        train: Rows of the first part, at most.
-        heldout: Rows of the second part, at most.
-        seed: Of the generator: the same arguments give the same rows.
-        **options: Of the task (`min_terms=2`).
+        task: Name of a reasoning-gym task ("chain_sum").
+        train: Maximum number of rows in the first part.
+        heldout: Maximum number of rows in the second part.
+        seed: Seed of the generator; the same arguments give the same rows.
+        **options: Options of the task (`min_terms=2`).
 
     Returns:
         (train rows, held-out rows): {"prompt": question, "answer": str, "entry": the generator's}.
         Where the task has fewer different questions, both parts shrink in proportion.
 
     Raises:
-        InvalidInput: The package or the task is not there, or the options do not fit.
+        InvalidInput: The package or the task does not exist, or the options do not fit.
     """
     find_environment(f"reasoning_gym:{task}")
     made = _module("reasoning_gym", f"reasoning_gym:{task}")
@@ -99,8 +99,8 @@ class ReasoningGym:
 class Gymnasium:
     """A gymnasium environment: observations as `str` writes them, actions as whole numbers or text.
 
-    The row's `seed` seeds it. An answer without an action is told what is expected, and no step is
-    made.
+    The row's `seed` seeds it. If an answer has no action, the model reads what is expected, and the
+    environment takes no step.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -119,7 +119,7 @@ class Gymnasium:
         return str(observation)
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Does the last number that the answer names, or the text itself."""
+        """Takes the last number in the answer as the action, or the text itself."""
         done: Any = action
         if hasattr(self._space, "n"):
             numbers = _NUMBER.findall(action)

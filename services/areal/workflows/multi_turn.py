@@ -1,4 +1,4 @@
-"""Several tries at one problem: an answer that scores nothing is told so, and tried again."""
+"""Several tries at one problem: after a wrong answer the model reads feedback and tries again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How messages become token ids and back: what a `Conversation` needs to know of a model's chat.
+"""Converts messages to token ids and back, in a model's chat format, for `Conversation`.
 
 `TemplateRenderer` works with any chat template. What stands between an answer and the next one,
 the bridge, is taken from a render in which a marker stands for the answer:
@@ -42,7 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a person or a tool reads of one sampled answer."""
+    """One sampled answer as a person or a tool reads it."""
 
     text: str
     """All of it without special tokens; tool calls are still in it."""
@@ -51,7 +51,7 @@ class Reply:
 
     @property
     def message(self) -> Message:
-        """As an assistant's message."""
+        """The answer as an assistant's message."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
@@ -62,7 +62,7 @@ class Reply:
 
 
 class ChatRenderer(Protocol):
-    """What knows a model's chat format."""
+    """Converts between messages and ids in a model's chat format."""
 
     def render(
         self,
@@ -88,7 +88,7 @@ class ChatRenderer(Protocol):
         Args:
             history: All ids so far. The answer may have ended by itself (its end-of-turn token is
                 the last id) or been cut (the bridge then ends it).
-            messages: What comes next; no assistant's.
+            messages: The next messages; none has the role assistant.
             tools: As in `render`.
 
         Raises:
@@ -112,8 +112,8 @@ class TemplateRenderer:
         """Stores the tokenizer; it renders nothing yet, so this is cheap.
 
         Args:
-            tokenizer: Of the model.
-            **variables: For the template (`enable_thinking=False`).
+            tokenizer: The model's tokenizer.
+            **variables: Variables of the template (`enable_thinking=False`).
         """
         self._tokenizer = tokenizer
         self._variables = variables

@@ -1,4 +1,4 @@
-"""A workflow as data: how one travels from the trainer to the rollout workers. No pickle.
+"""Describes a workflow as data, to send it from the trainer to the rollout workers. No pickle.
 
 trainer                        control plane                     rollout worker
 workflow object                                                  workflow object
@@ -129,7 +129,7 @@ def build_workflow(spec: WorkflowSpec, module: ModuleType | None) -> RolloutWork
     """Rebuilds a described workflow.
 
     Args:
-        spec: What `describe_workflow` made, or a client wrote.
+        spec: A description by `describe_workflow` or by a client.
         module: The loaded recipe of `spec.recipe_digest`; None when that is empty.
 
     Raises:

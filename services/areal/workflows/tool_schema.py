@@ -16,7 +16,7 @@ def arguments_of(tool: Callable[..., Any]) -> type[BaseModel]:
     """Returns what checks the arguments of a call.
 
     Raises:
-        InvalidInput: A parameter has no type, or any number of arguments.
+        InvalidInput: A parameter has no type, or takes any number of arguments.
     """
     name, hints = tool.__name__, get_type_hints(tool, include_extras=True)
     fields: dict[str, Any] = {}
