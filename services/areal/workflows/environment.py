@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from areal.errors import InvalidInput, WorkflowError
@@ -12,6 +13,7 @@ from areal.workflows.base import InferenceEngine, RolloutWorkflow
 from areal.workflows.conversation import Conversation
 from areal.workflows.gyms import find_environment
 from areal.workflows.rendering import Message, TemplateRenderer
+from areal.workflows.threads import BlockingCalls, CallOverdue
 
 T = TypeVar("T")
 
@@ -90,11 +92,14 @@ class EnvWorkflow(RolloutWorkflow):
         self.step_timeout_s = step_timeout_s
         self.system_prompt = system_prompt
         self.template = template or {}
+        self._calls = BlockingCalls()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Plays n episodes on one row, each in its own environment, and returns one group."""
-        worlds = [self.make(**self.options) for _ in range(self.gconfig.n_samples)]
+        worlds: list[Environment] = []
         try:
+            for _ in range(self.gconfig.n_samples):
+                worlds.append(await self._wait("start", self.make, **self.options))
             firsts = [await self._wait("reset", world.reset, dict(data)) for world in worlds]
             renderer = TemplateRenderer(engine.tokenizer, **self.template)
             chats = [Conversation(renderer, self._opening(first)) for first in firsts]
@@ -139,12 +144,10 @@ class EnvWorkflow(RolloutWorkflow):
             chat.add_messages({"role": "user", "content": observation})
         return chat.trajectory(rewards)
 
-    async def _wait(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
+    async def _wait(self, what: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        name = getattr(call, "__qualname__", what)
+        bound = partial(call, *arguments, **named)
         try:
-            async with asyncio.timeout(self.step_timeout_s) as limit:
-                return await asyncio.to_thread(call, *arguments)
-        except TimeoutError:
-            if not limit.expired():  # the environment's own
-                raise
-            name = getattr(call, "__qualname__", what)
+            return await self._calls.run(name, self.step_timeout_s, bound)
+        except CallOverdue:
             raise WorkflowError(f"{name}: no {what} within {self.step_timeout_s:g} s") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow
 from areal.workflows.conversation import Conversation
 from areal.workflows.multi_turn import row_messages
 from areal.workflows.rendering import Message, Reply, TemplateRenderer, ToolCall
+from areal.workflows.threads import BlockingCalls, TooManyHung
 from areal.workflows.tool_schema import arguments_of, schema_of
 
 
@@ -69,6 +71,7 @@ class ToolWorkflow(RolloutWorkflow):
         self.tool_timeout_s = tool_timeout_s
         self.system_prompt = system_prompt
         self.template = template or {}
+        self._calls = BlockingCalls()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Samples n conversations about one row and returns one group."""
@@ -100,7 +103,11 @@ class ToolWorkflow(RolloutWorkflow):
         return chat.trajectory(reward)
 
     async def _call(self, call: ToolCall) -> Message:
-        """Runs one call; whatever happens is told to the model."""
+        """Runs one call; the model reads its errors.
+
+        Raises:
+            TooManyHung: So many calls hang that no other is started.
+        """
         tool = self.tools.get(call.name)
         if tool is None:
             result: Any = f"error: no tool {call.name!r}; there is {', '.join(self.tools)}"
@@ -108,11 +115,14 @@ class ToolWorkflow(RolloutWorkflow):
             try:
                 checked = self.arguments[call.name].model_validate(call.arguments)
                 arguments = {name: getattr(checked, name) for name in checked.model_fields_set}
-                async with asyncio.timeout(self.tool_timeout_s):
-                    if inspect.iscoroutinefunction(tool):
+                if inspect.iscoroutinefunction(tool):
+                    async with asyncio.timeout(self.tool_timeout_s):
                         result = await tool(**arguments)
-                    else:
-                        result = await asyncio.to_thread(tool, **arguments)
+                else:
+                    bound = partial(tool, **arguments)
+                    result = await self._calls.run(call.name, self.tool_timeout_s, bound)
+            except TooManyHung:
+                raise
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 where = ".".join(str(part) for part in first["loc"])
