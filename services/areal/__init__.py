@@ -28,6 +28,7 @@ _EXPORTS = {
     "TrainEngine": "areal.engines.train_api",
     "Trajectory": "areal.types",
     "WeightUpdateMeta": "areal.types",
+    "group_reward": "areal.rewards.group",
     "load_expr_config": "areal.config.experiment",
     "rubric": "areal.rewards.rubric",
     "shuffle_rewards": "areal.algorithms.controls",
@@ -54,6 +55,7 @@ __all__ = [
     "TrainEngine",
     "Trajectory",
     "WeightUpdateMeta",
+    "group_reward",
     "load_expr_config",
     "make_trajectory",
     "rubric",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from areal.engines.ppo_critic import FSDPPPOCritic
     from areal.engines.rollout import RemoteSGLangEngine
     from areal.engines.train_api import TrainEngine
+    from areal.rewards.group import group_reward
     from areal.rewards.rubric import rubric
     from areal.types import (
         GenerationHyperparameters,

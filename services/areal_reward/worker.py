@@ -33,7 +33,7 @@ from typing import IO, Any
 import orjson
 
 from areal.errors import ArealError
-from areal.rewards.functions import RewardFunction, failure, outcome, raised, resolve, too_slow
+from areal.rewards.functions import RewardFunction, failure, raised, resolve, too_slow
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward import frames
 from areal_reward.frames import Kind
@@ -131,7 +131,7 @@ class Worker:
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
                 value = self._loop.run_until_complete(_awaited(value))
-            return outcome(function.name, value, function.where)
+            return function.result(value, item)
         except MemoryError:
             return None
         except BaseException as error:  # also SystemExit: user code must not end the worker so
@@ -176,7 +176,7 @@ class Worker:
         try:
             args, kwargs = function.bind(item)
             value = await _Steps(function.call(args, kwargs), self._progress, position)
-            return outcome(function.name, value, function.where)
+            return function.result(value, item)
         except MemoryError:
             return None
         except BaseException as error:  # also SystemExit: asyncio would end the loop with it

@@ -10,9 +10,10 @@ from typing import Any
 
 from areal.chassis import tracing
 from areal.errors import Unavailable, WorkflowError
-from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import Sample, ScoreError, ScoreFailure, ScoreItem
 from areal.protocol.trajectories import GroupCodec
 from areal.recipe import function_reference
+from areal.rewards.group import scores_group
 from areal.tokenizer import Tokenizer
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.workflows.base import RewardFn
@@ -117,17 +118,18 @@ class EpisodeEngine:
             digest, name = "", reward_fn
         else:
             digest, name = function_reference(reward_fn)
-        items = [
-            ScoreItem(
-                prompt=prompt,
-                completion=completion,
-                prompt_ids=prompt_ids,
-                completion_ids=completion_ids[index] if completion_ids else (),
-                data=data,
-            )
+        samples = [
+            Sample(completion, completion_ids[index] if completion_ids else ())
             for index, completion in enumerate(completions)
         ]
-        with tracing.span("score", {"areal.reward": name, "areal.completions": len(items)}):
+        if scores_group(reward_fn):
+            items = [ScoreItem(prompt, "", prompt_ids, data=data, samples=samples)]
+        else:
+            items = [
+                ScoreItem(prompt, each.completion, prompt_ids, each.completion_ids, data)
+                for each in samples
+            ]
+        with tracing.span("score", {"areal.reward": name, "areal.completions": len(samples)}):
             outcomes = await self._scorer.score(name, digest, kwargs or {}, items)
         rewards: list[float] = []
         for outcome in outcomes:
@@ -136,7 +138,7 @@ class EpisodeEngine:
                 if outcome.error is ScoreError.CRASH:
                     raise Unavailable(message)
                 raise WorkflowError(message, outcome.traceback)
-            rewards.append(outcome)
+            rewards += outcome if isinstance(outcome, list) else [outcome]
         return rewards
 
     @property

@@ -100,6 +100,6 @@ class Scorer(Protocol):
         recipe_digest: str,
         kwargs: Mapping[str, Any],
         items: Sequence[ScoreItem],
-    ) -> list[float | ScoreFailure]:
+    ) -> list[float | list[float] | ScoreFailure]:
         """Returns one outcome per item, in order."""
         ...

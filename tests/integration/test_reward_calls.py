@@ -10,13 +10,14 @@ import pytest
 from tests.integration import test_reward_service as rig
 
 from areal.errors import NotFound
-from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import Sample, ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import buffer_service_pb2
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
 
 RECIPE = b"""
 import mmap, os, sys
+from areal import group_reward, rubric
 
 loaded = mmap.mmap(-1, 200 << 20)
 
@@ -32,6 +33,16 @@ async def judged(completion):
 
 def promises(completion):
     return judged(completion)
+
+@group_reward
+def ranked(completions, best):
+    place = completions.index(best)
+    return [rubric(place=place == at, size=len(text)) for at, text in enumerate(completions)]
+
+@group_reward
+async def compared(completions):
+    if "die" in completions: os._exit(1)
+    return [await judged(text) + at for at, text in enumerate(completions)]
 
 def knows(completion):
     return float(os.environ.get(completion, "0"))
@@ -76,6 +87,19 @@ async def test_worker_when_it_serves_many_calls_then_none_is_mixed_with_another(
         assert after == before
         # A function that hands on another's promise is waited for.
         assert await client.score("promises", DIGEST, {}, items("x")) == [0.25]
+        # A group is scored by one call, also an asynchronous one; parts arrive.
+        groups = [
+            ScoreItem("p", "", data={"best": best}, samples=[Sample("ab"), Sample("c", [5, 6])])
+            for best in ("ab", "c")
+        ]
+        first, second = await client.score("ranked", DIGEST, {}, groups)
+        assert (first, second) == ([3.0, 1.0], [2.0, 2.0])
+        assert first[0].parts == {"place": 1.0, "size": 2.0}
+        dead = ScoreItem("p", "", samples=[Sample("x"), Sample("die")])
+        died, lives = await client.score("compared", DIGEST, {}, [dead, groups[0]])
+        assert isinstance(died, ScoreFailure)
+        assert died.error is ScoreError.CRASH
+        assert lives == [0.25, 1.25]
         # Of the service's environment user code sees what is no secret.
         names = items("OTEL_EXPORTER_OTLP_HEADERS", "MINE", "PYTHONUNBUFFERED")
         assert await client.score("knows", DIGEST, {}, names) == [0.0, 5.0, 1.0]

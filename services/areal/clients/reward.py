@@ -32,7 +32,7 @@ class RewardClient(Client):
         recipe_digest: str,
         kwargs: Mapping[str, Any],
         items: Sequence[ScoreItem],
-    ) -> list[float | ScoreFailure]:
+    ) -> list[float | list[float] | ScoreFailure]:
         """Scores a batch.
 
         Args:
@@ -42,7 +42,8 @@ class RewardClient(Client):
             items: What to score.
 
         Returns:
-            One outcome per item, in order: the reward, or why there is none.
+            One outcome per item, in order: the reward (of a group one of each sample), or why there
+            is none.
 
         Raises:
             Unavailable: The service was down or its queue full for longer than the policy retries.
@@ -64,20 +65,33 @@ class RewardClient(Client):
             if data_json is None:
                 data_json = orjson.dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
                 encoded[id(item.data)] = data_json
-            request.items.add(
-                prompt=item.prompt,
-                completion=item.completion,
-                prompt_ids=item.prompt_ids,
-                completion_ids=item.completion_ids,
-                data_json=data_json,
-            )
+            request.items.append(item_to_pb(item, data_json))
         response = await self.call(self._stub.Score, request)
-        return [_outcome(result) for result in response.results]
+        return [score_from_pb(result) for result in response.results]
 
 
-def _outcome(result: pb.ScoreResult) -> float | ScoreFailure:
+def item_to_pb(item: ScoreItem, data_json: str) -> pb.ScoreItem:
+    """Returns the message of an item; its row is encoded already."""
+    return pb.ScoreItem(
+        prompt=item.prompt,
+        completion=item.completion,
+        prompt_ids=item.prompt_ids,
+        completion_ids=item.completion_ids,
+        data_json=data_json,
+        samples=[
+            pb.Sample(completion=each.completion, completion_ids=each.completion_ids)
+            for each in item.samples
+        ],
+    )
+
+
+def score_from_pb(result: pb.ScoreResult) -> float | list[float] | ScoreFailure:
+    """Returns the reward, those of a group's samples, or why there is none."""
     if result.WhichOneof("outcome") == "reward":
         return Score(result.reward, result.parts) if result.parts else result.reward
+    if result.WhichOneof("outcome") == "group":
+        samples = result.group.samples
+        return [Score(one.reward, one.parts) if one.parts else one.reward for one in samples]
     failure = result.failure
     return ScoreFailure(
         error=_ERROR_FROM_PB.get(failure.error, ScoreError.FUNCTION),

@@ -45,8 +45,16 @@ class Score(float):
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """One of the completions of a group."""
+
+    completion: str
+    completion_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """One completion to score.
+    """What one call of a reward function scores: a completion, or a group of them.
 
     Example:
         >>> ScoreItem(prompt="12+30=", completion="42", data={"answer": "42"})
@@ -58,6 +66,8 @@ class ScoreItem:
     completion_ids: Sequence[int] = ()
     data: dict[str, Any] = field(default_factory=dict)
     """The dataset row: its fields reach the reward function as keywords. JSON types only."""
+    samples: Sequence[Sample] = ()
+    """A group, for a function that compares samples; `completion` is empty then."""
 
 
 @dataclass(frozen=True, slots=True)

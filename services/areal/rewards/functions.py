@@ -14,6 +14,7 @@ from areal.errors import InvalidInput, Unavailable, nearest
 from areal.protocol.scores import Score
 from areal.protocol.trajectories import parse_json_object
 from areal.rewards import builtin_reward
+from areal.rewards.group import scores_group
 from areal.v1 import reward_service_pb2 as pb
 
 _MAX_MESSAGE = 500
@@ -25,7 +26,8 @@ class RewardFunction:
 
     It is called by name with whatever of these its signature accepts: `prompt`, `completion`,
     `completions` (the same text), `prompt_ids`, `completion_ids`, the row's fields, and the fixed
-    arguments, which win over a row's field of the same name.
+    arguments, which win over a row's field of the same name. A `group_reward` gets lists of
+    completions and of their ids.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -38,6 +40,7 @@ class RewardFunction:
             function, kwargs = _made(name, function, kwargs), {}
         self._function = function
         self._kwargs = kwargs
+        self.scores_group = scores_group(function)
         self.is_async = inspect.iscoroutinefunction(
             function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
         )
@@ -63,13 +66,20 @@ class RewardFunction:
 
     def bind(self, item: pb.ScoreItem) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments of one call; raises InvalidInput if a required one is missing."""
+        if self.scores_group != bool(item.samples):
+            expected = "a group" if self.scores_group else "one completion"
+            raise InvalidInput(f"reward {self.name!r}: expected {expected} to score")
         known = parse_json_object(item.data_json, "data_json")
         known["prompt"] = item.prompt
-        known["completion"] = known["completions"] = item.completion
+        samples = item.samples
+        known["completions"] = [s.completion for s in samples] if samples else item.completion
+        known["completion"] = known["completions"]
         if self.wants("prompt_ids"):
             known["prompt_ids"] = list(item.prompt_ids)
         if self.wants("completion_ids"):
-            known["completion_ids"] = list(item.completion_ids)
+            known["completion_ids"] = (
+                [list(s.completion_ids) for s in samples] if samples else list(item.completion_ids)
+            )
         known.update(self._kwargs)
         for key in self._required:
             if key not in known:
@@ -87,6 +97,28 @@ class RewardFunction:
     def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls it; the value may be an awaitable."""
         return self._function(*args, **kwargs)
+
+    def result(self, value: Any, item: pb.ScoreItem) -> pb.ScoreResult:
+        """The result of a call that returned `value`."""
+        if not self.scores_group:
+            return outcome(self.name, value, self.where)
+        try:
+            values = list(value)
+        except TypeError:
+            values = []
+        if len(values) != len(item.samples):
+            return failure(
+                pb.SCORE_ERROR_FUNCTION,
+                f"{self.name} returned {_short(value)}: expected {len(item.samples)} numbers, one "
+                f"for each completion{self.where}",
+            )
+        group = pb.GroupReward()
+        for index, each in enumerate(values):
+            one = outcome(f"{self.name}, completion {index},", each, self.where)
+            if one.HasField("failure"):
+                return one
+            group.samples.add(reward=one.reward, parts=one.parts)
+        return pb.ScoreResult(group=group)
 
 
 def _made(name: str, kind: type, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61real/v1/reward_service.proto\x12\x08\x61real.v1\"F\n\nRewardSpec\x12\x15\n\rrecipe_digest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bkwargs_json\x18\x03 \x01(\t\"n\n\tScoreItem\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x05\x12\x16\n\x0e\x63ompletion_ids\x18\x04 \x03(\x05\x12\x11\n\tdata_json\x18\x05 \x01(\t\"X\n\x0cScoreRequest\x12$\n\x06reward\x18\x01 \x01(\x0b\x32\x14.areal.v1.RewardSpec\x12\"\n\x05items\x18\x02 \x03(\x0b\x32\x13.areal.v1.ScoreItem\"W\n\x0cScoreFailure\x12#\n\x05\x65rror\x18\x01 \x01(\x0e\x32\x14.areal.v1.ScoreError\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\xb4\x01\n\x0bScoreResult\x12\x10\n\x06reward\x18\x01 \x01(\x01H\x00\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.areal.v1.ScoreFailureH\x00\x12/\n\x05parts\x18\x03 \x03(\x0b\x32 .areal.v1.ScoreResult.PartsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"7\n\rScoreResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.areal.v1.ScoreResult*\x8c\x01\n\nScoreError\x12\x1b\n\x17SCORE_ERROR_UNSPECIFIED\x10\x00\x12\x18\n\x14SCORE_ERROR_FUNCTION\x10\x01\x12\x17\n\x13SCORE_ERROR_TIMEOUT\x10\x02\x12\x15\n\x11SCORE_ERROR_CRASH\x10\x03\x12\x17\n\x13SCORE_ERROR_INVALID\x10\x04\x32I\n\rRewardService\x12\x38\n\x05Score\x12\x16.areal.v1.ScoreRequest\x1a\x17.areal.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61real/v1/reward_service.proto\x12\x08\x61real.v1\"F\n\nRewardSpec\x12\x15\n\rrecipe_digest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bkwargs_json\x18\x03 \x01(\t\"\x91\x01\n\tScoreItem\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x05\x12\x16\n\x0e\x63ompletion_ids\x18\x04 \x03(\x05\x12\x11\n\tdata_json\x18\x05 \x01(\t\x12!\n\x07samples\x18\x06 \x03(\x0b\x32\x10.areal.v1.Sample\"4\n\x06Sample\x12\x12\n\ncompletion\x18\x01 \x01(\t\x12\x16\n\x0e\x63ompletion_ids\x18\x02 \x03(\x05\"X\n\x0cScoreRequest\x12$\n\x06reward\x18\x01 \x01(\x0b\x32\x14.areal.v1.RewardSpec\x12\"\n\x05items\x18\x02 \x03(\x0b\x32\x13.areal.v1.ScoreItem\"W\n\x0cScoreFailure\x12#\n\x05\x65rror\x18\x01 \x01(\x0e\x32\x14.areal.v1.ScoreError\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\xdc\x01\n\x0bScoreResult\x12\x10\n\x06reward\x18\x01 \x01(\x01H\x00\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.areal.v1.ScoreFailureH\x00\x12&\n\x05group\x18\x04 \x01(\x0b\x32\x15.areal.v1.GroupRewardH\x00\x12/\n\x05parts\x18\x03 \x03(\x0b\x32 .areal.v1.ScoreResult.PartsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"6\n\x0bGroupReward\x12\'\n\x07samples\x18\x01 \x03(\x0b\x32\x16.areal.v1.SampleReward\"~\n\x0cSampleReward\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12\x30\n\x05parts\x18\x02 \x03(\x0b\x32!.areal.v1.SampleReward.PartsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\rScoreResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.areal.v1.ScoreResult*\x8c\x01\n\nScoreError\x12\x1b\n\x17SCORE_ERROR_UNSPECIFIED\x10\x00\x12\x18\n\x14SCORE_ERROR_FUNCTION\x10\x01\x12\x17\n\x13SCORE_ERROR_TIMEOUT\x10\x02\x12\x15\n\x11SCORE_ERROR_CRASH\x10\x03\x12\x17\n\x13SCORE_ERROR_INVALID\x10\x04\x32I\n\rRewardService\x12\x38\n\x05Score\x12\x16.areal.v1.ScoreRequest\x1a\x17.areal.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCORERESULT_PARTSENTRY']._loaded_options = None
   _globals['_SCORERESULT_PARTSENTRY']._serialized_options = b'8\001'
-  _globals['_SCOREERROR']._serialized_start=647
-  _globals['_SCOREERROR']._serialized_end=787
+  _globals['_SAMPLEREWARD_PARTSENTRY']._loaded_options = None
+  _globals['_SAMPLEREWARD_PARTSENTRY']._serialized_options = b'8\001'
+  _globals['_SCOREERROR']._serialized_start=961
+  _globals['_SCOREERROR']._serialized_end=1101
   _globals['_REWARDSPEC']._serialized_start=43
   _globals['_REWARDSPEC']._serialized_end=113
-  _globals['_SCOREITEM']._serialized_start=115
-  _globals['_SCOREITEM']._serialized_end=225
-  _globals['_SCOREREQUEST']._serialized_start=227
-  _globals['_SCOREREQUEST']._serialized_end=315
-  _globals['_SCOREFAILURE']._serialized_start=317
-  _globals['_SCOREFAILURE']._serialized_end=404
-  _globals['_SCORERESULT']._serialized_start=407
-  _globals['_SCORERESULT']._serialized_end=587
-  _globals['_SCORERESULT_PARTSENTRY']._serialized_start=532
-  _globals['_SCORERESULT_PARTSENTRY']._serialized_end=576
-  _globals['_SCORERESPONSE']._serialized_start=589
-  _globals['_SCORERESPONSE']._serialized_end=644
-  _globals['_REWARDSERVICE']._serialized_start=789
-  _globals['_REWARDSERVICE']._serialized_end=862
+  _globals['_SCOREITEM']._serialized_start=116
+  _globals['_SCOREITEM']._serialized_end=261
+  _globals['_SAMPLE']._serialized_start=263
+  _globals['_SAMPLE']._serialized_end=315
+  _globals['_SCOREREQUEST']._serialized_start=317
+  _globals['_SCOREREQUEST']._serialized_end=405
+  _globals['_SCOREFAILURE']._serialized_start=407
+  _globals['_SCOREFAILURE']._serialized_end=494
+  _globals['_SCORERESULT']._serialized_start=497
+  _globals['_SCORERESULT']._serialized_end=717
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_start=662
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_end=706
+  _globals['_GROUPREWARD']._serialized_start=719
+  _globals['_GROUPREWARD']._serialized_end=773
+  _globals['_SAMPLEREWARD']._serialized_start=775
+  _globals['_SAMPLEREWARD']._serialized_end=901
+  _globals['_SAMPLEREWARD_PARTSENTRY']._serialized_start=662
+  _globals['_SAMPLEREWARD_PARTSENTRY']._serialized_end=706
+  _globals['_SCORERESPONSE']._serialized_start=903
+  _globals['_SCORERESPONSE']._serialized_end=958
+  _globals['_REWARDSERVICE']._serialized_start=1103
+  _globals['_REWARDSERVICE']._serialized_end=1176
 # @@protoc_insertion_point(module_scope)

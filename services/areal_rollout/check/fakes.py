@@ -11,11 +11,12 @@ from typing import Any
 
 import orjson
 
+from areal.clients.reward import item_to_pb, score_from_pb
 from areal.errors import InvalidInput
-from areal.protocol.scores import Score, ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import ScoreFailure, ScoreItem
 from areal.recipe import find_function
 from areal.rewards import builtin_reward
-from areal.rewards.functions import RewardFunction, failure, outcome, raised, too_slow
+from areal.rewards.functions import RewardFunction, failure, raised, too_slow
 from areal.tokenizer import Tokenizer
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.v1 import reward_service_pb2 as pb
@@ -112,20 +113,19 @@ class InProcessScorer:
         recipe_digest: str,
         kwargs: Mapping[str, Any],
         items: Sequence[ScoreItem],
-    ) -> list[float | ScoreFailure]:
+    ) -> list[float | list[float] | ScoreFailure]:
         """Returns one outcome per item, in order."""
         self.name = spec_name
         results = [await self._one(spec_name, recipe_digest, kwargs, item) for item in items]
         return [self._noted(result) for result in results]
 
-    def _noted(self, result: pb.ScoreResult) -> float | ScoreFailure:
-        if result.HasField("failure"):
-            kind = pb.ScoreError.Name(result.failure.error).removeprefix("SCORE_ERROR_").lower()
-            said, trace = result.failure.message, result.failure.traceback
-            self.failure = ScoreFailure(ScoreError(kind), said, trace)
-            return self.failure
-        self.rewards.append(result.reward)
-        return Score(result.reward, result.parts) if result.parts else result.reward
+    def _noted(self, result: pb.ScoreResult) -> float | list[float] | ScoreFailure:
+        score = score_from_pb(result)
+        if isinstance(score, ScoreFailure):
+            self.failure = score
+        else:
+            self.rewards += score if isinstance(score, list) else [score]
+        return score
 
     async def _one(
         self, name: str, digest: str, kwargs: Mapping[str, Any], item: ScoreItem
@@ -137,13 +137,8 @@ class InProcessScorer:
             else:
                 found = builtin_reward(name)
             function = RewardFunction(name, found, dict(kwargs))
-            message = pb.ScoreItem(
-                prompt=item.prompt,
-                completion=item.completion,
-                prompt_ids=item.prompt_ids,
-                completion_ids=item.completion_ids,
-                data_json=orjson.dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode(),
-            )
+            row = orjson.dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            message = item_to_pb(item, row)
             arguments, named = function.bind(message)
         except (InvalidInput, TypeError) as error:
             return failure(pb.SCORE_ERROR_INVALID, str(error))
@@ -155,7 +150,7 @@ class InProcessScorer:
             if inspect.isawaitable(value):
                 async with limit:
                     value = await value
-            return outcome(name, value, function.where)
+            return function.result(value, message)
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return failure(pb.SCORE_ERROR_TIMEOUT, late)

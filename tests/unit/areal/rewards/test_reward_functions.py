@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from areal.errors import InvalidInput
 from areal.recipe import load_recipe
 from areal.rewards.functions import RewardFunction, outcome, raised, resolve
+from areal.rewards.group import group_reward
+from areal.rewards.rubric import rubric
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward.frames import pack_results, unpack_results
 
@@ -146,3 +150,55 @@ def test_frames_when_packed_then_unpacked_is_the_same():
 def test_frames_when_body_is_garbage_then_value_error(body):
     with pytest.raises(ValueError, match="results frame"):
         unpack_results(body)
+
+
+GROUP = pb.ScoreItem(
+    prompt="2+2=",
+    samples=[pb.Sample(completion="4", completion_ids=[3]), pb.Sample(completion="22")],
+    data_json='{"answer": "4"}',
+)
+
+
+def _result(function, item=GROUP):
+    reward = RewardFunction("f", group_reward(function), {})
+    args, named = reward.bind(item)
+    return reward.result(reward.call(args, named), item)
+
+
+def test_group_reward_when_called_then_it_has_all_samples_and_scores_each():
+    def ranked(completions, completion_ids, answer, **data):
+        assert (completions, completion_ids, answer) == (["4", "22"], [[3], []], "4")
+        shortest = min(map(len, completions))
+        return [rubric(short=len(text) == shortest, right=text == answer) for text in completions]
+
+    first, second = _result(ranked).group.samples
+    assert (first.reward, dict(first.parts)) == (2.0, {"short": 1.0, "right": 1.0})
+    assert (second.reward, dict(second.parts)) == (0.0, {"short": 0.0, "right": 0.0})
+    assert [one.reward for one in _result(lambda completions: np.arange(2)).group.samples] == [
+        0.0,
+        1.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.5, "returned 0.5: expected 2 numbers, one for each completion"),
+        ([1.0], r"returned list \[1.0\]: expected 2 numbers"),
+        ([1.0, float("nan")], "completion 1, returned nan: expected a finite number"),
+        ([1.0, None], "completion 1, returned None: expected a finite number"),
+        (None, "returned None: expected 2 numbers"),
+    ],
+)
+def test_group_reward_when_it_does_not_score_each_then_all_fail(value, message: str):
+    result = _result(lambda completions: value)
+    assert result.failure.error == pb.SCORE_ERROR_FUNCTION
+    assert not result.HasField("group")
+    assert re.search(message, result.failure.message)
+
+
+def test_bind_when_the_item_is_of_the_other_kind_then_one_line():
+    with pytest.raises(InvalidInput, match=r"reward 'f': expected a group to score"):
+        RewardFunction("f", group_reward(lambda completions: [1.0]), {}).bind(ITEM)
+    with pytest.raises(InvalidInput, match=r"reward 'f': expected one completion to score"):
+        RewardFunction("f", lambda completions: 1.0, {}).bind(GROUP)

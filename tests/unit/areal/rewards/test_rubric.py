@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal import LLMResponse, make_trajectory, rubric
-from areal.clients.reward import _outcome
+from areal.clients.reward import score_from_pb
 from areal.errors import InvalidInput
 from areal.protocol.scores import Score
 from areal.protocol.trajectories import pack_group, unpack_group
@@ -42,9 +42,9 @@ def test_rubric_when_a_part_is_wrong_then_one_line_names_it(parts, said):
 
 
 def test_parts_when_a_reward_travels_then_the_trainer_gets_them():
-    scored = _outcome(outcome("f", rubric(correct=1.0, short=(0.5, 2))))
+    scored = score_from_pb(outcome("f", rubric(correct=1.0, short=(0.5, 2))))
     assert isinstance(scored, Score)
-    assert type(_outcome(outcome("f", 1.0))) is float
+    assert type(score_from_pb(outcome("f", 1.0))) is float
     plain = make_trajectory(response([1], [2]), 1.0)
     one = make_trajectory(response([1], [2, 3]), scored)
     turns = [response([1], [2]), response([1, 2, 5], [6])]

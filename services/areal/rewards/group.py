@@ -1,0 +1,34 @@
+"""Rewards that compare the samples of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "scores_group"
+
+
+def group_reward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a reward function that scores all samples of a group in one call.
+
+    Args:
+        function: Of the recipe, `async` or not. It gets what other reward functions get, but
+            `completions` is a list of texts and `completion_ids` a list of lists, and it returns
+            one number (or `rubric(...)`) for each, in order.
+
+    Returns:
+        The same function.
+
+    Example:
+        >>> @group_reward
+        ... def shortest(completions, answer, **data) -> list[float]:
+        ...     least = min(map(len, completions))
+        ...     return [float(answer in text) * least / len(text) for text in completions]
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def scores_group(function: Any) -> bool:
+    """Whether a reward function scores groups; a built-in's name does not."""
+    return bool(getattr(function, _MARK, False))
