@@ -177,6 +177,11 @@ def render(rows: list[Row]) -> str:
         "the rope was trained on are refused,",
         "since transformers would give all sequences of a micro-batch the rope of the longest.",
         "",
+        "Missing: router replay. A mixture of experts chooses its experts in the trainer again; "
+        "rounding can make it choose others than the",
+        "server did for the same token, so `mismatch/kl` is higher than for a dense model. "
+        "SGLang's `return_routed_experts` is not used.",
+        "",
         *table(RIGHT),
         "",
         f"## Refused ({count(REFUSED)})",
