@@ -53,7 +53,7 @@ class Completion:
 
     task_id: str
     token: int
-    """Of the lease it was made under."""
+    """The lease under which it was made."""
     payload: bytes
     """The serialized TrajectoryGroup as it came: maybe a zstd frame."""
     head_version: int

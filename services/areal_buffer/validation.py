@@ -191,7 +191,7 @@ def check_return(message: pb.Return, max_partial_bytes: int) -> pb.Return | Inva
     """Returns the end of a lease with bounded texts, or why it is invalid.
 
     Args:
-        message: As it came; changed in place.
+        message: The message as received; it is changed in place.
         max_partial_bytes: A longer journal is refused.
     """
     try:

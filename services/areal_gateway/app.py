@@ -71,13 +71,13 @@ def build_app(
     """Makes the application.
 
     Args:
-        run: What status, steps and events are read from.
+        run: Source of status, steps and events.
         rollout: The task API behind /v1/tasks; None: those routes answer 503.
         dead_letters: The ledger's, behind /v1/dead-letters; None: it answers 503.
         metrics: Counters; also what /metrics shows.
         waits: The watchdog's record.
         config: Limits.
-        sessions: Who is let in; None: everyone.
+        sessions: Checks logins; None: everyone is admitted.
         agents: The ledger's, behind /v1/sessions; None: it answers 503.
     """
     app = FastAPI(

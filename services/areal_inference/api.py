@@ -134,7 +134,7 @@ def parse_generate(
 
     Args:
         body: the decoded JSON value.
-        limits: of the running model.
+        limits: limits of the running model.
         encode: the tokenizer, or None when there is none.
         see: makes patches of images; None: the model sees nothing.
 

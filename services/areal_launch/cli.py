@@ -404,7 +404,7 @@ def dead_letters_drop(
     endpoint: BufferEndpoint = "",
     json: Json = False,
 ) -> int:
-    """Remove tasks from the list permanently; the counters keep them."""
+    """Remove tasks from the list permanently; the counters still include them."""
     from areal_launch.commands.dead_letters import drop_dead_letters
 
     return drop_dead_letters(

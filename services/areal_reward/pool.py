@@ -103,7 +103,7 @@ class WorkerPool:
 
         Args:
             reward: The function.
-            items: What to score.
+            items: Items to score.
             recipe: (file name, source) behind `reward.recipe_digest`; None for a built-in.
 
         Raises:

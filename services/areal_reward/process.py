@@ -53,8 +53,8 @@ class WorkerProcess:
             children: Starts it, and ends what it leaves behind.
 
         Raises:
-            Unavailable: It ended instead; its own words are in the log.
-            WaitTimeout: It was not ready within `load_timeout_s`.
+            Unavailable: The process ended instead; its output is in the log.
+            WaitTimeout: The process was not ready within `load_timeout_s`.
         """
         progress, file = Progress.create()
         with file:

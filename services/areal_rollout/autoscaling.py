@@ -50,11 +50,11 @@ class Sample:
     at: float
     """Seconds, monotonic."""
     servers: int
-    """That take traffic."""
+    """Servers that take traffic."""
     generating_s: float
-    """In which at least one episode was running."""
+    """Seconds in which at least one episode was running."""
     training_s: float
-    """Of finished steps, without waiting for batches."""
+    """Seconds of finished steps, without waiting for batches."""
     trained_s: float
     """Wall time of finished steps."""
 

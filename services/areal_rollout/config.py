@@ -32,7 +32,7 @@ class RolloutConfig:
     capacity: int
     """Episodes at once in this process; the ledger bounds all processes together."""
     connections: int = 1024
-    """To inference servers, at once."""
+    """Concurrent connections to inference servers."""
     max_leases: int = 64
     """Tasks taken in one call, so that several workers share a burst."""
     dynamic_sampling: bool = False

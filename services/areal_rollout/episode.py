@@ -51,9 +51,9 @@ class EpisodeEngine:
         """Holds nothing but references until it is used.
 
         Args:
-            generation: Of the process.
-            scorer: Of the process.
-            tokenizer: Of the process.
+            generation: The process's generation client.
+            scorer: The process's scorer.
+            tokenizer: The process's tokenizer.
             group: Requests without an affinity key of their own share this one.
             min_version: The lease's: no request starts on a server below it.
             avoid: Servers on which earlier attempts failed.

@@ -253,7 +253,7 @@ class Executor:
     # ------------------------------------------------------------ one episode
 
     async def _live(self, episode: Episode) -> None:
-        """From lease to ending; never raises."""
+        """Runs an episode from its lease to its end; never raises."""
         outcome = "lost"
         try:
             try:

@@ -1,4 +1,4 @@
-"""Whose fault an exception of an episode is, and what to say about it."""
+"""Decides whether an episode's exception is the recipe's or the infrastructure's fault."""
 
 from __future__ import annotations
 

@@ -74,12 +74,12 @@ def decode(
     """Returns the calls of an earlier attempt; `input_tokens` is left empty.
 
     Args:
-        packed: From `encode`, perhaps of another version of this program.
-        max_bytes: As in `encode`; bounds what is unpacked to 20 times as much.
+        packed: Bytes from `encode`, possibly written by another version of this program.
+        max_bytes: As in `encode`; the unpacked journal may have 20 times as much.
         codec: Packs groups, too.
 
     Raises:
-        ValueError: It is none of ours; start afresh.
+        ValueError: It is not a journal of ours; start from the beginning.
     """
     try:
         journal = pb.Journal.FromString((codec or GroupCodec()).expand(packed, 20 * max_bytes))

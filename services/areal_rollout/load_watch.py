@@ -36,7 +36,7 @@ class LoadWatch:
 
         Args:
             trainer: None: there is none.
-            servers: That take traffic now.
+            servers: Servers that take traffic now.
             generating_s: Seconds so far in which an episode was running.
             report: Told the recommendation, what it rests on, and whether the trainer answers.
         """

@@ -59,7 +59,7 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
 
     Raises:
         InvalidInput: Another model is there already, or the source has no whole one.
-        WaitTimeout: It did not come in time.
+        WaitTimeout: The model did not arrive in time.
     """
     before = ready_from(model)
     if before is not None:

@@ -51,7 +51,7 @@ def fetch(source: str, model: Path, *, say: Say) -> None:
         say: Told what is done.
 
     Raises:
-        InvalidInput: No such repository or revision, or one that the token may not read.
+        InvalidInput: The repository or revision does not exist, or the token may not read it.
         Unavailable: The Hub does not answer, or what it sent is damaged: try again.
     """
     import httpx2
@@ -169,12 +169,12 @@ def wait_for_copy(model: Path, *, how: str, deadline: float, say: Say) -> None:
 
     Args:
         model: The folder; made if missing.
-        how: What a person should do.
+        how: Advice for the user.
         deadline: `time.monotonic()`.
         say: Told what is lacking, each minute.
 
     Raises:
-        WaitTimeout: It did not come.
+        WaitTimeout: The model did not arrive.
     """
     model.mkdir(parents=True, exist_ok=True)
     began, reminded, rest = time.monotonic(), float("-inf"), _Rest()
@@ -205,13 +205,13 @@ def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: 
 
     Args:
         work: Raises Unavailable for what may be tried again.
-        model: Whose size is the progress.
+        model: The model whose size shows the progress.
         deadline: `time.monotonic()`.
         say: Told each 10 s.
 
     Raises:
         WaitTimeout: The deadline passed.
-        ArealError: What `work` raised.
+        ArealError: `work` raised it.
     """
     began, pause, last = time.monotonic(), 1.0, ""
     while True:

@@ -30,7 +30,7 @@ class Broadcasts:
         """Gives every member its ranks.
 
         Args:
-            version: What will be broadcast.
+            version: The version that will be broadcast.
             offer: The trainer's; it says which group it still has.
             members: Boot id and number of ranks, by server id.
         """

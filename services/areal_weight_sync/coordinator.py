@@ -70,7 +70,7 @@ class Coordinator:
         Args:
             config: Times, the interruption mode, the folder of published versions.
             store: Where versions are made current.
-            make_engine: From a url.
+            make_engine: Makes a server's client from its url.
             spawn: `spawn(coroutine, name)` runs a background task.
             keep: The same for a loop, whose return is a failure, too.
             observer: Metrics.
@@ -264,7 +264,7 @@ class Coordinator:
         """Stops new traffic to a server; it is forgotten when idle or past the deadline.
 
         Raises:
-            NotFound: No such server.
+            NotFound: The server does not exist.
         """
         member = self._members.get(server_id)
         if member is None:

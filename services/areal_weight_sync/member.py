@@ -76,7 +76,7 @@ class Member:
         """Wakes the task to take its next step now, because something happened.
 
         Args:
-            deep: With the full probe.
+            deep: Use the full probe.
             revive: Even in quarantine, whose backoff nothing else cuts short.
         """
         self._deep = self._deep or deep

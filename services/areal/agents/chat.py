@@ -60,7 +60,7 @@ class Answer:
     """One answer, both as agents read it and as it was sampled."""
 
     number: int
-    """Of the session's calls, in the order of arrival."""
+    """Its number among the session's calls, in the order of arrival."""
     response: LLMResponse
     content: str
     reasoning: str = ""
@@ -157,7 +157,7 @@ class History:
 
     @classmethod
     def of(cls, messages: Sequence[Message], tools: list[Message] | None) -> History:
-        """That of a request."""
+        """Returns the history of a request."""
         history = cls(_digest(tools), [])
         for message in messages:
             history.turns.append(history.after(message))

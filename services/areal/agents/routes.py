@@ -57,7 +57,7 @@ class Reply:
     """Whether `body` is server-sent events."""
     headers: Mapping[str, str] = field(default_factory=dict)
     sent: Callable[[], Awaitable[None]] | None = None
-    """To be awaited once all of it has left."""
+    """Await it once the whole reply is sent."""
 
 
 async def handle(

@@ -34,7 +34,7 @@ class Call:
     delivered: bool = True
     """All of the answer left for the client, as far as the server knows."""
     reward: float | None = None
-    """Of this answer alone."""
+    """The reward of this answer alone."""
     text: str = ""
     """What people see of the answer."""
 

@@ -136,11 +136,11 @@ def mismatch(
     Its logprobs are expected to differ, and `behavior_weight` corrects for that.
 
     Args:
-        policy_logprobs: of the weights `version`, [T].
+        policy_logprobs: logprobs under the weights `version`, [T].
         behavior_logprobs: the server's, [T].
-        token_versions: of the sampler, [T]; any number where not sampled.
+        token_versions: the sampler's versions, [T]; any number where not sampled.
         loss_mask: the sampled tokens, [T] bool.
-        cu_seqlens: of the packed sequences, [n + 1].
+        cu_seqlens: bounds of the packed sequences, [n + 1].
         version: the trainer's, before the update.
 
     Returns:

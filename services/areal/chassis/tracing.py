@@ -197,7 +197,7 @@ def served(
     """A span around a request that carries a trace; nothing around any other.
 
     Args:
-        name: Of the method or route.
+        name: Name of the method or route.
         pairs: Gives the request's headers, in lower case.
     """
     if not enabled():

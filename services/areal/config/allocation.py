@@ -177,9 +177,9 @@ class Allocation:
     inference_replicas: int
     """0: the trainer learns from rows alone, and no service is started."""
     layout: Layout
-    """Of the trainer."""
+    """Layout of the trainer's ranks."""
     inference_gpus: int = 1
-    """Of each inference server: its tensor parallelism."""
+    """GPUs of each inference server: its tensor parallelism."""
 
     @property
     def trainer_ranks(self) -> int:

@@ -21,7 +21,7 @@ class Preset:
     """The settings of an algorithm, and its source."""
 
     name: str
-    """As its authors write it."""
+    """The name as its authors write it."""
     paper: str
     """arXiv number."""
     formula: str

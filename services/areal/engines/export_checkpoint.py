@@ -69,7 +69,7 @@ def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, sc
 
     Args:
         config: the run's.
-        step: of the checkpoint.
+        step: the checkpoint's step.
         evaluations: those of the run; the card has those of this step.
         scalar: the model returns one number, like a reward model.
     """

@@ -94,7 +94,7 @@ def save_failed_batch(
         folder: created if missing; files of an earlier failure are replaced.
         batch: this rank's batch.
         info: JSON for `failure.json`; rank 0's is written.
-        rank: of this process.
+        rank: this process's rank.
         tasks: task of each group, by `group_index`; empty where they are not known.
         blamed: values of `group_index` of the tasks to name.
 

@@ -21,7 +21,7 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
     """Find what is not finite in this rank's batch.
 
     Args:
-        batch: of the optimizer step.
+        batch: the optimizer step's batch.
         bad_logprobs: loss tokens whose logprob under the policy was not finite.
         loss: its sum on this rank.
 

@@ -156,7 +156,7 @@ class FSDPPPOActor:
         """One train step toward what a teacher would have said; also fills the step's metrics row.
 
         Args:
-            batch: Of `RemoteSGLangEngine.prepare_batch`, after `distillation.ask`.
+            batch: From `RemoteSGLangEngine.prepare_batch`, after `distillation.ask`.
             distillation: Which ids and which divergence.
 
         Returns:

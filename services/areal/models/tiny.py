@@ -79,7 +79,7 @@ def save_tokenizer(directory: str | Path, *, sees: bool = False) -> None:
     """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
 
     Args:
-        directory: made if missing.
+        directory: created if missing.
         sees: add the tokens for images and videos.
     """
     directory = Path(directory)

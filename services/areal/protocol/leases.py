@@ -179,7 +179,7 @@ class LedgerStats:
     train_counts: dict[TaskState, int] = field(default_factory=dict)
     policy_version: int = 0
     incarnation: int = 0
-    """Of the trainer that registered last."""
+    """The incarnation of the trainer that registered last."""
     last_taken_step: int = 0
     last_committed_step: int = 0
     batch_size: int = 0

@@ -98,7 +98,7 @@ class CheckpointWriter:
 
         Args:
             step: Finished steps.
-            incarnation: Of this trainer.
+            incarnation: This trainer's incarnation.
             extra: Returns the checkpoint's data besides tensors; called on every rank.
         """
         if self.actor is None or step == self.last_step:

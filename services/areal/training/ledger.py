@@ -77,7 +77,7 @@ class TrainerLedger:
         )
 
     def submit(self, tasks: Sequence[Task], *, seal: bool = False) -> int:
-        """Queues tasks; with `seal` no more of the rows follow.
+        """Queues tasks; `seal` says that no more rows follow.
 
         Returns:
             The number of tasks that were new to the ledger.
@@ -133,7 +133,7 @@ class TrainerLedger:
         )
 
     def fetch(self, step: int, task_ids: Sequence[str]) -> list[TrajectoryGroup]:
-        """Groups of a batch that was taken, in the order asked (this rank alone)."""
+        """Returns groups of a taken batch, in the order asked (this rank alone)."""
         return self._bridge.call(
             self.buffer.fetch_groups(self.incarnation, step, task_ids),
             f"{len(task_ids)} groups of step {step}",
@@ -144,7 +144,7 @@ class TrainerLedger:
         """Returns those of at most 10,000 tasks that have ended; waits for the first of them.
 
         Raises:
-            NotFound: One was released, or never submitted.
+            NotFound: A task was released, or never submitted.
         """
         return self.ask(
             lambda: self.buffer.tasks.wait_tasks(

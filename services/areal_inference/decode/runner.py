@@ -24,7 +24,7 @@ class ModelRunner:
         cache: its KV cache.
         max_total_tokens: most rows x row length the cache may grow to.
         max_prefill_tokens: most tokens (padding included) of one prefill call.
-        seed: of the sampler; None: from the operating system.
+        seed: seed of the sampler; None: from the operating system.
     """
 
     def __init__(

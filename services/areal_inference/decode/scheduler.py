@@ -177,9 +177,9 @@ class Scheduler:
         """Use new weights from the next step on.
 
         Args:
-            weights: what the runner loads.
+            weights: weights for the runner to load.
             version: its name; None keeps the name.
-            seconds: what reading them took, for the metrics.
+            seconds: time that reading them took, for the metrics.
         """
         self.runner.load(weights)
         self._donors.clear()

@@ -204,8 +204,8 @@ class DeltaSource:
     """The weights that this server holds, with what changed since.
 
     Args:
-        manifest: Of the new version.
-        delta: From the held weights to it.
+        manifest: Manifest of the new version.
+        delta: Delta from the held weights to the new version.
         held: A copy of a held tensor's bytes, writable.
     """
 

@@ -170,7 +170,7 @@ def load_weights(
         headers: for the weight store: the bearer token.
         spare: a set that no one uses any more, to be filled; None: a new one.
         held: the set in use, only read.
-        source: what `location` names, opened; None: it is opened here.
+        source: opened source at `location`; None: it is opened here.
 
     Raises:
         WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, not

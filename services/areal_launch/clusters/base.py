@@ -91,7 +91,7 @@ def assign(config: BaseExperimentConfig, nodes: Sequence[Node], bind: str) -> Pl
     Args:
         config: Says how many there are.
         nodes: The first is the launcher's.
-        bind: What servers listen on.
+        bind: Address on which servers listen.
 
     Raises:
         CannotStart: There are too few nodes.
@@ -135,7 +135,7 @@ class Cluster:
         """Takes the nodes.
 
         Raises:
-            CannotStart: It has too few, or cannot be reached.
+            CannotStart: The cluster has too few nodes or GPUs, or cannot be reached.
         """
         return assign(config, [Node()], HOST)
 

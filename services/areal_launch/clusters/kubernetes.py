@@ -267,7 +267,8 @@ class Release:
     def forward(self, component: str, port: int) -> tuple[str, ...]:
         """Returns the command that forwards a port of this machine to a service.
 
-        kubectl's: the client's is a raw socket in this process, which no other program can use.
+        It uses kubectl, because the Python client forwards to a socket that no other program can
+        use.
         """
         target = HTTP_PORT if component == "gateway" else GRPC_PORT
         service = self.services()[component]

@@ -22,7 +22,7 @@ class KubernetesApi:
     """One context of the kubeconfig, or the cluster in whose pod this process runs."""
 
     def __init__(self, context: str = "", namespace: str = "") -> None:
-        """`context`, `namespace`: "" for the current ones, whatever becomes current later.
+        """`context`, `namespace`: "" means those that are current now, even if they change later.
 
         Raises:
             CannotStart: The package kubernetes is not installed, or there is no cluster.

@@ -214,7 +214,7 @@ def _runner() -> type:
             return int(self._process.returncode)
 
         def signal(self, signum: int) -> None:
-            """To its group; nothing when it has ended."""
+            """Sends a signal to its process group; does nothing if it has ended."""
             import os
 
             try:

@@ -425,7 +425,7 @@ def converted_yaml(file: Path) -> str:
     """Converts an experiment file of AReaL to ours; comments say what has no key here.
 
     Raises:
-        ConfigError: It cannot be read, or a value cannot be understood.
+        ConfigError: The file cannot be read, or a value is not understood.
     """
     try:
         theirs = OmegaConf.to_container(OmegaConf.load(file), resolve=True)

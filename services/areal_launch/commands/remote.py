@@ -56,7 +56,7 @@ class Follower:
         """Returns what the cluster answers, in a thread; `last` while it is briefly unavailable.
 
         Raises:
-            WaitTimeout: It has been away for too long, or raised by the question itself.
+            WaitTimeout: The service did not answer for too long, or the call raised it.
         """
         try:
             answer = await asyncio.to_thread(question)

@@ -22,7 +22,7 @@ def show(run: Path | None, task_id: str, step: int | None, *, as_json: bool) -> 
     """Prints the groups of a step, or the trajectories of a task; the exit code.
 
     Raises:
-        NotFound: No such run, step or task, or nothing was kept.
+        NotFound: The run, step or task does not exist, or nothing was kept.
     """
     folder = _folder(run)
     if task_id:
@@ -132,7 +132,7 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
     """Writes kept rollouts into one file; the exit code.
 
     Raises:
-        NotFound: No such run, or nothing was kept of those steps.
+        NotFound: The run does not exist, or nothing was kept for those steps.
         InvalidInput: The file exists, or its suffix is none that is known.
     """
     if to.suffix not in _SUFFIXES:

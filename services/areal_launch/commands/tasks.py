@@ -75,10 +75,10 @@ def parse_tasks(
     """Reads JSON Lines; blank lines are skipped.
 
     Args:
-        lines: One JSON object each.
+        lines: Lines with one JSON object each.
         source: The file's name, for errors.
         default: The workflow of rows that name none, and the recipe of all.
-        prefix: Of the ids of rows that have none: `prefix-LINE`.
+        prefix: Prefix of ids for rows that have none: `prefix-LINE`.
         describe: A workflow by its name, with the arguments of rows that give no `kwargs`.
 
     Raises:

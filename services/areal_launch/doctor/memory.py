@@ -47,8 +47,8 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
     """Returns the memory that one trainer rank needs at its peak, on its device.
 
     Args:
-        config: of the experiment.
-        shape: of its model.
+        config: the experiment's configuration.
+        shape: the model's sizes.
         gpu: it has one.
         there: free bytes of its device; 0: not known.
     """

@@ -33,7 +33,7 @@ def check_start(
         with_trainer: False: nothing is trained, so rows and answers are the clients' business.
 
     Raises:
-        CannotStart: What is missing or in the way, the first of it in one line.
+        CannotStart: Something is missing or in the way; the first problem, in one line.
         ConfigError: Two values that contradict each other.
     """
     checks: tuple[Callable[[], str], ...] = (

@@ -38,7 +38,7 @@ def run_command(
 
     Raises:
         NotFound: There is no such program.
-        ArealError: It failed, in its own words, or gave no answer in time.
+        ArealError: The command failed (with its own message), or did not answer in time.
     """
     program = find_program(argv[0], hint)
     try:

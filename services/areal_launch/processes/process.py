@@ -69,7 +69,7 @@ class ProcessSpec:
     job: bool = False
     """Exit code 0 is success, not a death to recover from (the trainer)."""
     stop_grace_s: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     environment: Mapping[str, str] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     """The nodes that start it, one each, the first with node rank 0; empty: beside the launcher."""

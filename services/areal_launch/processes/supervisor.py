@@ -89,7 +89,7 @@ class RestartPolicy:
     max_restarts: int = 5
     """Within `WINDOW_S` seconds; one more and the run is given up."""
     ready_timeout_s: float = 120.0
-    """From start to ready."""
+    """Seconds from start to ready."""
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
     silent_s: float = 50.0
@@ -158,7 +158,7 @@ class Supervised:
         """Returns once it is up.
 
         Raises:
-            StackFailure: It was given up.
+            StackFailure: The process failed too often.
             WaitTimeout: Names the process, its log and its last lines.
         """
         since = time.monotonic()

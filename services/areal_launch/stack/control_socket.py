@@ -99,10 +99,10 @@ async def ask(file: Path, request: dict[str, Any], say: Say, timeout: float) -> 
 
     Raises:
         NotFound: No launcher listens there.
-        InvalidInput: It refuses, with its words.
-        ArealError: It tried and failed, with its words.
+        InvalidInput: The launcher refused; the message is its own.
+        ArealError: The launcher tried and failed; the message is its own.
         Unavailable: The stack ended meanwhile.
-        WaitTimeout: It did not end in time.
+        WaitTimeout: The launcher did not finish in time.
     """
     loop = asyncio.get_running_loop()
     since = loop.time()

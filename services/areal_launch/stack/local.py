@@ -156,7 +156,7 @@ class LocalStack:
 
         Args:
             prepare: Make the model first: by the recipe's `prepare_model`, or from `source`.
-            source: What to fetch it from.
+            source: Address to fetch it from.
 
         Raises:
             CannotStart: There is no model.
@@ -210,7 +210,7 @@ class LocalStack:
 
         Args:
             grace_s: Seconds between SIGTERM and SIGKILL; None: each process's own.
-            failed: What stack.json says afterwards.
+            failed: Written into stack.json.
         """
         if self._lock is None:
             return

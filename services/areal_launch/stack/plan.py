@@ -51,7 +51,7 @@ class StackPlan:
     services: list[ProcessSpec] = field(default_factory=list)
     trainer: ProcessSpec | None = None
     make_inference: Callable[[int], ProcessSpec] | None = None
-    """By index; None where we start no inference servers."""
+    """Describes the process of a server by its index; None if we start none."""
     ports: PortPicker | None = None
     """Keeps the ports promised while the plan lives."""
     capacity: int | None = None
@@ -91,9 +91,9 @@ def plan_stack(
 
     Args:
         config: Resolved and valid; a copy of it gets the endpoints.
-        folder: Of the run.
+        folder: The run folder.
         with_trainer: False: `areal up`.
-        servers_only: No service beside the inference servers: `areal serve`.
+        servers_only: Start only inference servers: `areal serve`.
         preferred_ports: Ports of an earlier run of this trial, by process name.
         placement: Where things run.
 

@@ -19,7 +19,7 @@ class RemoteStack:
     """What a display shows of it."""
 
     config: BaseExperimentConfig
-    """With the endpoints, once they are known."""
+    """The configuration with its endpoints, once they are known."""
     folder: RunFolder
     interrupt_hint: str
     """What Ctrl-C does."""

@@ -46,7 +46,7 @@ class Scaler:
 
         Raises:
             InvalidInput: There must be at least one, and they must be ours.
-            ArealError: One did not come up, or was not released; the others are as they should be.
+            ArealError: A server did not start or was not released; the others are as requested.
         """
         plan = self._plan
         if not plan.inference:
@@ -90,11 +90,11 @@ class Scaler:
         """Registers a server once it is up; returns when it serves the current version.
 
         Args:
-            spec: Of a server that was started.
+            spec: Description of a server that was started.
             deadline: On the clock of `time.monotonic`.
 
         Raises:
-            StackFailure: It was given up.
+            StackFailure: The server failed too often.
             WaitTimeout: Names the server and what weight-sync says of it.
         """
         await self._supervisor.processes[spec.name].wait_up(deadline - time.monotonic())

@@ -33,7 +33,7 @@ def place_secrets(
 
     Args:
         config: Its `security` is changed.
-        folder: Of the run; its `secrets/` takes what is made.
+        folder: The run folder; new secrets are written to its `secrets/`.
         make_token: False: only what is given; the job that starts the stack makes the rest.
 
     Raises:
@@ -78,7 +78,7 @@ def sglang_config(
 
     Args:
         config: Names the token's file.
-        folder: Of the run.
+        folder: The run folder.
         command: The user's, which may name a file of its own; what that says is kept.
 
     Returns:

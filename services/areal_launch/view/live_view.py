@@ -38,7 +38,7 @@ _STYLES = {
     "draining": "yellow",
     "quarantined": "bold red",
 }
-"""Of processes and servers, by their state."""
+"""Colors of processes and servers, by their state."""
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -24,7 +24,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     """Draws the reward curve of a run.
 
     Args:
-        run_dir: With metrics.jsonl and trainer.json.
+        run_dir: Folder with metrics.jsonl and trainer.json.
         target: The PNG.
 
     Returns:

@@ -39,8 +39,8 @@ def build_summary(
 
     Args:
         status: finished, interrupted or failed.
-        rows: Of metrics.jsonl.
-        results: Of trainer.json; every key is taken over.
+        rows: Rows of metrics.jsonl.
+        results: Content of trainer.json; every key is copied.
         snapshot: The stack just before it was stopped.
         wall_s: Seconds of this invocation.
         cpu_s: CPU seconds of all its processes.
@@ -100,8 +100,8 @@ def continue_summary(
     their largest. An invocation that found the run finished leaves everything else as it was.
 
     Args:
-        earlier: What summary.json said; empty when there was none.
-        latest: From `build_summary`, of this invocation alone.
+        earlier: Content of the existing summary.json; empty if there is none.
+        latest: Result of `build_summary` for this invocation alone.
         began: Unix time of its start.
     """
     before: list[dict[str, Any]] = list(earlier.get("invocations", ()))

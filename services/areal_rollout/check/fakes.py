@@ -34,7 +34,7 @@ class FakePolicy:
         """Wires it up.
 
         Args:
-            tokenizer: Of the model.
+            tokenizer: The model's tokenizer.
             context_length: Prompt and answer together, in tokens.
         """
         self._tokenizer = tokenizer

@@ -38,7 +38,7 @@ class Answer:
     """The body of one answer, and what can be kept if it breaks off.
 
     Args:
-        version: What the server had confirmed when the request was sent.
+        version: The version that the server had confirmed when the request was sent.
         count: Sequences that were asked for; the events of several say which one by an index.
     """
 

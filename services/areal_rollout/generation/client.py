@@ -99,7 +99,7 @@ class SGLangClient:
 
         Args:
             table: Fed by someone else.
-            limits: Of the model.
+            limits: The model's limits.
             report: Tells weight-sync (url, cause) of a server that failed.
             observer: For metrics.
             request_timeout_s: One request, from sending to its last token.

@@ -73,7 +73,7 @@ def sampling_params(
     """SGLang's `sampling_params` for what is left of a request.
 
     Args:
-        gconfig: As the workflow asked.
+        gconfig: The workflow's settings.
         limits: For the end-of-sequence tokens.
         sampled: Tokens that the request already has.
         room: Tokens it may still get.
@@ -112,10 +112,10 @@ def request_body(
 
     Args:
         request: What to generate.
-        responses: Of the same request; what they have is where they continue.
+        responses: Answers to the same request so far; generation continues after their tokens.
         rids: One per response.
         extra_key: Requests share prompt work only below the same one.
-        limits: Of the model.
+        limits: The model's limits.
         most: Tokens of one whole answer.
         stream_interval: Tokens between two events; 0: no stream.
     """
@@ -183,7 +183,7 @@ def append_event(
     Args:
         response: As in `append_answers`.
         raw: The event.
-        version: That sampled its tokens, if it is not the last one, which says so itself.
+        version: The version that sampled its tokens; the last event states it itself.
         min_version: As in `append_answers`.
         vocab_size: As there.
 

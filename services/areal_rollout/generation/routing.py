@@ -43,7 +43,7 @@ class Server:
     running: set[asyncio.Timeout] = field(default_factory=set)
     """One per running request; moving it to now gives the request up."""
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     blocked_until: float = 0.0
     """Loop time; no request goes there before it."""
 
@@ -75,7 +75,7 @@ class Router:
             servers: The admissible ones.
             now: Compared with `blocked_until`.
             min_version: Theirs; one held from before may have fallen behind it.
-            key: Of the prefix; "" for none.
+            key: The prefix's key; "" for none.
             cost: Tokens of the request: prompt and still to come.
             avoid: Urls taken only if there is no other.
         """

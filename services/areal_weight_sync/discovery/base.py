@@ -151,7 +151,7 @@ def listing_of(urls: Sequence[str]) -> dict[str, Found]:
     """Returns a listing of plain urls.
 
     Raises:
-        InvalidInput: One of them is no http://host:port.
+        InvalidInput: One of them is not http://host:port.
     """
     return {server_id: Found(url) for server_id, url in map(normalize_url, urls)}
 

@@ -166,7 +166,7 @@ def addresses(slices: Iterable[Json], port: int, log: Any) -> dict[str, Found]:
     which every server listens on.
 
     Args:
-        slices: As JSON.
+        slices: EndpointSlices as JSON.
         port: 0: the slice's port named `http`, or its only one.
         log: Told of a slice without such a port.
     """

@@ -47,7 +47,7 @@ class KubernetesApi:
 
         Args:
             namespace: Empty: this pod's own, or the one of KUBECONFIG's context.
-            service: Whose slices.
+            service: The Service whose slices to list.
 
         Raises:
             ConfigError: The client's package is not installed.
@@ -71,7 +71,7 @@ class KubernetesApi:
         """Returns all slices of the Service, and the resource version to watch from.
 
         Raises:
-            ApiError: With what the server said.
+            ApiError: The server refused; the message is its own.
         """
         for version in VERSIONS:
             try:

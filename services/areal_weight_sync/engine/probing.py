@@ -1,4 +1,4 @@
-"""What a server says it serves, asked so that a busy one is not taken for a dead one.
+"""Asks a server which version it serves, without mistaking a busy server for a dead one.
 
     ask ──> answer within the deadline ──────────────────────────────┐
      │ silence while this process itself had no time ──> ask again ──┤
@@ -44,7 +44,7 @@ async def ask_version(
         server: Its id, for the log.
 
     Raises:
-        EngineError: TIMEOUT when it was silent; else what the first answer was.
+        EngineError: TIMEOUT if it was silent; else the error in its first answer.
     """
     now = asyncio.get_running_loop().time
     log = get_logger("areal.weight_sync.probing")
@@ -83,12 +83,12 @@ async def inspect(
 
     Args:
         engine: A server that has just loaded.
-        expected: What it must say that it serves.
-        version: What it says; see `ask_version`.
-        timeout: Of the checksum, in seconds.
+        expected: The version that it must report.
+        version: The version that it reports; see `ask_version`.
+        timeout: Limit for the checksum, in seconds.
 
     Raises:
-        EngineError: It says something else, or one of the two calls failed.
+        EngineError: It reports another version, or one of the two calls failed.
     """
     reported, fingerprint = await asyncio.gather(
         version, engine.fingerprint(timeout), return_exceptions=True

@@ -1,4 +1,4 @@
-"""Which ways a version may take to a server, in which order."""
+"""Chooses the routes by which a version reaches a server, and their order."""
 
 from __future__ import annotations
 

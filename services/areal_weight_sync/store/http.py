@@ -55,7 +55,7 @@ class StoreApp:
         store: Files.
         known: Versions that lie elsewhere: the configured model, folders on a volume.
         base: Version 0.
-        security: Whose token is asked for.
+        security: The token that requests must carry.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class WeightStore:
         """Makes room for a version; whatever was uploaded of it before is dropped.
 
         Args:
-            manifest: With files and tensors; its path does not matter.
+            manifest: Lists files and tensors; its path does not matter.
             base: Version 0, whose tensors it must have.
 
         Raises:
@@ -86,7 +86,7 @@ class WeightStore:
         """A descriptor to write bytes [begin, end) of an announced file; the caller closes it.
 
         Raises:
-            NotFound: That version was not begun, or has no such file.
+            NotFound: The version's upload was not started, or it has no such file.
             InvalidInput: The range lies outside of the file.
         """
         path = self._staging(name) / file
@@ -101,7 +101,7 @@ class WeightStore:
         """Checks every file and makes the version visible.
 
         Raises:
-            NotFound: It was not begun.
+            NotFound: The upload was not started.
             InvalidInput: Names the first file that is not what the manifest says.
         """
         staging = self._staging(name)

@@ -73,7 +73,7 @@ class BufferTrainer(Role):
         """Takes a step's batch; idempotent. Opens admission for a served version even if it waits.
 
         Args:
-            incarnation: From register_trainer.
+            incarnation: The value from register_trainer.
             step: Finished steps + 1.
             max_wait_s: The service waits at most 30 s a call.
             task_ids: Take exactly these, once all have ended; empty: the oldest B.

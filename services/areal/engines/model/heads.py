@@ -172,7 +172,7 @@ class _Transform:
         return cls(_logit_scale(config), cap, temperature)
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Apply it in place."""
         if self.cap is None:
             factor = self.scale / self.temperature
             return logits if factor == 1.0 else logits.mul_(factor)

@@ -48,7 +48,7 @@ class TensorDirectory:
             InvalidInput: the directory has no safetensors weights, or some are missing.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of every tensor."""
+        """The shape of every tensor."""
         self._places: dict[str, tuple[Path, TensorPlace]] = {}
         self._open: dict[Path, int] = {}
         self._closing = ExitStack()

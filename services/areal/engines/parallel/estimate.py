@@ -50,7 +50,7 @@ class ModelShape:
 
     parameters: int
     layer_parameters: int
-    """Of one layer."""
+    """Parameters of one layer."""
     layers: int
     hidden: int
     heads: int
@@ -182,7 +182,7 @@ def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> tu
     """Return bytes per token that each layer keeps, and that one recomputed layer needs.
 
     Args:
-        shape: of the model.
+        shape: the model's sizes.
         element: bytes of the compute precision.
         mode: what layers keep; if less than everything, one layer at a time is recomputed.
     """

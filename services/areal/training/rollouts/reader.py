@@ -101,7 +101,7 @@ class RolloutFolder:
         """Returns the groups of one step by task; None: of the newest step.
 
         Raises:
-            NotFound: That step is not kept.
+            NotFound: The step is not kept.
         """
         step = self.steps[-1] if step is None else step
         if step not in self.steps:
@@ -156,7 +156,7 @@ def export_rows(folder: RolloutFolder, kind: str, steps: Sequence[int]) -> Itera
     """Rows for other tools.
 
     Args:
-        folder: Of the run.
+        folder: The run folder.
         kind: `rows`: all trajectories with their text. `sft`: the best of each group whose rewards
             differ, as prompt and completion. `preferences`: prompt, its best (chosen) and its worst
             (rejected).

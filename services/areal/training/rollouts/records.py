@@ -62,11 +62,11 @@ def table_of(
     """Returns a step's groups as one table.
 
     Args:
-        groups: Of one rank, in the order of its batch.
-        step: That trained on them.
-        incarnation: Of the trainer.
+        groups: Groups of one rank, in the order of its batch.
+        step: The step that trained on them.
+        incarnation: The trainer's incarnation.
         advantages: float32 [T] over all their tokens in that order, or None.
-        model: Whose tokenizer the ids belong to.
+        model: The model whose tokenizer made the ids.
     """
     import pyarrow as pa
 

@@ -41,9 +41,9 @@ class RolloutWriter:
 
         Args:
             folder: Where the files go; all ranks' are in one.
-            rank: Of this process; rank 0 deletes the oldest steps above `keep_bytes`.
-            keep_bytes: Of all files together; 0 keeps nothing.
-            model: Whose tokenizer the ids belong to.
+            rank: This process's rank; rank 0 deletes the oldest steps above `keep_bytes`.
+            keep_bytes: Limit for all files together; 0 keeps nothing.
+            model: The model whose tokenizer made the ids.
         """
         self._folder = folder
         self._rank = rank
@@ -75,8 +75,8 @@ class RolloutWriter:
 
         Args:
             groups: What this rank trained on; their arrays do not change any more.
-            step: That trained on them.
-            incarnation: Of the trainer.
+            step: The step that trained on them.
+            incarnation: The trainer's incarnation.
             advantages: Called at once, if given: float32 [T] over all tokens of the groups.
         """
         if not self._keep_bytes or not groups:
