@@ -1,9 +1,8 @@
 """Lets a process say that a restart is pointless when its exit code does not reach the supervisor.
 
 torchrun exits with code 1, whatever the codes of its ranks were. So a rank with bad input, or with
-a recipe
-that fails, writes its one line into the file that `AREAL_VERDICT` names; the supervisor reads it
-when the job has ended.
+a recipe that fails, writes its one line into the file that `AREAL_VERDICT` names; the supervisor
+reads it when the job has ended.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class BaseExperimentConfig:
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """Where the metrics of each step go beside metrics.jsonl. `wandb` is offline without a key in
     the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder. Their
-    packages, wandb and tensorboardX, are yours to install."""
+    packages, wandb and tensorboardX, are not installed with the library."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

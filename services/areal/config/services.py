@@ -69,7 +69,7 @@ class RolloutConfig:
     and the trainer waits 3 times as long for a batch before it gives up with a named cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
-    or the same error all of the first ones: as many as a batch, 16 to 64. 1: never."""
+    or the same error ended all of its first tasks (a batch of them, 16 to 64). 1: never."""
     dynamic_sampling: bool = False
     """A group to train on whose samples all have the same reward is rejected: it would teach
     nothing. `prepare_batch` takes another row in its place (DAPO); a batch of `rollout_batch` gets

@@ -4,12 +4,11 @@
 
 N is the number of parameters that a token is multiplied with (only the experts it is routed to; an
 embedding lookup does not count), M the number of those that are trained: all, or LoRA's matrices. T
-is the tokens of
-the batch, L the length of each sequence. A parameter costs 2 operations forward, 2 for the gradient
-of its input, and 2 for its own gradient if it is trained; causal attention 2 x 2 x L^2 / 2
-forward and twice that backward.
-It counts the model's operations, not the machine's: what is computed again (activations, logits)
-adds to the time only, and a prefix that is computed once counts in each sequence that has it.
+is the tokens of the batch, L the length of each sequence. A parameter costs 2 operations forward, 2
+for the gradient of its input, and 2 for its own gradient if it is trained; causal attention 2 x 2 x
+L^2 / 2 forward and twice that backward. It counts the model's operations, not the machine's: what
+is computed again (activations, logits) adds to the time only, and a prefix that is computed once
+counts in each sequence that has it.
 """
 
 from __future__ import annotations

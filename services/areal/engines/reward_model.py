@@ -1,8 +1,8 @@
 """A reward model: one number for an answer, learned from pairs (Bradley-Terry).
 
 The number is read at the answer's last token, which depends on the whole answer. Saved, it is a
-folder that
-transformers reads as a sequence classifier of one class, and SGLang serves with `--is-embedding`.
+folder that transformers reads as a sequence classifier of one class, and SGLang serves with
+`--is-embedding`.
 """
 
 from __future__ import annotations

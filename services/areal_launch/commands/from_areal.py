@@ -3,8 +3,9 @@
     their YAML ── RULES ──> our keys ──> YAML
                     └─────> comments: what has no key here, and what to do instead
 
-A key that their file leaves out has AReaL's default, which is written out where ours differs: the
-converted file trains with the same numbers. RULES knows the keys of AReaLite, 0.3 and 1.0, and is
+A key that is missing in AReaL's file has AReaL's default, which is written out if ours differs, so
+the converted file trains with the same numbers. RULES knows the keys of AReaLite, 0.3 and 1.0, and
+is
 the table of docs/migration.md.
 """
 
@@ -48,7 +49,7 @@ _MAY_BE_NULL = {
 
 @dataclass
 class Converted:
-    """Our keys, and what has none."""
+    """The converted keys, and notes about keys that have no counterpart."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     """Dotted key to value."""
@@ -65,7 +66,7 @@ Apply = Callable[[Converted, Any], None]
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one of their keys, or of a section, when that is more than another name."""
+    """How to convert one of AReaL's keys, or a section, if that is more than another name."""
 
     says: str
     """For a person who converts by hand."""
@@ -191,7 +192,7 @@ def _server_flag(key: str) -> Rule:
 
 
 def _only(key: str, supported: tuple[str, ...], ours: str | None = None) -> Rule:
-    """A choice of which some words are known here."""
+    """Converts a choice of which we know only some words."""
 
     def apply(out: Converted, value: str) -> None:
         if value not in supported:
@@ -204,7 +205,7 @@ def _only(key: str, supported: tuple[str, ...], ours: str | None = None) -> Rule
 
 
 def _if_set(key: str, instead: str) -> Rule:
-    """Worth a comment only where it is not empty, 0 or false."""
+    """Adds a comment only if the value is not empty, 0 or false."""
 
     def apply(out: Converted, value: Any) -> None:
         if value:
@@ -319,7 +320,7 @@ RULES: dict[str, str | Rule] = {
     "sglang.model_path": Rule("`model.path`"),
     **{f"sglang.{key}": _server_flag(key) for key in _SERVER_FLAGS},
     "sglang": Rule("add the flag to `stack.inference_command` if you need it"),
-    "vllm": Rule("SGLang is what serves here"),
+    "vllm": Rule("only SGLang serves here"),
     "recover.freq_steps": "checkpoint.freq_steps",
     "recover": Rule("a trial always resumes from its newest checkpoint"),
     "saver": Rule(
@@ -341,7 +342,7 @@ def convert(theirs: Mapping[Any, Any]) -> Converted:
     """Returns AReaL's experiment file with our keys.
 
     Args:
-        theirs: Its references (`${actor.path}`) resolved.
+        theirs: AReaL's experiment file, with references (`${actor.path}`) resolved.
 
     Raises:
         ConfigError: `allocation_mode` has a form that is not known.
@@ -404,7 +405,7 @@ def _lora(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule(key: str) -> str | Rule | None:
-    """The rule of a key, else of the nearest section around it."""
+    """Returns the rule of a key, else of the nearest section around it."""
     while key not in RULES and "." in key:
         key = key.rpartition(".")[0]
     return RULES.get(key)

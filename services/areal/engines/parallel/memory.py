@@ -1,6 +1,6 @@
 """Sets what a layer keeps between forward and backward pass, and which kernels compute it.
 
-| `gradient_checkpointing` | of each layer is kept | is computed again |
+| `gradient_checkpointing` | a layer keeps | it recomputes |
 |---|---|---|
 | `none`, false | everything | nothing |
 | `selective` | its input, what products of matrices and attention return | norms, rotary, gates |
@@ -80,7 +80,7 @@ def free_bytes(device: torch.device) -> int:
 def recompute_layers(hf: Any, mode: Checkpointing, kernels: Kernels) -> None:
     """Make each decoder layer keep what `mode` says; call it before the model is sharded.
 
-    torch.compile's own graphs of a layer compute again what selective does.
+    With torch.compile, the graphs of a layer recompute the same values as `selective`.
 
     Raises:
         InvalidInput: the architecture does not support it.
@@ -142,8 +142,7 @@ def use_kernels(
 
     torch.compile compiles each layer on its own, with any number of tokens. Attention is left out:
     the graph breaks there once per layer, because its layout differs from batch to batch. Liger
-    replaces
-    modules of an architecture that it knows.
+    replaces modules of an architecture that it knows.
 
     Raises:
         InvalidInput: Liger is not installed, there is no GPU, or it does not know the architecture.
