@@ -48,9 +48,10 @@ class GuessNumber:
 
     def step(self, action):
         """(what the model reads next, reward, whether the game is over)."""
-        if not action.strip().isdecimal():
+        text = action.strip()
+        if not text.isdecimal():
             return "a digit!", 0.0, False
-        guess = int(action)
+        guess = int(text)
         if guess == self.secret:
             return "yes", 1.0, True
         return "more" if guess < self.secret else "less", 0.0, False
