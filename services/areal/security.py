@@ -47,16 +47,16 @@ class SecurityConfig:
     """Access control. Every secret is in a file (or a variable); none of them is in this file."""
 
     dir: str = ""
-    """Folder of files `token`: the bearer token that every gRPC and HTTP endpoint asks for (16
-    characters or more); `redis-password` and `nats-token`: for endpoints.redis and .nats without
-    one. Missing ones: the variables AREAL_TOKEN, AREAL_REDIS_PASSWORD and AREAL_NATS_TOKEN. No
-    token: `areal run` and `areal up` make one for each start, and a service that is started by
-    itself asks for none."""
+    """Folder of the secrets. `token` is the bearer token for every gRPC and HTTP endpoint (16
+    characters or more). `redis-password` and `nats-token` are for endpoints.redis and .nats if
+    their URLs contain none. For a missing file, the variable AREAL_TOKEN, AREAL_REDIS_PASSWORD or
+    AREAL_NATS_TOKEN is used. Without a token, `areal run` and `areal up` create one at each start,
+    and a service that is started by itself requires none."""
     tls_dir: str = ""
     """Folder of PEM files for mutual TLS on gRPC: `tls.crt` and `tls.key`, whose names must cover
-    the hosts in `endpoints`, and `ca.crt`, the authorities that sign every peer's."""
+    the hosts in `endpoints`, and `ca.crt`, the authorities that sign every peer's certificate."""
     allow_insecure_bind: bool = False
-    """Listen on an address that other machines reach although there is no token."""
+    """Allow a service without a token to listen on an address that other machines can reach."""
 
     @property
     def token_file(self) -> str:

@@ -110,8 +110,8 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
-    In place of a recipe, trainer.type=grpo, ppo, sft, rw, dpo, distill, or null (evaluation alone)
-    takes one of the repository.
+    Instead of a recipe, you can give trainer.type=grpo, ppo, sft, rw, dpo, distill, or null
+    (evaluation alone), which uses a recipe of the repository.
     Services that the experiment file names under `endpoints` are used; everything else is started.
     Running a trial again resumes it.
     """

@@ -88,7 +88,7 @@ class RewardConfig:
     workers: Annotated[int, Ge(1)] = 1
     """Worker processes per reward service."""
     timeout_s: Annotated[float, Gt(0)] = 10.0
-    """One call of the reward function."""
+    """Time limit for one call of the reward function, in seconds."""
     memory_mb: Annotated[int, Ge(64)] = 1024
     """Address space a worker may add once its recipe is loaded; so may each child of it."""
 
@@ -113,7 +113,7 @@ class WeightSyncConfig:
     stored as with disk, for new servers and for those that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
     """What the trainer writes or uploads. full: all weights. delta: only what changed, if that is
-    less than half. Servers that hold the version before read the delta, others read all weights."""
+    less than half. Servers with the previous version read the delta, others read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
     """What an update does to running requests: in_place (they pause), retract (they pause and are
     computed again), or abort."""
@@ -157,8 +157,8 @@ class KubernetesConfig:
     """The release that `areal run --on kubernetes` installs or upgrades."""
 
     context: str = ""
-    """Context of the kubeconfig; empty: the current one. It is shown before anything is installed
-    and used until the end."""
+    """Context of the kubeconfig; empty: the current one. The command shows the context before it
+    installs anything, and uses it until the end."""
     namespace: str = ""
     """Namespace of the release; empty: the context's."""
     chart: str = "charts/areal"
@@ -180,7 +180,7 @@ class StackConfig:
     inference_max_running: Annotated[int, Ge(1)] = 256
     """Requests decoded at once by each inference server."""
     max_restarts: Annotated[int, Ge(0)] = 5
-    """Restarts of one process within ten minutes before the run is given up."""
+    """How often one process may restart within ten minutes before the run fails."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0

@@ -252,7 +252,7 @@ RULES: dict[str, str | Rule] = {
     ),
     "cluster.fileroot": "run_root",
     "cluster.n_gpus_per_node": "stack.gpus_per_node",
-    "cluster": Rule("nodes follow from `allocation_mode`; services find each other by themselves"),
+    "cluster": Rule("`allocation_mode` decides the nodes; services find each other by themselves"),
     "tokenizer_path": _TOKENIZER,
     "train_dataset": Rule(f"how rows are read: {_IN_RECIPE}"),
     "valid_dataset": Rule("the recipe loads it and calls `rollout.evaluate(rows, workflow)`"),
@@ -265,7 +265,7 @@ RULES: dict[str, str | Rule] = {
     "gconfig.min_new_tokens": _if_set(
         "gconfig.min_new_tokens", "a workflow sets it on its own `GenerationHyperparameters`"
     ),
-    "gconfig": Rule("no sampling parameter here"),
+    "gconfig": Rule("has no counterpart here"),
     "eval_gconfig": Rule("the recipe gives an evaluation its own `GenerationHyperparameters`"),
     "rollout.backend": Rule("the first half of `allocation_mode`"),
     "rollout.request_timeout": "rollout.request_timeout_s",
@@ -275,7 +275,7 @@ RULES: dict[str, str | Rule] = {
     "actor.backend": Rule("the second half of `allocation_mode`"),
     "actor.path": "model.path",
     "actor.dtype": _only("actor.dtype", ("bfloat16", "float32"), "actor.dtype"),
-    "actor.temperature": Rule("`gconfig.temperature` holds for both"),
+    "actor.temperature": Rule("`gconfig.temperature` applies to both"),
     "actor.mb_spec": Rule("only the token budget is set: `actor.mb_spec.max_tokens_per_mb`"),
     "actor.optimizer.type": _only("actor.optimizer.type", ("adam", "adamw")),
     "actor.optimizer": Rule("has one value for all runs"),

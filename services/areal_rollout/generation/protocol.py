@@ -1,4 +1,4 @@
-"""SGLang's /generate: what is asked, and what an answer must look like to be believed."""
+"""SGLang's /generate: builds requests, and checks that answers are valid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 class ServerError(Exception):
-    """A server did what no healthy one does."""
+    """A server gave an answer that no healthy server gives."""
 
 
 class ServerBusy(ServerError):
@@ -27,7 +27,7 @@ class ServerBusy(ServerError):
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What every server accepts; checked here since a bad request can kill a server."""
+    """Limits of every server, checked here because a bad request can kill a server."""
 
     vocab_size: int
     context_length: int
@@ -37,7 +37,7 @@ class ModelLimits:
     """Its name, for traces."""
 
     def room(self, prompt: int) -> int:
-        """Tokens that may follow a prompt of so many; below 1: it is too long.
+        """Returns how many tokens may follow a prompt of that length; below 1: it is too long.
 
         SGLang takes prompts up to `context_length` - 7, and what an interrupted request continues
         from is a prompt: so no output may grow beyond that.
@@ -45,7 +45,7 @@ class ModelLimits:
         return self.context_length - 6 - prompt
 
     def check(self, request: LLMRequest) -> None:
-        """Raises InvalidInput for what no server should see."""
+        """Raises InvalidInput for a request that no server should receive."""
         ids = request.input_ids
         if not ids:
             raise InvalidInput("input_ids: empty, expected at least one token")
@@ -216,7 +216,7 @@ class _Segment:
 
     @classmethod
     def read(cls, answer: Any, vocab_size: int) -> _Segment:
-        """Of a finished answer."""
+        """Reads a finished answer."""
         meta = answer["meta_info"]
         versions: list[int] = []
         for span in meta.get("weight_versions") or ():
@@ -227,7 +227,7 @@ class _Segment:
         return cls(meta["finish_reason"]["type"], tokens, logprobs, versions)
 
     def check(self, min_version: int) -> None:
-        """Raises ServerError for what no healthy server says."""
+        """Raises ServerError for values that no healthy server returns."""
         versions = self.versions
         if len(versions) != len(self.tokens):
             raise ServerError(f"weight_versions cover {len(versions)} of {len(self.tokens)} tokens")

@@ -1,11 +1,11 @@
-"""Which of the servers that may take a request should: the one with the fewest tokens to go.
+"""Chooses a server for a request: the one with the fewest outstanding tokens.
 
-Outstanding tokens are what this process has sent to a server and not got back: a server that is
-ten times slower keeps them ten times longer, and is sent a tenth. Requests that share a prefix (the
-samples of a group, the turns of a conversation) stay on one server, whose radix cache has it,
-while that server is not much more loaded than another.
+Outstanding tokens are those that this process has sent to a server and not received back. A server
+that is ten times slower keeps them ten times longer, so it gets a tenth of the requests. Requests
+that share a prefix (the samples of a group, the turns of a conversation) stay on one server, whose
+radix cache has the prefix, as long as that server is not much more loaded than another.
 
-No clock, no sockets: the table asks, and says what time it is.
+This module has no clock and no sockets: the server table calls it and passes the time.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Server:
     note: str = ""
     """State and cause, for messages."""
     outstanding: int = 0
-    """Tokens of the requests that this process has running there: prompt and still to come."""
+    """Tokens of this process's requests that run there: prompts, and tokens still to generate."""
     running: set[asyncio.Timeout] = field(default_factory=set)
-    """One per running request; moving it to now gives the request up."""
+    """One timeout per running request; setting it to the current time abandons the request."""
     failures: int = 0
     """Failures in a row."""
     blocked_until: float = 0.0
-    """Loop time; no request goes there before it."""
+    """Event-loop time until which the server gets no request."""
 
 
 class Router:
-    """Constant work per request, however many servers.
+    """Chooses servers with constant work per request, however many there are.
 
     Example:
         >>> router.choose(servers, now=12.5, min_version=3, key="e0-17", cost=600)

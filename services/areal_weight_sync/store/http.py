@@ -9,7 +9,7 @@
 | GET  /versions/NAME/manifest.json      | 200: what PublishVersion was given                |
 | GET  /versions/NAME                    | 200 {"files"}: tokenizer and configuration        |
 
-Errors are {"error": one line}: 400 wrong, 401 no token, 404 not there, 507 no room.
+Errors are {"error": one line}: 400 bad request, 401 no token, 404 not found, 507 disk full.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StoreApp:
         self._log = get_logger("areal.weight_sync.store_http")
 
     async def listen(self, host: str, port: int) -> None:
-        """Listens, as soon as the address is free: a coordinator that hangs may still hold it."""
+        """Listens as soon as the address is free; a coordinator that hangs may still hold it."""
         while True:
             try:
                 return await self.start(host, port)
@@ -137,7 +137,7 @@ class StoreApp:
         return web.json_response({"name": name}, status=201)
 
     async def _put(self, request: web.Request) -> web.Response:
-        """Bytes go to the file as they arrive; nothing is gathered in memory."""
+        """Writes bytes to the file as they arrive; collects nothing in memory."""
         name, file = request.match_info["name"], request.match_info["file"]
         match = _RANGE.fullmatch(request.headers.get("Content-Range", ""))
         if match is None:
