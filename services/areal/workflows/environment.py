@@ -66,7 +66,7 @@ class EnvWorkflow(RolloutWorkflow):
 
         Args:
             environment: A class or function of the recipe that makes an `Environment`, or
-                "reasoning_gym:TASK", "gymnasium:ID", "module:Class".
+                "reasoning_gym:TASK", "gymnasium:ID", "openenv:URL", "module:Class".
             gconfig: How to sample; `max_new_tokens` is for each answer.
             max_turns: Maximum number of answers in an episode.
             options: Keyword arguments that create the environment.

@@ -1,4 +1,4 @@
-"""Other packages' environments as texts: reasoning_gym:TASK, gymnasium:ID, module:Class."""
+"""Environments by name: reasoning_gym:TASK, gymnasium:ID, openenv:URL, module:Class."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ def find_environment(name: str) -> Callable[..., Any]:
     source, _, rest = name.partition(":")
     if not source or not rest:
         raise InvalidInput(
-            f"environment {name!r}: expected reasoning_gym:TASK, gymnasium:ID or module:Class"
+            f"environment {name!r}: expected reasoning_gym:TASK, gymnasium:ID, "
+            f"openenv:URL or module:Class"
         )
+    if source == "openenv":
+        from areal.workflows.openenv import OpenEnv
+
+        return partial(OpenEnv, rest)
     module = _module(source, name)
     if source == "reasoning_gym":
         known = module.factory.DATASETS
