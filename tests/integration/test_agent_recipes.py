@@ -1,4 +1,4 @@
-"""The example's agent is checked and trained through a whole stack, in miniature."""
+"""The examples' agents are trained through a whole stack, in miniature."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_openai_agent_when_run_then_it_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+def test_agent_when_run_then_it_trains(tmp_path: Path, sdk: str) -> None:
     steps = ("total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=3")
     small = ("train_problems=200", "heldout_problems=6", "warm_start_steps=2")
     result = subprocess.run(
         [
             *(sys.executable, "-m", "areal_launch.cli", "run"),
-            *(str(ROOT / "examples" / "openai_agent.py"), *steps, *small),
+            *(str(ROOT / "examples" / f"{sdk}_agent.py"), *steps, *small),
         ],
         cwd=tmp_path,
         capture_output=True,
@@ -31,7 +32,7 @@ def test_openai_agent_when_run_then_it_trains(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    [run] = (tmp_path / "runs" / "openai-agent").iterdir()
+    [run] = (tmp_path / "runs" / f"{sdk}-agent").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,133 @@
+"""An agent that knows Anthropic's API, and nothing of training, is trained on two-digit addition.
+
+    areal run examples/anthropic_agent.py                  # trains on a laptop's CPU
+    areal run examples/anthropic_agent.py control=true     # rewards dealt at random: must not learn
+
+`agent` is what you have already: it calls a model with the `anthropic` package, reads the answer,
+and asks again when it is wrong. `run` gives it a base URL and a key, and returns the reward. Every
+call is recorded with the token ids that the model sampled; what is trained are exactly those.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import anthropic
+
+from areal import (
+    AgentWorkflow,
+    FSDPPPOActor,
+    GenerationHyperparameters,
+    GRPOConfig,
+    RemoteSGLangEngine,
+    StatefulLoader,
+    WeightUpdateMeta,
+    load_expr_config,
+    shuffle_rewards,
+)
+from areal.datasets.arithmetic import addition
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    control: bool = False
+    """Deal each batch's rewards at random: held-out accuracy must then stay where it was."""
+    train_problems: int = 6000
+    heldout_problems: int = 300
+    warm_start_steps: int = 250
+    """Supervised, before the first version: about a third of the answers are then right."""
+
+
+# -- the agent: no import of ours --------------------------------------------------------------
+
+
+async def agent(client: anthropic.AsyncAnthropic, question: str, right: str) -> int:
+    """Asks at most twice; returns which try was right, 0 for none."""
+    messages = [{"role": "user", "content": question}]
+    for attempt in (1, 2):
+        message = await client.messages.create(model="any", max_tokens=8, messages=messages)
+        text = "".join(block.text for block in message.content if block.type == "text")
+        if text.strip().lstrip("0") == right:
+            return attempt
+        messages += [
+            {"role": "assistant", "content": message.content},
+            {"role": "user", "content": "no"},
+        ]
+    return 0
+
+
+# -- what trains it ----------------------------------------------------------------------------
+
+
+async def run(task, base_url, api_key):
+    """One attempt at a row; its reward. Runs in a rollout worker."""
+    # Plain HTTP: certificates would only cost 50 ms of CPU a run to load.
+    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    async with anthropic.AsyncAnthropic(
+        base_url=base_url, api_key=api_key, http_client=http
+    ) as client:
+        attempt = await agent(client, task["messages"][0]["content"], task["answer"])
+    return {0: 0.0, 1: 1.0, 2: 0.5}[attempt]
+
+
+def problems(config):
+    """Disjoint train and held-out rows: {"messages": "94+27=", "answer": "121"}."""
+    return addition(
+        2, train=config.train_problems, heldout=config.heldout_problems, seed=config.seed
+    )
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    train, heldout = problems(config)
+
+    rollout = RemoteSGLangEngine(config.rollout)
+    actor = FSDPPPOActor(config.actor)
+    workflow = AgentWorkflow(run, config.gconfig)
+    one_run = AgentWorkflow(run, GenerationHyperparameters(max_new_tokens=8))
+    dataloader = StatefulLoader(train, seed=config.seed)
+
+    rollout.evaluate(heldout, one_run, name="heldout_before")
+    for step in range(actor.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        if config.control:
+            shuffle_rewards(batch, seed=step)
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.upload_weights(WeightUpdateMeta.from_disk())
+    rollout.evaluate(heldout, one_run, name="heldout_after")
+
+
+# -- model: made on the spot, once -------------------------------------------------------------
+
+
+def prepare_model(config: Config) -> None:
+    """Makes a 0.6 M parameter Qwen2 and teaches it the form, and some of the sums."""
+    import random
+
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.engines.sft import FSDPLMEngine, pack_examples
+    from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
+
+    if (Path(config.model.path) / "model.safetensors").exists():
+        return
+    fresh = Path(f"{config.model.path}-fresh")
+    make_tiny_model(fresh, seed=config.seed)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.07)
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=max(1, config.warm_start_steps))
+    tokenizer = Tokenizer.load(fresh)
+    examples = [
+        (
+            tokenizer.apply_chat_template(row["messages"]),
+            [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],
+        )
+        for row in problems(config)[0]
+    ]
+    rng = random.Random(config.seed)
+    for _ in range(config.warm_start_steps):
+        engine.train_lm(pack_examples(rng.sample(examples, 128)))
+    engine.save(config.model.path)
+    engine.destroy()
