@@ -6,6 +6,7 @@ describes token t itself (its behavior logprob is the logprob of token t given t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
@@ -104,6 +105,10 @@ class LLMRequest:
     """Requests with the same key go to the same server when possible (prefix cache)."""
     images: tuple[bytes, ...] = ()
     """Files of the prompt's images (PNG, JPEG, WebP), in order; each is one token of the prompt."""
+    on_tokens: Callable[[int, Sequence[int]], None] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Called during sampling with the index of an answer and all its token ids so far."""
 
 
 @dataclass

@@ -8,24 +8,52 @@ All state is the ledger's: any gateway and any worker serve any request of any s
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
 from areal.errors import Unavailable
 from areal.types import Purpose, Task, WorkflowSpec
-from areal.v1.rollout_service_pb2 import CallSessionRequest
+from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
 
 # What a worker reads of a request.
 _HEADERS = ("authorization", "x-api-key", "x-stainless-retry-count")
+
+
+async def _unless_gone(
+    request: Request, replies: AsyncGenerator[CallSessionResponse]
+) -> CallSessionResponse:
+    """Awaits the first reply; stops the generation if the client hangs up before it."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    first, gone = asyncio.ensure_future(anext(replies)), asyncio.create_task(hang_up())
+    try:
+        await asyncio.wait({first, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            return first.result()
+        raise Unavailable("the client hung up")
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await replies.aclose()
+        raise
+    finally:
+        gone.cancel()
 
 
 class OpenIn(BaseModel):
@@ -92,9 +120,20 @@ def add_agents(
             headers={name: request.headers[name] for name in _HEADERS if name in request.headers},
             content=await request.body(),
         )
-        reply = await rollout.call_session(passed, wait_s=2 * config.generation_s)
+        replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
+        reply = await _unless_gone(request, replies)
         kind = "text/event-stream" if reply.stream else "application/json"
-        return Response(reply.body, reply.status, dict(reply.headers), kind)
+        if not reply.stream:
+            await replies.aclose()
+            return Response(reply.body, reply.status, dict(reply.headers), kind)
+
+        async def parts() -> AsyncGenerator[bytes]:
+            async with aclosing(replies):
+                yield reply.body
+                async for more in replies:
+                    yield more.body
+
+        return StreamingResponse(parts(), reply.status, dict(reply.headers), kind)
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
         app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

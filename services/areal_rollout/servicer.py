@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -99,14 +100,18 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
 
     async def CallSession(  # noqa: N802
         self, request: pb.CallSessionRequest, context: Context
-    ) -> pb.CallSessionResponse:
+    ) -> AsyncIterator[pb.CallSessionResponse]:
         """One HTTP request of an agent."""
         reply = await self._sessions.serve(
             request.session_id, request.method, request.path, request.headers, request.content
         )
-        return pb.CallSessionResponse(
+        yield pb.CallSessionResponse(
             status=reply.status, body=reply.body, stream=reply.stream, headers=reply.headers
         )
+        if reply.parts is not None:
+            async with aclosing(reply.parts) as parts:
+                async for part in parts:
+                    yield pb.CallSessionResponse(body=part)
 
 
 def _limit(items: Sequence[object], field: str) -> None:

@@ -25,7 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal.agents.fields import number
-from areal.agents.routes import Reply, handle
+from areal.agents.replies import Reply
+from areal.agents.routes import handle
 from areal.agents.session import Model, Session
 from areal.agents.tree import merge
 from areal.clients.buffer.sessions import BufferSessions

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+
 import anthropic
 import httpx
 import numpy as np
@@ -143,6 +146,51 @@ async def test_messages_and_tokens_when_called_then_recorded_as_sampled(urls, le
     outputs = [each.input_ids[each.loss_mask].tolist() for each in record.group.trajectories]
     assert len(outputs) == 4
     assert outputs[2:] == [choice["token_ids"] for choice in tokens["choices"]]
+
+
+async def test_stream_when_read_then_text_comes_early_and_ids_are_those_sampled(urls, ledger):
+    opened = await request(urls, "POST", "/v1/sessions", body={"purpose": "serve"})
+    key, ask = opened["api_key"], {"model": "any", "messages": [{"role": "user", "content": "1+"}]}
+    async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=key) as llm:
+        stream = await llm.chat.completions.create(**ask, n=16, stream=True)
+        came = [[] for _ in range(16)]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                came[choice.index].append(choice.delta.content or "")
+    assert max(len([text for text in parts if text]) for parts in came) > 1, "in parts"
+    ended = await request(urls, "POST", f"/sessions/{opened['id']}/end", key, {"reward": 1.0})
+    assert ended["state"] == "delivered"
+    [record] = await ledger.get_tasks([opened["task_id"]], include_groups=True)
+    said = sorted("".join(parts) for parts in came)
+    assert said == sorted(each.completion_text.strip() for each in record.group.trajectories)
+
+
+async def test_stream_when_its_client_hangs_up_then_nothing_more_is_sampled(stack, urls):
+    opened = await request(urls, "POST", "/v1/sessions", body={"purpose": "serve"})
+    key, ask = opened["api_key"], {"model": "any", "messages": [{"role": "user", "content": "1+"}]}
+
+    async def figure(name: str) -> float:
+        total = 0.0
+        async with httpx.AsyncClient() as http:
+            for url in stack[0].config.endpoints.inference:
+                text = (await http.get(f"{url}/metrics")).text
+                total += float(re.search(rf"^sglang:{name}\S* (\S+)", text, re.MULTILINE)[1])
+        return total
+
+    async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=key) as llm:
+        whole = await llm.chat.completions.create(**ask, n=32)
+        before = await figure("generation_tokens_total")
+        stream = await llm.chat.completions.create(**ask, n=32, stream=True)
+        await anext(aiter(stream))
+        await stream.close()
+    async with asyncio.timeout(20):
+        while await figure("num_running_reqs"):  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.05)
+    sampled = await figure("generation_tokens_total") - before
+    assert sampled < 0.5 * whole.usage.completion_tokens, "it was stopped"
+    # The session goes on.
+    again = {"prompt": "1+1=", "max_tokens": 4}
+    await request(urls, "POST", f"/sessions/{opened['id']}/v1/completions", key, again)
 
 
 async def test_attempts_when_several_then_one_group_once_all_have_ended(urls, ledger):

@@ -24,9 +24,11 @@ from anthropic.types import (
     Usage,
 )
 from anthropic.types.raw_message_delta_event import Delta
+from pydantic import BaseModel
 
 from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.workflows.rendering import Message as ChatMessage
 
@@ -170,36 +172,94 @@ def _message(answer_id: str, model: str, answer: Answer) -> Message:
     )
 
 
-def write_events(answer_id: str, model: str, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-    """Writes the same answer as a stream's events; `type` names each."""
-    [answer] = answers
-    begun = _message(answer_id, model, answer)
-    begun.content, begun.stop_reason, begun.stop_sequence = [], None, None
-    begun.usage.output_tokens = 0
-    events: list[Any] = [RawMessageStartEvent(type="message_start", message=begun)]
-    for index, block in enumerate(_blocks(answer)):
-        empty, delta = _halves(block)
-        events += [
-            RawContentBlockStartEvent(type="content_block_start", index=index, content_block=empty),
-            RawContentBlockDeltaEvent(type="content_block_delta", index=index, delta=delta),
-            RawContentBlockStopEvent(type="content_block_stop", index=index),
-        ]
-    end = Delta(stop_reason=_stop_reason(answer), stop_sequence=answer.stopped_by or None)
-    usage = MessageDeltaUsage(output_tokens=len(answer.response.output_tokens))
-    events += [
-        RawMessageDeltaEvent(type="message_delta", delta=end, usage=usage),
-        RawMessageStopEvent(type="message_stop"),
-    ]
-    for event in events:
-        yield event.model_dump(mode="json", exclude_unset=True)
+class Events:
+    """Writes an answer as the events of a stream."""
+
+    def __init__(self, answer_id: str, model: str) -> None:
+        """Content blocks are written one after another."""
+        self._id, self._model = answer_id, model
+        self._blocks = 0
+        self._open = ""
+        self._started = False
+
+    def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
+        """The first event; without a delta nothing: `end` writes the whole answer."""
+        if delta is not None:
+            yield self._start(delta.prompt_tokens)
+
+    def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """New text of the unfinished answer."""
+        if delta.reasoning:
+            yield from self._text_delta("thinking", delta.reasoning)
+        if delta.content:
+            yield from self._text_delta("text", delta.content)
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """What `more` has not written."""
+        [answer] = answers
+        if not self._started:
+            yield self._start(len(answer.response.input_tokens))
+        reasoning, content = answer.unsent
+        if reasoning:
+            yield from self._text_delta("thinking", reasoning)
+        if content or not (answer.content or answer.calls):
+            yield from self._text_delta("text", content)
+        yield from self._stop()
+        for call in answer.calls:
+            empty = ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={})
+            yield self._begin(empty)
+            arguments = json.dumps(json.loads(call.arguments))
+            yield self._delta(InputJSONDelta(type="input_json_delta", partial_json=arguments))
+            yield from self._stop()
+        end = Delta(stop_reason=_stop_reason(answer), stop_sequence=answer.stopped_by or None)
+        usage = MessageDeltaUsage(output_tokens=len(answer.response.output_tokens))
+        yield _made(RawMessageDeltaEvent(type="message_delta", delta=end, usage=usage))
+        yield _made(RawMessageStopEvent(type="message_stop"))
+
+    def _start(self, prompt_tokens: int) -> dict[str, Any]:
+        self._started = True
+        message = Message(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=Usage(input_tokens=prompt_tokens, output_tokens=0),
+        )
+        return _made(RawMessageStartEvent(type="message_start", message=message))
+
+    def _text_delta(self, kind: Literal["thinking", "text"], text: str) -> Iterator[dict[str, Any]]:
+        if self._open != kind:
+            yield from self._stop()
+            if kind == "text":
+                yield self._begin(TextBlock(type="text", text=""))
+            else:
+                yield self._begin(ThinkingBlock(type="thinking", thinking="", signature=""))
+        if kind == "text":
+            yield self._delta(TextDelta(type="text_delta", text=text))
+        else:
+            yield self._delta(ThinkingDelta(type="thinking_delta", thinking=text))
+
+    def _begin(self, block: Block) -> dict[str, Any]:
+        self._open = block.type
+        at = self._blocks
+        return _made(
+            RawContentBlockStartEvent(type="content_block_start", index=at, content_block=block)
+        )
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | InputJSONDelta) -> dict[str, Any]:
+        at = self._blocks
+        return _made(RawContentBlockDeltaEvent(type="content_block_delta", index=at, delta=delta))
+
+    def _stop(self) -> Iterator[dict[str, Any]]:
+        if self._open:
+            at = self._blocks
+            yield _made(RawContentBlockStopEvent(type="content_block_stop", index=at))
+            self._open = ""
+            self._blocks += 1
 
 
-def _halves(block: Block) -> tuple[Block, TextDelta | ThinkingDelta | InputJSONDelta]:
-    """A block as its stream begins it, and all that follows."""
-    if isinstance(block, TextBlock):
-        return TextBlock(type="text", text=""), TextDelta(type="text_delta", text=block.text)
-    if isinstance(block, ThinkingBlock):
-        delta = ThinkingDelta(type="thinking_delta", thinking=block.thinking)
-        return ThinkingBlock(type="thinking", thinking="", signature=""), delta
-    empty = ToolUseBlock(type="tool_use", id=block.id, name=block.name, input={})
-    return empty, InputJSONDelta(type="input_json_delta", partial_json=json.dumps(block.input))
+def _made(event: BaseModel) -> dict[str, Any]:
+    return event.model_dump(mode="json", exclude_unset=True)

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 import orjson
 
+from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
 
-_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 END_OF_CALL = "</tool_call>"
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -67,11 +67,21 @@ class Answer:
     calls: tuple[Call, ...] = ()
     stopped_by: str = ""
     """The text of `ChatRequest.stop` that ended it; empty: none did."""
+    streamed: tuple[str, str] = "", ""
+    """The part of `reasoning` and of `content` that has been streamed."""
 
     @property
     def truncated(self) -> bool:
         """Whether the token limit ended it."""
         return self.response.stop_reason is StopReason.LENGTH
+
+    @property
+    def unsent(self) -> tuple[str, str]:
+        """The part of `reasoning` and of `content` that has not been streamed."""
+        whole = self.reasoning, self.content
+        pairs = zip(whole, self.streamed, strict=True)
+        reasoning, content = (w[len(t) :] if w.startswith(t) else "" for w, t in pairs)
+        return reasoning, content
 
     @property
     def message(self) -> Message:
@@ -90,15 +100,28 @@ class Answer:
 
 
 def read_answer(
-    number: int, response: LLMResponse, reply: Reply, offered: bool, stopped_by: str = ""
+    number: int,
+    response: LLMResponse,
+    reply: Reply,
+    *,
+    offered: bool,
+    opened: bool,
+    stopped_by: str = "",
 ) -> Answer:
-    """Splits an answer into reasoning, text and calls; `offered`: the agent accepts calls."""
+    """Splits an answer into reasoning, text and calls.
+
+    Args:
+        number: The answer's number.
+        response: What was sampled.
+        reply: What the renderer parsed.
+        offered: Whether the agent offered tools.
+        opened: Whether the prompt opened the reasoning.
+        stopped_by: The stop text that ended the answer, if one did.
+    """
     text = reply.text
     if stopped_by:
         text = text[: text.index(stopped_by)]
-    reasoning = ""
-    if thought := _THOUGHT.match(text):
-        reasoning, text = thought[1].strip(), text[thought.end() :]
+    reasoning, text = split_reasoning(text, opened)
     calls: tuple[Call, ...] = ()
     if offered and not stopped_by:
         calls = tuple(
@@ -108,7 +131,7 @@ def read_answer(
     if calls:
         # Llama writes a call as the whole answer, without marks.
         text = _CALL.sub("", text) if "<tool_call>" in text else ""
-    return Answer(number, response, text.strip(), reasoning, calls, stopped_by)
+    return Answer(number, response, text.strip(), reasoning.strip(), calls, stopped_by)
 
 
 def cut_at_stop(

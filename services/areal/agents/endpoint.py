@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
@@ -71,6 +72,15 @@ class Endpoint:
         content = await request.read()
         reply = await handle(self._find, request.method, request.path, request.headers, content)
         kind = "text/event-stream" if reply.stream else "application/json"
+        if reply.parts is not None:
+            stream = web.StreamResponse(status=reply.status, headers=reply.headers)
+            stream.content_type = kind
+            async with aclosing(reply.parts) as parts:
+                await stream.prepare(request)
+                async for part in parts:
+                    await stream.write(part)
+            await stream.write_eof()
+            return stream
         response = web.Response(
             status=reply.status, body=reply.body, content_type=kind, headers=reply.headers
         )

@@ -24,6 +24,7 @@ from openai.types.completion_usage import CompletionUsage
 
 from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 from areal.workflows.rendering import Message
@@ -183,43 +184,72 @@ def write_completion(
     return whole
 
 
-def write_events(
-    answer_id: str,
-    model: str,
-    answers: Sequence[Answer],
-    body: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> Iterator[dict[str, Any]]:
-    """Writes the same answer as a stream's chunks."""
-    created = int(time.time())
+class Events:
+    """Writes answers as the chunks of a stream."""
 
-    def chunk(choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> dict[str, Any]:
+    def __init__(
+        self, answer_id: str, model: str, body: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> None:
+        """`body` is the request."""
+        self._id, self._model, self._body, self._tokenizer = answer_id, model, body, tokenizer
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+
+    def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
+        """Nothing: the first chunk of each choice says its role."""
+        return iter(())
+
+    def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """New text of an unfinished answer."""
+        yield self._text_delta(delta.index, delta.reasoning, delta.content)
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """What `more` has not written."""
+        for index, answer in enumerate(answers):
+            reasoning, content = answer.unsent
+            if reasoning or content or index not in self._begun:
+                logprobs = None
+                if self._body.get("logprobs"):
+                    logprobs = ChunkLogprobs(content=_logprobs(answer, self._tokenizer))
+                yield self._text_delta(index, reasoning, content, logprobs)
+            for number, call in enumerate(answer.calls):
+                function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+                made = ChoiceDeltaToolCall(
+                    index=number, id=call.id, type="function", function=function
+                )
+                delta = ChoiceDelta(tool_calls=[made])
+                yield self._chunk([ChunkChoice(index=index, delta=delta, finish_reason=None)])
+            reason = finish_reason(answer)
+            last = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=reason)
+            yield self._chunk([last])
+        if (get(self._body, "stream_options", dict) or {}).get("include_usage"):
+            yield self._chunk([], usage_of(answers))
+
+    def _text_delta(
+        self, index: int, reasoning: str, content: str, logprobs: ChunkLogprobs | None = None
+    ) -> dict[str, Any]:
+        delta = ChoiceDelta(content=content)
+        if index not in self._begun:
+            delta.role = "assistant"
+            self._begun.add(index)
+        choice = ChunkChoice(index=index, delta=delta, finish_reason=None)
+        if logprobs is not None:
+            choice.logprobs = logprobs
+        chunk = self._chunk([choice])
+        if reasoning:
+            chunk["choices"][0]["delta"]["reasoning_content"] = reasoning
+        return chunk
+
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: CompletionUsage | None = None
+    ) -> dict[str, Any]:
         made = ChatCompletionChunk(
-            id=answer_id,
+            id=self._id,
             object="chat.completion.chunk",
-            created=created,
-            model=model,
+            created=self._created,
+            model=self._model,
             choices=choices,
         )
         if usage is not None:
             made.usage = usage
         return made.model_dump(mode="json", exclude_unset=True)
-
-    for index, answer in enumerate(answers):
-        for delta in _deltas(answer):
-            choice = ChunkChoice(index=index, delta=delta, finish_reason=None)
-            if delta.content is not None and body.get("logprobs"):
-                choice.logprobs = ChunkLogprobs(content=_logprobs(answer, tokenizer))
-            yield chunk([choice])
-        last = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=finish_reason(answer))
-        yield chunk([last])
-    if (get(body, "stream_options", dict) or {}).get("include_usage"):
-        yield chunk([], usage_of(answers))
-
-
-def _deltas(answer: Answer) -> Iterator[ChoiceDelta]:
-    yield ChoiceDelta(role="assistant", content=answer.content)
-    for index, call in enumerate(answer.calls):
-        function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
-        made = ChoiceDeltaToolCall(index=index, id=call.id, type="function", function=function)
-        yield ChoiceDelta(tool_calls=[made])

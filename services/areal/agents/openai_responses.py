@@ -11,30 +11,16 @@ names it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from openai.types.responses import (
     FunctionTool,
     Response,
-    ResponseCompletedEvent,
-    ResponseContentPartAddedEvent,
-    ResponseContentPartDoneEvent,
-    ResponseCreatedEvent,
-    ResponseFunctionCallArgumentsDeltaEvent,
-    ResponseFunctionCallArgumentsDoneEvent,
     ResponseFunctionToolCall,
-    ResponseIncompleteEvent,
-    ResponseInProgressEvent,
-    ResponseOutputItemAddedEvent,
-    ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
     ResponseOutputText,
     ResponseReasoningItem,
-    ResponseReasoningTextDeltaEvent,
-    ResponseReasoningTextDoneEvent,
-    ResponseTextDeltaEvent,
-    ResponseTextDoneEvent,
     ResponseUsage,
 )
 from openai.types.responses.response import IncompleteDetails
@@ -189,7 +175,7 @@ def _call(item: Message, where: str) -> Message:
 
 
 class Writer:
-    """One response, whole or as the events of a stream."""
+    """One response; `areal.agents.responses_stream` writes it as events."""
 
     def __init__(
         self, answer_id: str, model: str, body: Mapping[str, Any], tokenizer: Tokenizer
@@ -197,105 +183,21 @@ class Writer:
         """`body`: the request, parts of which a response repeats."""
         self._id, self._model, self._body, self._tokenizer = answer_id, model, body, tokenizer
         self._created = time.time()
-        self._number = 0
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Writes the answer to a request that does not stream."""
-        return _json(self._response(answer))
-
-    def events(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """Writes the same answer as a stream's events; `type` names each."""
-        begun = self._response(None)
-        yield self._made(ResponseCreatedEvent, response=begun)
-        yield self._made(ResponseInProgressEvent, response=begun)
-        for index, item in enumerate(self._items(answer)):
-            at = {"output_index": index, "item_id": item.id}
-            if isinstance(item, ResponseFunctionToolCall):
-                parts = self._call_events(item, at)
-            elif isinstance(item, ResponseOutputMessage):
-                parts = self._text_events(item, at)
-            else:
-                parts = self._thought_events(item, at)
-            yield from parts
-            yield self._made(ResponseOutputItemDoneEvent, output_index=index, item=item)
-        ended = ResponseIncompleteEvent if answer.truncated else ResponseCompletedEvent
-        yield self._made(ended, response=self._response(answer))
-
-    def _call_events(
-        self, item: ResponseFunctionToolCall, at: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        empty = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        yield self._added(empty, at)
-        yield self._made(ResponseFunctionCallArgumentsDeltaEvent, delta=item.arguments, **at)
-        yield self._made(
-            ResponseFunctionCallArgumentsDoneEvent,
-            arguments=item.arguments,
-            name=item.name,
-            **at,
-        )
-
-    def _text_events(
-        self, item: ResponseOutputMessage, at: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        [part] = item.content
-        assert isinstance(part, ResponseOutputText)
-        empty = ResponseOutputText(type="output_text", text="", annotations=[])
-        yield self._added(item.model_copy(update={"content": [], "status": "in_progress"}), at)
-        at = {**at, "content_index": 0}
-        yield self._made(ResponseContentPartAddedEvent, part=empty, **at)
-        logprobs = [each.model_dump() for each in part.logprobs or []]
-        if part.text:
-            yield self._made(ResponseTextDeltaEvent, delta=part.text, logprobs=logprobs, **at)
-        yield self._made(ResponseTextDoneEvent, text=part.text, logprobs=logprobs, **at)
-        yield self._made(ResponseContentPartDoneEvent, part=part, **at)
-
-    def _thought_events(
-        self, item: ResponseReasoningItem, at: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        [part] = item.content or []
-        yield self._added(item.model_copy(update={"content": [], "status": "in_progress"}), at)
-        at = {**at, "content_index": 0}
-        yield self._made(
-            ResponseContentPartAddedEvent, part={"type": "reasoning_text", "text": ""}, **at
-        )
-        yield self._made(ResponseReasoningTextDeltaEvent, delta=part.text, **at)
-        yield self._made(ResponseReasoningTextDoneEvent, text=part.text, **at)
-        yield self._made(ResponseContentPartDoneEvent, part=part.model_dump(), **at)
-
-    def _added(self, item: Item, at: Mapping[str, Any]) -> dict[str, Any]:
-        return self._made(ResponseOutputItemAddedEvent, item=item, output_index=at["output_index"])
-
-    def _made(self, event: Any, **fields: Any) -> dict[str, Any]:
-        kind = event.model_fields["type"].annotation.__args__[0]
-        made = _json(event(type=kind, sequence_number=self._number, **fields))
-        self._number += 1
-        return made
+        return as_json(self.response(answer))
 
     def _items(self, answer: Answer) -> list[Item]:
-        status: Literal["incomplete", "completed"] = "completed"
-        if answer.truncated:
-            status = "incomplete"
         items: list[Item] = []
         if answer.reasoning:
-            thought = Content(type="reasoning_text", text=answer.reasoning)
-            items.append(
-                ResponseReasoningItem(
-                    type="reasoning", id=f"rs-{self._id}", summary=[], content=[thought]
-                )
-            )
+            items.append(reasoning_item(self._id, answer.reasoning))
         if answer.content or not answer.calls:
-            words = ResponseOutputText(type="output_text", text=answer.content, annotations=[])
-            if _LOGPROBS in (get(self._body, "include", list) or []):
+            item = message_item(self._id, answer.content, answer.truncated)
+            [words] = item.content
+            if isinstance(words, ResponseOutputText) and wants_logprobs(self._body):
                 words.logprobs = self._logprobs(answer)
-            items.append(
-                ResponseOutputMessage(
-                    type="message",
-                    id=f"msg-{self._id}",
-                    role="assistant",
-                    status=status,
-                    content=[words],
-                )
-            )
+            items.append(item)
         for index, call in enumerate(answer.calls):
             items.append(
                 ResponseFunctionToolCall(
@@ -317,8 +219,8 @@ class Writer:
             for text in [self._tokenizer.decode([token])]
         ]
 
-    def _response(self, answer: Answer | None) -> Response:
-        """`answer` None: as a stream begins it."""
+    def response(self, answer: Answer | None) -> Response:
+        """`answer` None: the response as a stream begins it."""
         body = self._body
         made = Response(
             id=self._id,
@@ -364,6 +266,31 @@ class Writer:
         return made
 
 
-def _json(made: Any) -> dict[str, Any]:
+def wants_logprobs(body: Mapping[str, Any]) -> bool:
+    """Whether the request asks for the logprobs of its tokens."""
+    return _LOGPROBS in (get(body, "include", list) or [])
+
+
+def reasoning_item(answer_id: str, text: str) -> ResponseReasoningItem:
+    """An output item with reasoning."""
+    content = [Content(type="reasoning_text", text=text)]
+    return ResponseReasoningItem(
+        type="reasoning", id=f"rs-{answer_id}", summary=[], content=content
+    )
+
+
+def message_item(answer_id: str, text: str, truncated: bool = False) -> ResponseOutputMessage:
+    """An output item with text."""
+    return ResponseOutputMessage(
+        type="message",
+        id=f"msg-{answer_id}",
+        role="assistant",
+        status="incomplete" if truncated else "completed",
+        content=[ResponseOutputText(type="output_text", text=text, annotations=[])],
+    )
+
+
+def as_json(made: Any) -> dict[str, Any]:
+    """The JSON to send."""
     content: dict[str, Any] = made.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return content

@@ -12,6 +12,7 @@ from openai.types.completion_choice import CompletionChoice, Logprobs
 from areal.agents.chat import Answer
 from areal.agents.fields import count, get, need, refuse, texts
 from areal.agents.openai_chat import MAX_N, usage_of
+from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 
@@ -76,20 +77,40 @@ def write_text(
     ).model_dump(mode="json", exclude_unset=True)
 
 
-def write_text_events(
-    answer_id: str,
-    model: str,
-    answers: Sequence[Answer],
-    body: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> Iterator[dict[str, Any]]:
-    """The same as a stream: a chunk for each answer, then the usage if it was asked for."""
-    whole = write_text(answer_id, model, answers, body, tokenizer)
-    usage = whole.pop("usage")
-    for choice in whole["choices"]:
-        yield {**whole, "choices": [choice]}
-    if (get(body, "stream_options", dict) or {}).get("include_usage"):
-        yield {**whole, "choices": [], "usage": usage}
+class TextEvents:
+    """Writes answers as the chunks of a stream."""
+
+    def __init__(
+        self, answer_id: str, model: str, body: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> None:
+        """`body` is the request."""
+        self._id, self._model, self._body, self._tokenizer = answer_id, model, body, tokenizer
+        self._created = int(time.time())
+
+    def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
+        """Nothing: a stream of texts has no first chunk of its own."""
+        return iter(())
+
+    def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """New text of an unfinished answer."""
+        choice = {"index": delta.index, "text": delta.content, "finish_reason": None}
+        yield {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [{**choice, "logprobs": None}],
+        }
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """What `more` has not written: a chunk for each answer, then the usage on request."""
+        whole = write_text(self._id, self._model, answers, self._body, self._tokenizer)
+        whole["created"] = self._created
+        usage = whole.pop("usage")
+        for choice, answer in zip(whole["choices"], answers, strict=True):
+            yield {**whole, "choices": [{**choice, "text": answer.unsent[1]}]}
+        if (get(self._body, "stream_options", dict) or {}).get("include_usage"):
+            yield {**whole, "choices": [], "usage": usage}
 
 
 def write_tokens(answer_id: str, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -11,53 +11,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from areal.agents.chat import Answer
 from areal.agents.fields import body_of, get, number, number_of
+from areal.agents.replies import Reply, delivery, failure, streamed
 from areal.agents.session import Session
 from areal.errors import (
     ArealError,
     CapacityExceeded,
     InvalidInput,
-    LeaseLost,
     NotFound,
-    Unauthenticated,
-    Unavailable,
-    WaitTimeout,
 )
 from areal.workflows.rendering import Message
 
-_STATUS: dict[type[ArealError], tuple[int, str]] = {
-    InvalidInput: (400, "invalid_request_error"),
-    Unauthenticated: (401, "authentication_error"),
-    NotFound: (404, "not_found_error"),
-    LeaseLost: (410, "session_ended"),
-    CapacityExceeded: (429, "rate_limit_error"),
-    Unavailable: (503, "overloaded_error"),
-    WaitTimeout: (504, "timeout_error"),
-}
-
-
 Answering = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Answers a route of its own."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A reply, as it is sent over HTTP."""
-
-    status: int
-    body: bytes
-    stream: bool = False
-    """Whether `body` is server-sent events."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    sent: Callable[[], Awaitable[None]] | None = None
-    """Await it once the whole reply is sent."""
 
 
 async def handle(
@@ -88,15 +60,11 @@ async def handle(
             return _json(await answering(body_of(content) if content.strip() else {}))
         return await _route(session, method, path, names, content)
     except ArealError as error:
-        status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
-        said: dict[str, Any] = {"message": str(error), "type": kind}
-        body: dict[str, Any] = {"error": said | {"param": None, "code": None}}
-        if path == "/messages":
-            body = {"type": "error", "error": said}
         more = {}
         if isinstance(error, CapacityExceeded):
             more["Retry-After"] = str(math.ceil(error.retry_after_s or 1))
-        return Reply(status, orjson.dumps(body), headers=more)
+        status, error_body = failure(error, typed=path == "/messages")
+        return Reply(status, orjson.dumps(error_body), headers=more)
 
 
 async def _route(
@@ -115,35 +83,51 @@ async def _route(
 async def _chat(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     from areal.agents import openai_chat as api
 
-    answers = await session.chat(api.read_request(body), retry=retry)
-    known = _id("chatcmpl", session, answers)
-    told = (known, session.model.name, answers, body, session.model.tokenizer)
+    request = api.read_request(body)
+    model, tokenizer = session.model.name, session.model.tokenizer
     if get(body, "stream", bool):
-        return _events(session, answers, api.write_events(*told))
-    return _json(api.write_completion(*told), session, answers)
+        return await streamed(
+            lambda on_delta: session.chat(request, retry=retry, on_delta=on_delta),
+            lambda first: api.Events(_id("chatcmpl", session, first), model, body, tokenizer),
+            session,
+            live=not body.get("logprobs"),
+        )
+    answers = await session.chat(request, retry=retry)
+    known = _id("chatcmpl", session, answers[0].number)
+    return _json(api.write_completion(known, model, answers, body, tokenizer), session, answers)
 
 
 async def _completions(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     from areal.agents import openai_text as api
 
-    answers = await session.complete(
-        **api.read_text_request(body, session.model.tokenizer), retry=retry
-    )
-    known = _id("cmpl", session, answers)
-    told = (known, session.model.name, answers, body, session.model.tokenizer)
+    model, tokenizer = session.model.name, session.model.tokenizer
+    request = api.read_text_request(body, tokenizer)
     if get(body, "stream", bool):
-        return _events(session, answers, api.write_text_events(*told))
-    return _json(api.write_text(*told), session, answers)
+        return await streamed(
+            lambda on_delta: session.complete(**request, retry=retry, on_delta=on_delta),
+            lambda first: api.TextEvents(_id("cmpl", session, first), model, body, tokenizer),
+            session,
+            live=body.get("logprobs") is None,
+        )
+    answers = await session.complete(**request, retry=retry)
+    known = _id("cmpl", session, answers[0].number)
+    return _json(api.write_text(known, model, answers, body, tokenizer), session, answers)
 
 
 async def _messages(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     from areal.agents import anthropic_messages as api
 
-    answers = await session.chat(api.read_request(body), retry=retry)
-    told = (_id("msg", session, answers), session.model.name, answers)
+    request = api.read_request(body)
     if get(body, "stream", bool):
-        return _named_events(session, answers, api.write_events(*told))
-    return _json(api.write_message(*told), session, answers)
+        return await streamed(
+            lambda on_delta: session.chat(request, retry=retry, on_delta=on_delta),
+            lambda first: api.Events(_id("msg", session, first), session.model.name),
+            session,
+            named=True,
+        )
+    answers = await session.chat(request, retry=retry)
+    known = _id("msg", session, answers[0].number)
+    return _json(api.write_message(known, session.model.name, answers), session, answers)
 
 
 async def _responses(session: Session, body: dict[str, Any], retry: bool) -> Reply:
@@ -156,19 +140,33 @@ async def _responses(session: Session, body: dict[str, Any], retry: bool) -> Rep
         if not before:
             known = body["previous_response_id"]
             raise NotFound(f"previous_response_id {known!r}: it was not stored, or has no answer")
-    answers = await session.chat(api.read_request(body, extends, before), retry=retry)
-    known = _id(api.KIND, session, answers)
-    writer = api.Writer(known, session.model.name, body, session.model.tokenizer)
+    request = api.read_request(body, extends, before)
+
+    def writer(first: int) -> api.Writer:
+        known = _id(api.KIND, session, first)
+        return api.Writer(known, session.model.name, body, session.model.tokenizer)
+
     if get(body, "stream", bool):
-        return _named_events(session, answers, writer.events(answers[0]))
-    return _json(writer.whole(answers[0]), session, answers)
+        from areal.agents.responses_stream import Events
+
+        return await streamed(
+            lambda on_delta: session.chat(request, retry=retry, on_delta=on_delta),
+            lambda first: Events(_id(api.KIND, session, first), writer(first).response),
+            session,
+            named=True,
+            live=not api.wants_logprobs(body),
+        )
+    answers = await session.chat(request, retry=retry)
+    return _json(writer(answers[0].number).whole(answers[0]), session, answers)
 
 
 async def _tokens(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     from areal.agents import openai_text as api
 
     answers = await session.complete(**api.read_token_request(body), retry=retry)
-    return _json(api.write_tokens(_id("gen", session, answers), answers), session, answers)
+    return _json(
+        api.write_tokens(_id("gen", session, answers[0].number), answers), session, answers
+    )
 
 
 async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
@@ -193,45 +191,13 @@ _POSTS: dict[str, Callable[[Session, dict[str, Any], bool], Awaitable[Reply]]] =
 }
 
 
-def _id(kind: str, session: Session, answers: Sequence[Answer]) -> str:
-    """How the agent knows these answers; ends with the number of the first."""
-    return f"{kind}-{session.id}-{answers[0].number}"
+def _id(kind: str, session: Session, first: int) -> str:
+    """How the agent knows answers; ends with the number of the first."""
+    return f"{kind}-{session.id}-{first}"
 
 
 def _json(
     body: Mapping[str, Any], session: Session | None = None, answers: Sequence[Answer] = ()
 ) -> Reply:
-    return Reply(200, orjson.dumps(body), sent=_delivery(session, answers))
-
-
-def _events(
-    session: Session, answers: Sequence[Answer], events: Iterable[Mapping[str, Any]]
-) -> Reply:
-    """Data-only events, the last one OpenAI's mark of the end."""
-    lines = [b"data: %s\n\n" % orjson.dumps(event) for event in events]
-    body = b"".join([*lines, b"data: [DONE]\n\n"])
-    return Reply(200, body, stream=True, sent=_delivery(session, answers))
-
-
-def _named_events(
-    session: Session, answers: Sequence[Answer], events: Iterable[Mapping[str, Any]]
-) -> Reply:
-    """Events named by their type."""
-    lines = [
-        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))
-        for event in events
-    ]
-    return Reply(200, b"".join(lines), stream=True, sent=_delivery(session, answers))
-
-
-def _delivery(
-    session: Session | None, answers: Sequence[Answer]
-) -> Callable[[], Awaitable[None]] | None:
-    if session is None:
-        return None
-    calls, numbers = session.calls, [answer.number for answer in answers]
-
-    async def delivered() -> None:
-        await calls.delivered(numbers)
-
-    return delivered
+    sent = None if session is None else delivery(session, answers)
+    return Reply(200, orjson.dumps(body), sent=sent)

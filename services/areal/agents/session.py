@@ -21,6 +21,7 @@ from areal.agents.chat import (
     cut_at_stop,
     read_answer,
 )
+from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer, opens_reasoning
 from areal.errors import ArealError, CapacityExceeded, Unavailable, WaitTimeout
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
@@ -53,12 +54,15 @@ class Session:
         self.failure: ArealError | None = None
         """Why the model did not answer the latest call, where that was no fault of the agent's."""
 
-    async def chat(self, request: ChatRequest, *, retry: bool = False) -> list[Answer]:
+    async def chat(
+        self, request: ChatRequest, *, retry: bool = False, on_delta: OnDelta | None = None
+    ) -> list[Answer]:
         """Answers a chat request `n` times.
 
         Args:
             request: The agent's request.
             retry: True if the agent's SDK says that this request is a retry.
+            on_delta: Called with new text while the answers are sampled.
 
         Raises:
             InvalidInput: The chat template refuses the messages, or they leave no room.
@@ -67,7 +71,13 @@ class Session:
         history = History.of(request.messages, request.tools)
         prompt, extended, old = await self._prompt(request, history)
         limit = request.max_new_tokens
-        first, responses = await self._sample(prompt, request.n, limit, retry)
+        offered = bool(request.tools)
+        opened = opens_reasoning(prompt, self.model.tokenizer)
+        partials = [
+            PartialAnswer(self.model.tokenizer, request.stop, opened=opened, calls=offered)
+            for _ in range(request.n)
+        ]
+        first, responses = await self._sample(prompt, partials, limit, retry, on_delta)
         answers = []
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
@@ -75,7 +85,11 @@ class Session:
             if len(reply.tool_calls) > 1 and not request.parallel:
                 response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
                 reply = self.model.renderer.parse(response.output_tokens)
-            answer = read_answer(number, response, reply, bool(request.tools), stopped_by)
+            answer = read_answer(
+                number, response, reply, offered=offered, opened=opened, stopped_by=stopped_by
+            )
+            partial = partials[number - first]
+            answer = replace(answer, streamed=(partial.reasoning, partial.content))
             turn = history.after(answer.message)
             kept = ""
             if request.keep:
@@ -106,30 +120,55 @@ class Session:
         stop: Sequence[str] = (),
         *,
         retry: bool = False,
+        on_delta: OnDelta | None = None,
     ) -> list[Answer]:
         """Answers token ids `n` times: tokens in, tokens out. Raises the errors of `chat`."""
-        first, responses = await self._sample(list(prompt), n, max_new_tokens, retry)
+        partials = [PartialAnswer(self.model.tokenizer, stop, plain=True) for _ in range(n)]
+        first, responses = await self._sample(
+            list(prompt), partials, max_new_tokens, retry, on_delta
+        )
         answers = []
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, stop, self.model.tokenizer)
             text = self.model.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             await self.calls.record(number, response, text, "")
             shown = text[: text.index(stopped_by)] if stopped_by else text
-            answers.append(Answer(number, response, shown, stopped_by=stopped_by))
+            streamed = "", partials[number - first].content
+            answers.append(
+                Answer(number, response, shown, stopped_by=stopped_by, streamed=streamed)
+            )
         return answers
 
     async def _sample(
-        self, prompt: list[int], n: int, max_new_tokens: int | None, retry: bool
+        self,
+        prompt: list[int],
+        partials: Sequence[PartialAnswer],
+        max_new_tokens: int | None,
+        retry: bool,
+        on_delta: OnDelta | None,
     ) -> tuple[int, list[LLMResponse]]:
-        """The number of the first answer, and all answers."""
+        """Returns the number of the first answer, and all answers, one for each of `partials`."""
+        n = len(partials)
         limit = self.model.gconfig.max_new_tokens
         limit = min(limit, max_new_tokens or limit)
         gconfig = replace(self.model.gconfig, n_samples=n, max_new_tokens=limit)
         first = await self.calls.begin(prompt, n, retry=retry)
+
+        def on_tokens(index: int, ids: Sequence[int]) -> None:
+            reasoning, content = partials[index].update(ids)
+            if on_delta is not None and (reasoning or content):
+                on_delta(AnswerDelta(first, len(prompt), index, reasoning, content))
+
+        request = LLMRequest(
+            prompt, gconfig, affinity_key=self.id, on_tokens=on_tokens if on_delta else None
+        )
         try:
-            responses = await self.model.generate(LLMRequest(prompt, gconfig, affinity_key=self.id))
+            responses = await self.model.generate(request)
             if any(response.stop_reason is StopReason.ABORT for response in responses):
                 raise Unavailable("the model was interrupted; try again in 1 s")
+            ends = zip(partials, responses, strict=True)
+            if not all(each.agrees_with(response.output_tokens) for each, response in ends):
+                raise Unavailable("the server of a streamed answer failed; try again in 1 s")
         except (Unavailable, WaitTimeout, CapacityExceeded) as error:
             self.failure = error
             raise

@@ -193,7 +193,8 @@ class Client:
         """Yields a streaming call's messages, tried once; `timeout_s`: for all (None: no limit)."""
         name = _name(method)
         since = time.monotonic()
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        metadata = self._metadata + tracing.headers()
+        call = method(request, timeout=timeout_s, metadata=metadata)
         try:
             async for message in call:
                 yield message

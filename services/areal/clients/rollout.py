@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import ClassVar
@@ -22,8 +22,6 @@ class RolloutClient(Client):
         "SubmitTasks": CallPolicy(60.0, 30.0),
         "GetTasks": CallPolicy(30.0, 30.0),
         "CancelTasks": CallPolicy(60.0, 30.0),
-        # Its agent tries again itself.
-        "CallSession": CallPolicy(30.0, idempotent=False),
     }
 
     @cached_property
@@ -71,16 +69,19 @@ class RolloutClient(Client):
             async for response in responses:
                 yield record_from_pb(response.record)
 
-    async def call_session(
+    def call_session(
         self, request: pb.CallSessionRequest, *, wait_s: float
-    ) -> pb.CallSessionResponse:
-        """Answers an agent's HTTP request; its own errors are in the answer's status.
+    ) -> AsyncGenerator[pb.CallSessionResponse]:
+        """Answers an agent's HTTP request; its own errors are in the first message's status.
+
+        Further messages have further parts of the body. Its agent tries again itself. Closing it
+        stops the generation.
 
         Args:
             request: The request as it arrived.
             wait_s: Longest time for a generation, in seconds.
         """
-        return await self.call(self._stub.CallSession, request, wait_s=wait_s)
+        return self.stream(self._stub.CallSession, request, timeout_s=wait_s + 30.0)
 
     async def cancel_tasks(self, task_ids: Sequence[str], *, reason: str = "") -> int:
         """Cancels live tasks; returns how many were."""

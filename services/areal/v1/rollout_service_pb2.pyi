@@ -242,6 +242,8 @@ Global___CallSessionRequest: _TypeAlias = CallSessionRequest  # noqa: Y015
 
 @_typing.final
 class CallSessionResponse(_message.Message):
+    """The first has all but, perhaps, the whole body; the others have its further parts."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final

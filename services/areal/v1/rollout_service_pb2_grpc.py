@@ -55,7 +55,7 @@ class RolloutServiceStub:
                 request_serializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksResponse.FromString,
                 _registered_method=True)
-        self.CallSession = channel.unary_unary(
+        self.CallSession = channel.unary_stream(
                 '/areal.v1.RolloutService/CallSession',
                 request_serializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionResponse.FromString,
@@ -97,6 +97,7 @@ class RolloutServiceServicer:
 
     def CallSession(self, request, context):
         """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+        A cancelled call stops its generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +126,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksRequest.FromString,
                     response_serializer=areal_dot_v1_dot_rollout__service__pb2.CancelTasksResponse.SerializeToString,
             ),
-            'CallSession': grpc.unary_unary_rpc_method_handler(
+            'CallSession': grpc.unary_stream_rpc_method_handler(
                     servicer.CallSession,
                     request_deserializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionRequest.FromString,
                     response_serializer=areal_dot_v1_dot_rollout__service__pb2.CallSessionResponse.SerializeToString,
@@ -261,7 +262,7 @@ class RolloutService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/areal.v1.RolloutService/CallSession',

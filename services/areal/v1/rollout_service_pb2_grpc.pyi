@@ -43,8 +43,10 @@ class RolloutServiceStub:
     """Streams each named task once, when it has ended; ends when all have."""
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelTasksRequest, _rollout_service_pb2.CancelTasksResponse]
     """Cancels live tasks; ended ones are left as they are."""
-    CallSession: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]
-    """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status."""
+    CallSession: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]
+    """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+    A cancelled call stops its generation.
+    """
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -61,8 +63,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Streams each named task once, when it has ended; ends when all have."""
     CancelTasks: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelTasksRequest, _rollout_service_pb2.CancelTasksResponse]  # type: ignore[assignment]
     """Cancels live tasks; ended ones are left as they are."""
-    CallSession: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]  # type: ignore[assignment]
-    """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status."""
+    CallSession: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]  # type: ignore[assignment]
+    """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+    A cancelled call stops its generation.
+    """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """The client-facing task API. Any client may use it; the trainer does not need to."""
@@ -106,7 +110,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _rollout_service_pb2.CallSessionRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_rollout_service_pb2.CallSessionResponse, _abc.Awaitable[_rollout_service_pb2.CallSessionResponse]]:
-        """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status."""
+    ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.CallSessionResponse], _abc.AsyncIterator[_rollout_service_pb2.CallSessionResponse]]:
+        """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+        A cancelled call stops its generation.
+        """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,20 +2,21 @@
 
 POST /v1/chat/completions ── messages ──> chat template ──> ids ──> the engine ──> text, tool calls
 
-SGLang has them as well. A stream is sent when the answer is complete.
+SGLang has these routes as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive
 
@@ -30,9 +31,15 @@ from areal.workflows.rendering import TemplateRenderer
 from areal_inference.api import GenerateCall, parse_generate
 from areal_inference.decode.request import Request
 from areal_inference.frontend import Frontend
-from areal_inference.http_api.generation import abort_on_disconnect, abort_unfinished
+from areal_inference.http_api.generation import (
+    abort_on_disconnect,
+    abort_unfinished,
+    updates,
+)
 from areal_inference.http_api.requests import guarded, read_body
 
+_LIVE_TOKENS = 4
+"""Tokens between two events of a stream."""
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
@@ -62,6 +69,14 @@ class _Chat:
 
         reply = await handle(session, http.method, http.url.path, http.headers, content)
         kind = "text/event-stream" if reply.stream else "application/json"
+        if (parts := reply.parts) is not None:
+
+            async def body() -> AsyncGenerator[bytes]:
+                async with aclosing(parts):
+                    async for part in parts:
+                        yield part
+
+            return StreamingResponse(body(), reply.status, dict(reply.headers), media_type=kind)
         return Response(reply.body, reply.status, dict(reply.headers), media_type=kind)
 
     def _session(self, content: bytes, receive: Receive) -> Session:
@@ -92,13 +107,25 @@ class _Chat:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
-        body = {"input_ids": request.input_ids, "sampling_params": params, "return_logprob": True}
+        live = request.on_tokens is not None
+        if live:
+            params["stream_interval"] = _LIVE_TOKENS
+        body = {
+            "input_ids": request.input_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": live,
+        }
         call = parse_generate(body, limits, None)
         frontend.start(call)
         watch = asyncio.create_task(abort_on_disconnect(frontend, call, receive))
         try:
-            for one in call.requests:
-                await one.woken.wait()
+            if request.on_tokens is None:
+                for one in call.requests:
+                    await one.woken.wait()
+            else:
+                async for index, one in updates(call.requests):
+                    request.on_tokens(index, list(one.output_ids))
         finally:
             watch.cancel()
             abort_unfinished(frontend, call)

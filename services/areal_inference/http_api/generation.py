@@ -45,7 +45,7 @@ def generate_route(frontend: Frontend) -> Route:
     async def stream(call: GenerateCall) -> AsyncIterator[bytes]:
         """Cumulative events, one or more tokens apart; several sequences carry an index."""
         try:
-            async for index, request in _updates(call.requests):
+            async for index, request in updates(call.requests):
                 event = render(request, call, decode)
                 if call.as_list:
                     event["index"] = index
@@ -59,7 +59,7 @@ def generate_route(frontend: Frontend) -> Route:
     return generate
 
 
-async def _updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]:
+async def updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]:
     """Yield each request whenever it has news, and a last time when it has finished."""
     queue: asyncio.Queue[tuple[int, Request, bool]] = asyncio.Queue()
 

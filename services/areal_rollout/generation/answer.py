@@ -14,10 +14,11 @@ kept is the newest event of the known ones.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from areal_rollout.generation.protocol import ServerError
+from areal_rollout.generation.protocol import ServerError, tokens_of
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_FROM = 256
@@ -29,8 +30,14 @@ _INDEX = re.compile(rb'"index":\s*(\d+)')
 _VERSION = re.compile(rb'"weight_version":\s*"([^"]*)"')
 
 
-def stream_interval(tokens: int) -> int:
+LIVE_TOKENS = 8, 128
+"""Least and most tokens between two events of an answer that is streamed to a client."""
+
+
+def stream_interval(tokens: int, live: bool = False) -> int:
     """Tokens from one event to the next; 0: do not stream."""
+    if live:
+        return min(max(LIVE_TOKENS[0], tokens // EVENTS), LIVE_TOKENS[1])
     return 0 if tokens < STREAM_FROM else max(STREAM_FROM // 8, tokens // EVENTS)
 
 
@@ -40,11 +47,19 @@ class Answer:
     Args:
         version: The version that the server had confirmed when the request was sent.
         count: Sequences that were asked for; the events of several say which one by an index.
+        on_tokens: Called with the index of a sequence and its tokens so far. These tokens are
+            kept even if the server fails.
     """
 
-    __slots__ = ("_count", "partial", "version")
+    __slots__ = ("_count", "_on_tokens", "partial", "version")
 
-    def __init__(self, version: int, count: int = 1) -> None:
+    def __init__(
+        self,
+        version: int,
+        count: int = 1,
+        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+    ) -> None:
+        self._on_tokens = on_tokens
         self.version = version
         self._count = count
         self.partial: dict[int, bytes] = {}
@@ -89,6 +104,8 @@ class Answer:
                 # The last event of a sequence says the version of each of its tokens.
                 if index not in unknown or b'"weight_versions"' in event:
                     self.partial[index] = event
+                    if self._on_tokens is not None and index >= 0:
+                        self._on_tokens(index, tokens_of(event))
             seen = len(buffer)
             _check_size(buffer)
         raise ServerError("the stream ended before [DONE]")

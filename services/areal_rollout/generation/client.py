@@ -49,6 +49,7 @@ from areal_rollout.generation.server_table import ServerTable, give_up
 
 _MAX_FAILURES = 8
 _HEADERS = {"Content-Type": "application/json"}
+OnTokens = Callable[[int, Sequence[int]], None]
 
 
 class GenerationFailed(Unavailable):
@@ -224,7 +225,13 @@ class SGLangClient:
             try:
                 with trace.segment(self.limits.model, server, request, pending):
                     finished = await self._post(
-                        server, request, pending, min_version, most, deadline
+                        server,
+                        request,
+                        pending,
+                        min_version,
+                        most,
+                        deadline,
+                        _on_tokens(request, responses, pending),
                     )
             except ServerBusy:  # a moment later, or elsewhere
                 self._observer.interruption("busy")
@@ -293,6 +300,7 @@ class SGLangClient:
         min_version: int,
         most: int,
         deadline: float,
+        on_tokens: OnTokens | None,
     ) -> bool:
         """One /generate call; appends its tokens and returns whether every answer has ended."""
         # The number first: SGLang aborts by prefix, so no id may begin another.
@@ -306,11 +314,12 @@ class SGLangClient:
             limits=self.limits,
             most=most,
             stream_interval=stream_interval(
-                most - min(len(response.output_tokens) for response in responses)
+                most - min(len(response.output_tokens) for response in responses),
+                on_tokens is not None,
             ),
         )
         began = time.monotonic()
-        answer = Answer(server.version, len(responses))
+        answer = Answer(server.version, len(responses), on_tokens)
         scope = asyncio.timeout_at(deadline)
         self._running[rids[0]] = (server, scope, rids)
         server.running.add(scope)
@@ -421,6 +430,23 @@ def _unfinished(responses: Sequence[LLMResponse], most: int) -> list[LLMResponse
         else:
             pending.append(response)
     return pending
+
+
+def _on_tokens(
+    request: LLMRequest, responses: Sequence[LLMResponse], pending: Sequence[LLMResponse]
+) -> OnTokens | None:
+    """Maps the pending sequences of one call to their places and earlier tokens."""
+    on_tokens = request.on_tokens
+    if on_tokens is None:
+        return None
+    places = {id(response): index for index, response in enumerate(responses)}
+    before = [(places[id(each)], list(each.output_tokens)) for each in pending]
+
+    def on_part(index: int, ids: Sequence[int]) -> None:
+        place, earlier = before[index]
+        on_tokens(place, [*earlier, *ids])
+
+    return on_part
 
 
 def _count_interruption(responses: Sequence[LLMResponse]) -> None:

@@ -175,6 +175,13 @@ def append_answers(
     return [segment.finish for segment in segments]
 
 
+def tokens_of(raw: bytes) -> list[int]:
+    """Returns the token ids of an event of a stream; raises ServerError."""
+    with _believing(raw):
+        answer = orjson.loads(raw)
+        return [] if "error" in answer else list(answer["output_ids"])
+
+
 def append_event(
     response: LLMResponse, raw: bytes, version: int, min_version: int, vocab_size: int
 ) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -43,11 +44,12 @@ class Worker:
 
     async def call_session(
         self, request: CallSessionRequest, *, wait_s: float
-    ) -> CallSessionResponse:
+    ) -> AsyncGenerator[CallSessionResponse]:
         self.calls.append((request, wait_s))
-        return CallSessionResponse(
+        yield CallSessionResponse(
             status=418, body=b"data: 1\n\n", stream=True, headers={"Retry-After": "7"}
         )
+        yield CallSessionResponse(body=b"data: 2\n\n")
 
 
 @pytest.fixture
@@ -100,6 +102,7 @@ async def test_call_when_it_has_no_token_of_the_gateway_then_passed_on_with_its_
     reply = await http.post("/sessions/s-0/v1/messages?beta=true", content=b"{}", headers=headers)
     assert (reply.status_code, reply.headers["Retry-After"]) == (418, "7")
     assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.content == b"data: 1\n\ndata: 2\n\n"
     [(passed, wait_s)] = worker.calls
     assert (passed.session_id, passed.method, passed.path) == ("s-0", "POST", "/v1/messages")
     assert dict(passed.headers) == {"x-api-key": "sk-1", "x-stainless-retry-count": "2"}

@@ -24,6 +24,8 @@ class Scripted:
         self.errors = []
         self.hold: asyncio.Event | None = None
         self.cancelled = 0
+        self.step = None
+        """Awaited after each token that a watcher has seen; None: no one sees any."""
 
     async def generate(self, request):
         self.requests.append(request)
@@ -36,7 +38,13 @@ class Scripted:
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-        return [self._one(request) for _ in range(request.gconfig.n_samples)]
+        made = [self._one(request) for _ in range(request.gconfig.n_samples)]
+        if request.on_tokens is not None and self.step is not None:
+            for index, response in enumerate(made):
+                for end in range(1, len(response.output_tokens)):
+                    request.on_tokens(index, response.output_tokens[:end])
+                    await self.step(index, end)
+        return made
 
     def _one(self, request):
         answer = self.answers.pop(0)

@@ -1,0 +1,181 @@
+"""Replies to agents: complete ones, and streams that start with the first sampled text.
+
+    the session ── AnswerDelta ──> queue ──> events ──> parts of the body ──> HTTP
+
+| the request ends             | then                                                            |
+|------------------------------|-----------------------------------------------------------------|
+| with an error, before text   | the reply has the status of the error                           |
+| with an error, after text    | the error is the last event of the stream                       |
+| because the agent hangs up   | `aclose` stops the generation                                   |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+from areal.agents.chat import Answer
+from areal.agents.partial import AnswerDelta, OnDelta
+from areal.agents.session import Session
+from areal.errors import (
+    ArealError,
+    CapacityExceeded,
+    InvalidInput,
+    LeaseLost,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    WaitTimeout,
+)
+
+_STATUS: dict[type[ArealError], tuple[int, str]] = {
+    InvalidInput: (400, "invalid_request_error"),
+    Unauthenticated: (401, "authentication_error"),
+    NotFound: (404, "not_found_error"),
+    LeaseLost: (410, "session_ended"),
+    CapacityExceeded: (429, "rate_limit_error"),
+    Unavailable: (503, "overloaded_error"),
+    WaitTimeout: (504, "timeout_error"),
+}
+Event = dict[str, Any]
+
+
+class Events(Protocol):
+    """Writes answers as the events of one API."""
+
+    def begin(self, delta: AnswerDelta | None = None) -> Iterator[Event]:
+        """The first events; without a delta the answers are complete."""
+        ...
+
+    def more(self, delta: AnswerDelta) -> Iterator[Event]:
+        """New text of an unfinished answer."""
+        ...
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
+        """What `more` has not written."""
+        ...
+
+
+class Parts:
+    """The parts of a streamed body; `aclose` stops the generation behind them."""
+
+    def __init__(self, parts: AsyncGenerator[bytes], task: asyncio.Task[list[Answer]]) -> None:
+        self._parts, self._task = parts, task
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._parts
+
+    async def aclose(self) -> None:
+        """May be called at any time; when it returns, the generation has stopped."""
+        await self._parts.aclose()
+        await _stop(self._task)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What goes back over HTTP."""
+
+    status: int
+    body: bytes
+    stream: bool = False
+    """Whether the body is server-sent events."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    sent: Callable[[], Awaitable[None]] | None = None
+    """To be awaited once the whole body has been sent."""
+    parts: Parts | None = None
+    """A streamed body, which replaces `body`; must be closed."""
+
+
+def failure(error: ArealError, *, typed: bool) -> tuple[int, Event]:
+    """Status and body of an error; `typed`: in the format of Anthropic and of OpenAI's events."""
+    status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
+    error_body: Event = {"message": str(error), "type": kind}
+    if typed:
+        return status, {"type": "error", "error": error_body}
+    return status, {"error": error_body | {"param": None, "code": None}}
+
+
+def delivery(session: Session, answers: Sequence[Answer]) -> Callable[[], Awaitable[None]]:
+    """Returns a function that records the answers as delivered."""
+    calls, numbers = session.calls, [answer.number for answer in answers]
+
+    async def delivered() -> None:
+        await calls.delivered(numbers)
+
+    return delivered
+
+
+async def streamed(
+    run: Callable[[OnDelta | None], Coroutine[Any, Any, list[Answer]]],
+    write: Callable[[int], Events],
+    session: Session,
+    *,
+    named: bool = False,
+    live: bool = True,
+) -> Reply:
+    """Returns a reply as soon as its first text, or the whole answer, is known.
+
+    Args:
+        run: Samples the answers; calls its argument with new text.
+        write: Returns the writer of the events, given the number of the first answer.
+        session: The session of the answers.
+        named: Whether events have names; without names, `[DONE]` ends the stream.
+        live: Whether to send text before the answers are complete.
+    """
+    news: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
+    task = asyncio.create_task(run(news.put_nowait if live else None))
+    task.add_done_callback(lambda _: news.put_nowait(None))
+
+    def framed(events: Iterable[Event]) -> bytes:
+        return b"".join(_frame(event, named) for event in events)
+
+    def ending(events: Events, answers: list[Answer]) -> bytes:
+        return framed(events.end(answers)) + (b"" if named else b"data: [DONE]\n\n")
+
+    async def parts(first: AnswerDelta) -> AsyncGenerator[bytes]:
+        events = write(first.first)
+        try:
+            yield framed(events.begin(first)) + framed(events.more(first))
+            while (delta := await news.get()) is not None:
+                yield framed(events.more(delta))
+            answers = await task
+            yield ending(events, answers)
+            await delivery(session, answers)()
+        except ArealError as error:
+            yield framed([failure(error, typed=named)[1]])
+
+    try:
+        first = await news.get()
+        if first is not None:
+            return Reply(200, b"", stream=True, parts=Parts(parts(first), task))
+        answers = await task
+    except BaseException:
+        await _stop(task)
+        raise
+    events = write(answers[0].number)
+    body = framed(events.begin()) + ending(events, answers)
+    return Reply(200, body, stream=True, sent=delivery(session, answers))
+
+
+def _frame(event: Event, named: bool) -> bytes:
+    name = b"event: %s\n" % event["type"].encode() if named else b""
+    return b"%sdata: %s\n\n" % (name, orjson.dumps(event))
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
