@@ -147,6 +147,7 @@ def ledger_config(url: str, **changes: object) -> BufferConfig:
         "max_infrastructure_attempts": 3,
         "serve_result_ttl_ms": 60_000,
         "max_group_bytes": 1_000_000,
+        "kept_place_ms": 10**9,
         "max_memory_bytes": 2**40,
     }
     return BufferConfig(**{**values, **changes})  # type: ignore[arg-type]
@@ -238,6 +239,12 @@ class Book:
 
     async def pass_straggler_deadline(self) -> None:
         await self.redis.hset(f"{self.prefix}meta", "take_since", 1)
+
+    async def pass_kept_places(self) -> None:
+        """As if no agent that was refused a session had asked again for long."""
+        for purpose in Purpose:
+            if int(await self.redis.hget(f"{self.prefix}meta", f"kept_{purpose}") or 0) > 0:
+                await self.redis.hset(f"{self.prefix}meta", f"kept_{purpose}", 1)
 
     async def pass_time(self, *indexes: str) -> None:
         """As if all that is in `results` or `read` had been there for long."""

@@ -36,6 +36,8 @@ class BufferConfig:
     max_group_bytes: int = MAX_GROUP_BYTES
     max_regenerations: int = 3
     """Times a group is generated again for being too stale before it is dead-lettered."""
+    kept_place_ms: int = 5_000
+    """How long a place is kept for an agent that was refused a session: it asks again."""
 
     @classmethod
     def from_experiment(cls, config: GRPOConfig) -> BufferConfig:
@@ -68,6 +70,7 @@ class BufferConfig:
             "max_infrastructure_attempts",
             "max_regenerations",
             "serve_result_ttl_ms",
+            "kept_place_ms",
         )
         numbers = {name: getattr(self, name) for name in names} | {"record_bytes": RECORD_BYTES}
         return "{" + ",".join(f"{name}={number}" for name, number in numbers.items()) + "}"

@@ -61,6 +61,8 @@ class Model:
         self.staleness: list[int] = []
         self.published = (-1, 0)
         self.boots: dict[str, int] = {}
+        self.kept = {"train": 0, "serve": 0}
+        """1: a place is kept for the next session; -1: a session had the last place."""
 
     def having(self, state: str, purpose: str = "train") -> list[T]:
         found = [t for t in self.tasks.values() if t.state == state and t.purpose == purpose]
@@ -156,16 +158,22 @@ class Model:
         running = self.having("running") + self.having("running", "serve")
         slots, headroom = self.concurrent - len(running), self.headroom()
         turn, serve_room = self.serve_turn, self.serve_room()
+        kept_train, kept_serve = self.kept["train"] == 1, self.kept["serve"] == 1
+        headroom, serve_room = headroom - kept_train, serve_room - kept_serve
         while len(given) < most and slots > 0:
             queued = self.having("queued")
             wanted = [t for t in queued if self.want and t.want == self.want]
-            others = [t for t in queued if t not in wanted] if headroom > 0 else []
+            spare = slots > kept_train + kept_serve
+            others = [t for t in queued if t not in wanted] if headroom > 0 and spare else []
             train = next(iter(wanted + others), None)
-            serve = next(iter(self.having("queued", "serve")), None) if serve_room > 0 else None
+            clients = self.having("queued", "serve") if serve_room > 0 and spare else []
+            serve = next(iter(clients), None)
             pick = serve if serve and (turn or not train) else train
             if not pick:
                 break
             turn, slots = pick.purpose == "train", slots - 1
+            if pick not in wanted:
+                self.kept[pick.purpose] = max(0, self.kept[pick.purpose])
             headroom -= pick.purpose == "train"
             serve_room -= pick.purpose == "serve"
             if pick.purpose == "train" and max(self.v, self.last) - pick.floor > self.eta:
@@ -220,15 +228,20 @@ class Model:
         running = self.having("running") + self.having("running", "serve")
         room = self.serve_room() if purpose == "serve" else self.headroom()
         if room <= 0 or len(running) >= self.concurrent:
+            self.kept[purpose] = self.kept[purpose] or 1
             raise CapacityExceeded
         if full:
             self.make_room()
             raise CapacityExceeded
+        self.kept[purpose] = -1
         self.seq += 1
         self.token += 1
         task = T(task_id, purpose, self.seq, "running", self.token, floor=self.v, session=True)
         self.tasks[task_id] = task
         return self.v
+
+    def lapse(self) -> None:
+        self.kept = {purpose: min(0, kept) for purpose, kept in self.kept.items()}
 
     def update(self, task_id: str, token: int, what: str) -> tuple[int, int]:
         task = self.find(task_id)

@@ -196,6 +196,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert room > 0 or purpose is Purpose.SERVE  # L4
             self.issued.append((task_id, self.model.token))
 
+    @rule()
+    def refused_agents_stay_away(self) -> None:
+        self.model.lapse()
+        self.run(self.book.pass_kept_places())
+
     @precondition(lambda self: any(t.session for t in self.model.tasks.values()))
     @rule(
         at=st.integers(0, 5),
@@ -462,6 +467,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.store.submit([], incarnation=0, seal=True, limit=EMPTY),
         )
         self.late = []
+        self.refused_agents_stay_away()
         for _ in range(300):
             for task in self.model.having("running") + self.model.having("running", "serve"):
                 self.issued.append((task.id, task.token))

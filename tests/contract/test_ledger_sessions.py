@@ -11,7 +11,9 @@ from areal.chassis.waits import Waits
 from areal.errors import CapacityExceeded, InvalidInput, LeaseLost, NotFound
 from areal.types import Purpose
 from areal.v1 import buffer_service_pb2 as pb
+from areal_buffer.ledger import Ledger, Wakes
 from areal_buffer.records import MemoryGauge
+from areal_buffer.redis_store import RedisStore
 from areal_buffer.sessions import SessionStore
 
 KEYS = ["a" * 64, "b" * 64]
@@ -94,6 +96,76 @@ async def test_session_when_opened_beyond_the_staleness_bound_then_told_when_to_
     sessions.memory.limit_bytes = FULL
     with pytest.raises(CapacityExceeded, match="memory limit; try again"):
         await sessions.open("d", Purpose.SERVE)
+
+
+async def test_session_when_queued_rows_fill_every_place_then_it_gets_every_other_one(
+    book, sessions
+):
+    await book.register(size=1, eta=0)
+    await book.submit(*(f"t{i}" for i in range(9)))
+    order, (row, token) = [], next(iter((await book.lease(5)).items()))
+    for step in range(1, 5):
+        order.append(row)
+        with pytest.raises(CapacityExceeded):
+            await sessions.open(f"s{step}")
+        assert await book.complete(row, token, version=step - 1)
+        assert (await book.take(step))[0] == "taken"
+        await book.store.confirm(book.incarnation, step)
+        given, reason = await book.leases(5)  # a worker is there first
+        if given:
+            row, token = given[0].task.task_id, given[0].token
+            continue
+        assert reason.endswith("places kept for agents that were refused a session: 1")
+        await sessions.open(f"s{step}")
+        row, token = f"s{step}", await sessions.token(f"s{step}")
+    assert order == ["t0", "s1", "t1", "s3"]
+    assert await book.held() == await book.recount()
+
+
+async def test_session_when_every_slot_is_taken_then_one_is_kept_for_it_but_not_from_named_rows(
+    book, sessions
+):
+    await book.register(size=2, eta=1, concurrent=1)
+    await book.submit("a", "b", "named")
+    [(row, token)] = (await book.lease(5)).items()
+    with pytest.raises(CapacityExceeded, match="max_concurrent_rollouts 1 are running"):
+        await sessions.open("s")
+    assert await book.complete(row, token)
+    assert await book.lease(5) == {}
+    assert (await book.take(1, "named"))[0] == "waiting"  # rollout_batch needs exactly this one
+    assert list(await book.lease(5)) == ["named"]
+
+
+async def test_place_kept_for_a_session_when_its_agent_stays_away_then_a_row_gets_it(
+    book, sessions
+):
+    await book.register(size=1, eta=0, concurrent=4)
+    await book.submit("a", "b")
+    await book.submit("c", "d", purpose=Purpose.SERVE)
+    leases = await book.lease(5)
+    assert set(leases) == {"a", "c", "d"}
+    for purpose in Purpose:
+        with pytest.raises(CapacityExceeded):
+            await sessions.open("s", purpose)
+    await book.submit("e", purpose=Purpose.SERVE)
+    assert await book.complete("d", leases["d"])
+    await book.store.cancel(["a"], None, reason="", incarnation=0)
+    assert await book.lease(5) == {}
+    await book.pass_kept_places()
+    assert set(await book.lease(5)) == {"b", "e"}
+
+
+async def test_place_kept_for_a_session_when_no_one_asks_again_then_it_lapses_by_itself(book):
+    config = ledger_config("", namespace=book.namespace, kept_place_ms=30)
+    store = SessionStore(book.redis, config, MemoryGauge(EMPTY), Waits())
+    ledger = Ledger(RedisStore(book.redis, config, Waits()), Wakes(), MemoryGauge(EMPTY), Waits())
+    await book.register(size=1, eta=0)
+    await book.submit("a", "b")
+    [(row, token)] = (await book.lease(5)).items()
+    with pytest.raises(CapacityExceeded):
+        await store.open(new_task("s"), KEYS[:1], 60_000)
+    await book.store.reject(row, token, "too easy")
+    assert len((await ledger.lease_tasks("w", 1, 20.0)).leases) == 1
 
 
 async def test_calls_when_recorded_twice_then_kept_once_and_in_order(book, sessions):

@@ -7,6 +7,10 @@ local meta = read_meta()
 local slots = meta.max_concurrent_rollouts - count('all:running')
 local headroom, why = admission(meta)
 local bytes = 0
+-- Places that the next sessions of agents outside get: of the bound, and of all that may run.
+local kept_train, kept_serve = kept_place(meta, 'train'), kept_place(meta, 'serve')
+local kept = kept_train + kept_serve
+headroom = headroom - kept_train
 
 -- The queues, in order and as far as this call can reach; `at`: where each has got to.
 local function queue(which, room)
@@ -14,6 +18,7 @@ local function queue(which, room)
   return room > 0 and look('ZRANGE', P .. 'queue:' .. which, 0, room - 1) or {}
 end
 local serve_slots, clients_slots = serve_room(meta)
+clients_slots = clients_slots - kept_serve
 local queues = {wanted = queue('wanted', meta.stopped == '' and most or 0), serve = queue('serve', serve_slots),
   train = queue('train', math.max(headroom, 1))}
 local at = {wanted = 1, serve = 1, train = 1}
@@ -67,13 +72,14 @@ while #leases < most and slots > 0 and bytes < 32 * 1024 * 1024 do
   -- What rollout_batch waits for goes first and past the admission bound, for without exactly
   -- these the trainer cannot continue, however many other groups fill the bound.
   local train = first('wanted') and 'wanted' or first('train') and 'train'
-  if train == 'train' and headroom <= 0 then train, blocked = nil, true end
+  if train == 'train' and (headroom <= 0 or slots <= kept) then train, blocked = nil, true end
   local from
-  if (serve_turn or not train) and first_serve() then
+  if (serve_turn or not train) and slots > kept and first_serve() then
     from, serve_turn, serve_slots, clients_slots = 'serve', false, serve_slots - 1, clients_slots - 1
   elseif train then from, serve_turn, headroom = train, true, headroom - 1 end
   if not from then break end
   slots = slots - 1
+  if from ~= 'wanted' and meta['kept_' .. from] < 0 then set(META, 'kept_' .. from, 0) end
   leases[#leases + 1] = lease(first(from))
   at[from] = at[from] + 1
 end
@@ -82,6 +88,8 @@ if #leases == 0 then
   wait_for('lease')
   if slots <= 0 then
     why = 'admission: max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ' are running'
+  elseif kept > 0 and count('all:queued') > 0 then
+    why = why .. '; places kept for agents that were refused a session: ' .. int(kept)
   elseif clients_slots <= 0 and not blocked and count('serve:queued') > 0 then
     why = 'admission: of max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ', ' ..
       int(count('serve:running')) .. ' run serve tasks; the rest is for training'

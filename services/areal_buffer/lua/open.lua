@@ -17,13 +17,18 @@ if running >= meta.max_concurrent_rollouts then
 elseif purpose == 'serve' then
   headroom, why = select(2, serve_room(meta)), 'admission: the other places are for training'
 end
-if headroom <= 0 then fail('CapacityExceeded', why .. '; try again in 1 s') end
+local turn = 'kept_' .. purpose
+if headroom <= 0 then
+  if meta[turn] >= 0 then set(META, turn, int(NOW + CONFIG.kept_place_ms)) end
+  fail('CapacityExceeded', why .. '; try again in 1 s')
+end
 local size = RECORD + #ARGV[3]
 if not make_room(0.8 * tonumber(ARGV[5]) - size) then
   fail('CapacityExceeded', 'the ledger is near its memory limit' .. again())
 end
 local task = {id = id, key = P .. 'task:' .. id, purpose = purpose, state = 'new', want = '', trainer = '',
   floor = meta.policy_version, deadline = 0, sessions = #ARGV - 5}
+set(META, turn, '-1')
 add(META, 'seq', 1)
 add(META, 'token', 1)
 move(task, 'running', {'purpose', purpose, 'seq', int(meta.seq + 1), 'token', int(meta.token + 1),

@@ -385,7 +385,7 @@ end
 -- The ledger's own record. Absent numbers are 0, or what the experiment file says.
 local META_FIELDS = {'incarnation', 'policy_version', 'last_taken', 'last_committed', 'let_go',
   'last_size', 'size_before', 'batch_size', 'max_head_offpolicyness', 'max_concurrent_rollouts', 'take_step',
-  'take_since', 'staleness_max', 'sealed', 'refill_below', 'seq', 'token', 'submitted'}
+  'take_since', 'staleness_max', 'sealed', 'refill_below', 'seq', 'token', 'submitted', 'kept_train', 'kept_serve'}
 local function read_meta()
   local values, meta = look('HMGET', META, 'want', 'stopped', unpack(META_FIELDS)), {}
   for i, field in ipairs(META_FIELDS) do
@@ -393,6 +393,14 @@ local function read_meta()
   end
   meta.want, meta.stopped = values[1] or '', values[2] or ''
   return meta
+end
+
+-- An agent outside that was refused a place asks again in a second (open.lua); queued tasks take a free
+-- place at once, so it would never get one. META's `kept_train` and `kept_serve`: until when (ms) a place
+-- is kept for the next session; -1: a session had the last one, so a queued task is next; 0: neither.
+local function kept_place(meta, purpose)
+  local left = meta['kept_' .. purpose] - NOW
+  return left > 0 and left <= CONFIG.kept_place_ms and 1 or 0  -- else the clock was set back
 end
 
 -- Tells the trainer that its run has been stopped.
