@@ -1,9 +1,12 @@
 """What asynchronous training buys: steps/s with staleness allowed against synchronous training.
 
-    python tools/bench/asynchrony.py [--steps 60] [--repeat 3]    # a table, then one JSON line
+    python tools/bench/asynchrony.py [--steps 60] [--repeat 3] [--tailed]
 
 The contenders are the same command, `areal run examples/arithmetic_grpo.py`, with
-`max_head_offpolicyness` of the file and of 0, alternating on this machine; medians are printed.
+`max_head_offpolicyness` of the file and of 0, alternating on this machine; medians are printed as
+a table and as one JSON line. With `--tailed`, answers of a random model have geometric lengths
+(mean 65, at most 512), so that a synchronous step waits for its longest answer.
+
 While the trainer trains, the servers' token counters are read every 50 ms: "sampling" is the
 share of training time in which they went up.
 """
@@ -86,18 +89,23 @@ async def watch_sampling(run_dir: Path, ended: asyncio.Event) -> float:
     return sampling / training if training else float("nan")
 
 
-async def run(folder: Path, trial: str, steps: int, overrides: list[str]) -> Outcome:
+async def run(recipe: Path, folder: Path, trial: str, steps: int, overrides: list[str]) -> Outcome:
     """One `areal run`, watched."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "areal_launch.cli", "run"),
-        *(str(ROOT / "examples" / "arithmetic_grpo.py"),),
-        *("--json", f"trial_name={trial}", f"total_train_steps={steps}"),
-        *("heldout_problems=10", *overrides),
+        *(
+            str(recipe),
+            "--json",
+            "experiment_name=asynchrony",
+            f"trial_name={trial}",
+            f"total_train_steps={steps}",
+            *overrides,
+        ),
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT / "services"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
-    run_dir = folder / "runs" / "arithmetic" / trial
+    run_dir = folder / "runs" / "asynchrony" / trial
     ended = asyncio.Event()
     watcher = asyncio.create_task(watch_sampling(run_dir, ended))
     if await process.wait():
@@ -115,14 +123,28 @@ async def run(folder: Path, trial: str, steps: int, overrides: list[str]) -> Out
     )
 
 
-async def measure(steps: int, repeat: int, servers: int, folder: Path) -> dict[str, Any]:
+async def measure(
+    steps: int, repeat: int, servers: int, tailed: bool, folder: Path
+) -> dict[str, Any]:
     """Alternates the contenders."""
     base = [f"allocation_mode=sglang:d{servers}+fsdp:d1"]
+    recipe = ROOT / "examples" / "arithmetic_grpo.py"
+    if tailed:
+        from end_to_end import tiny_model
+
+        recipe = ROOT / "tools" / "bench" / "peers" / "arithmetic_grpo.py"
+        base += [
+            f"model.path={tiny_model(folder / 'model', tailed=True)}",
+            "model.context_length=544",
+        ]
+        base += ["gconfig.max_new_tokens=512"]
+    else:
+        base += ["heldout_problems=10"]
     contenders = {"asynchronous": [], "synchronous": ["rollout.max_head_offpolicyness=0"]}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contenders}
     for number in range(repeat):
         for name, overrides in contenders.items():
-            outcome = await run(folder, f"{name}{number}", steps, [*base, *overrides])
+            outcome = await run(recipe, folder, f"{name}{number}", steps, [*base, *overrides])
             outcomes[name].append(outcome)
             print(f"{name:14s} {outcome}", file=sys.stderr, flush=True)
     return {
@@ -140,10 +162,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--tailed", action="store_true", help="answers with long-tailed lengths")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(
-            measure(arguments.steps, arguments.repeat, arguments.servers, Path(folder))
+            measure(
+                arguments.steps,
+                arguments.repeat,
+                arguments.servers,
+                arguments.tailed,
+                Path(folder),
+            )
         )
     ratio = found["asynchronous"]["steps_per_s"] / found["synchronous"]["steps_per_s"]
     print(f"{'':14s} {'steps/s':>8s} {'sampling':>9s} {'waiting':>8s} {'staleness':>9s}")
@@ -153,7 +182,11 @@ def main() -> int:
             f"{row['staleness_max']:9.0f}"
         )
     print(f"asynchronous / synchronous: {ratio:.2f}")
-    print(json.dumps({"bench": "asynchrony", "ratio": round(ratio, 3), **found}))
+    print(
+        json.dumps(
+            {"bench": "asynchrony", "tailed": arguments.tailed, "ratio": round(ratio, 3), **found}
+        )
+    )
     return 0
 
 

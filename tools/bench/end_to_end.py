@@ -39,6 +39,17 @@ LEARNING_RATE = 3e-4
 SAVE_EVERY = 10
 
 
+def tiny_model(folder: Path, *, tailed: bool) -> Path:
+    """A random model; `tailed`: 4 of its 261 tokens end an answer, so lengths are geometric."""
+    from areal.models.tiny import make_tiny_model
+
+    model = make_tiny_model(folder, seed=0)
+    for name in ("config.json", "generation_config.json") if tailed else ():
+        file = model / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": STOPS}))
+    return model
+
+
 def run_trl(case: str, model: Path, steps: int, threads: int, saved: Path | None) -> None:
     """TRL's GRPOTrainer on the rows; a line of JSON after each step."""
     import torch
@@ -237,19 +248,13 @@ def main() -> None:
     if arguments.contender:
         run_trl(arguments.contender, arguments.model, steps, threads, arguments.saved)
         return
-    from areal.models.tiny import make_tiny_model
-
     ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for case in arguments.cases:
             model = arguments.model
             if case != "learning":
-                model = make_tiny_model(folder / case, seed=0)
-                for name in ("config.json", "generation_config.json") if case == "tailed" else ():
-                    file = model / name
-                    content = json.loads(file.read_text()) | {"eos_token_id": STOPS}
-                    file.write_text(json.dumps(content))
+                model = tiny_model(folder / case, tailed=case == "tailed")
             elif model is None:
                 parser.error("--cases learning needs --model FOLDER")
             found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
