@@ -155,44 +155,46 @@ def render(rows: list[Row]) -> str:
         "",
         "<!-- Written by tools/gen_models.py; a test compares every line. -->",
         "",
-        f"Every causal language model that transformers {transformers.__version__} knows "
-        "(`AutoModelForCausalLM`), tried at a tiny size with large",
-        "random weights: sequences packed end to end, common prefixes computed once, against each "
-        "sequence alone in plain eager",
-        "transformers. **Right**: every logprob within "
-        f"{LOGPROB_TOLERANCE:g} nats and the gradient within {GRADIENT_TOLERANCE:g} of its norm, "
-        "in float32.",
+        "This page lists every causal language model that transformers "
+        f"{transformers.__version__} knows (`AutoModelForCausalLM`). Each was tried at a tiny",
+        "size with large random weights. The trainer packs sequences end to end and computes "
+        "common prefixes once; its results are compared",
+        "with those of plain eager transformers on each sequence alone. **Right** means that in "
+        f"float32 every logprob is within {LOGPROB_TOLERANCE:g}",
+        f"nats and the gradient within {GRADIENT_TOLERANCE:g} of its norm.",
         "",
         "Whatever the table says, each run repeats the comparison with its own weights before it "
-        "trains (the first layers of a big",
-        "model) and ends with one line when they differ: a new architecture, remote code or "
-        "another version of transformers cannot be",
-        "silently trained wrong. `areal doctor DIRECTORY` does the same without a run.",
+        "trains (for a big model, with its first",
+        "layers) and stops with a one-line error if the results differ. So a new architecture, "
+        "remote code or another version of",
+        "transformers cannot silently be trained wrong. `areal doctor DIRECTORY` makes the same "
+        "comparison without a run.",
         "",
         f"## Right ({count(RIGHT)})",
         "",
-        "Sliding windows, attention and logit softcaps, sinks, logit scales, latent attention and "
-        "experts included; dropout and router",
-        "jitter are off. With `longrope` or dynamic NTK rope, sequences beyond the length that "
-        "the rope was trained on are refused,",
-        "since transformers would give all sequences of a micro-batch the rope of the longest.",
+        "This includes sliding windows, attention and logit softcaps, sinks, logit scales, latent "
+        "attention and experts. Dropout and router",
+        "jitter are turned off. With `longrope` or dynamic NTK rope, sequences beyond the length "
+        "that the rope was trained on are refused,",
+        "because transformers would apply the longest sequence's rope to all sequences of a "
+        "micro-batch.",
         "",
-        "Missing: router replay. A mixture of experts chooses its experts in the trainer again; "
-        "rounding can make it choose others than the",
-        "server did for the same token, so `mismatch/kl` is higher than for a dense model. "
+        "Router replay is missing. The trainer chooses a token's experts again, and because of "
+        "rounding it can choose other experts than the",
+        "server did. So a mixture of experts has a higher `mismatch/kl` than a dense model. "
         "SGLang's `return_routed_experts` is not used.",
         "",
         *table(RIGHT),
         "",
         f"## Refused ({count(REFUSED)})",
         "",
-        "A run with one of these models ends at its start, with this reason.",
+        "A run with one of these models stops at its start and gives this reason.",
         "",
         *table(REFUSED, notes="why"),
         "",
         f"## Not tried ({count(NOT_TRIED)})",
         "",
-        "There is no tiny model of them; the comparison at the start of a run still decides.",
+        "These have no tiny version to try. The comparison at the start of a run still decides.",
         "",
         *table(NOT_TRIED, notes="why"),
         "",

@@ -54,9 +54,9 @@ PRESETS: dict[str, Preset] = {
         "A = normalized over the batch's tokens: Σ λ^k δ_k, δ = r + V_next - V",
         _grpo(reward_norm=None, adv_norm="batch/batch", gae_lambda=0.95),
         critic={},
-        note="With a critic: the recipe needs `FSDPPPOCritic`, as examples/ppo_critic.py. The "
-        "critic's loss is half the squared error, clipped 0.2 around its values at the start of "
-        "the update, a mean over tokens.",
+        note="Uses a critic: the recipe needs `FSDPPPOCritic`, as in examples/ppo_critic.py. The "
+        "critic's loss is half the squared error, a mean over tokens. New values are clipped to "
+        "within 0.2 of the values at the start of the update.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
