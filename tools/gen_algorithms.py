@@ -44,7 +44,7 @@ CHECKS = [
     (
         "M2PO's choice of tokens",
         "AReaL",
-        "Ours chooses over the batch of all ranks, and the divisor still counts the tokens that are "
+        "Ours chooses over the batch of all ranks, and the divisor still counts tokens that are "
         "left out (AReaL chooses in each micro-batch and divides by the number of tokens kept).",
     ),
     (
@@ -95,7 +95,7 @@ CHECKS = [
 ]
 
 TAIL = """\
-Leave-one-out (`actor.reward_norm=leave1out/...`) is available for groups only. Over a batch it would
+Leave-one-out (`actor.reward_norm=leave1out/...`) is only for groups. Over a batch it would
 multiply all advantages by n / (n - 1), which only scales the learning rate. The same holds within
 groups of equal size: RLOO's advantage is Dr. GRPO's times n / (n - 1).
 
