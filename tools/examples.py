@@ -33,6 +33,7 @@ _PAIRS = (
 )
 _AGENTS = f"{_INTEGRATION}/test_agent_recipes.py::test_agent_when_run_then_it_trains"
 _LOOPS = "tests/e2e/test_recipe_loops.py"
+_TURNS = "tests/e2e/test_turns_and_tools_recipes.py"
 _SEEING = "tests/e2e/test_judged_and_seeing_recipes.py"
 
 # Name of a file in examples/ -> its test.
@@ -55,6 +56,8 @@ MINIATURES = {
     "each_guess_is_an_answer_of_one_trajectory",
     "lora_grpo": f"{_INTEGRATION}/test_lora_recipe.py::test_lora_grpo_when_run_then_servers_have_"
     "what_peft_merges",
+    "multi_turn_math": f"{_TURNS}::test_multi_turn_math_when_run_then_late_answers_are_discounted_"
+    "and_feedback_is_not_trained",
     "on_policy_distill": f"{_SEEING}::test_on_policy_distill_when_the_teacher_is_served_then_its_"
     "steps_are_those_of_a_folder",
     "openai_agent": f"{_AGENTS}[openai]",

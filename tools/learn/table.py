@@ -145,6 +145,8 @@ ROWS = [
     _task("tldr", "Summaries, judged by a reward model", SCORE),
     _task("guess_number", "Environment: a digit in four tries", Measure(least=0.15)),
     _task("guess_number", "Environment, shuffled rewards (control)", STILL, "control=true"),
+    _task("multi_turn_math", "Several tries: sums with feedback", Measure(least=0.15)),
+    _task("multi_turn_math", "Several tries, shuffled rewards (control)", STILL, "control=true"),
     _task("on_policy_distill", "On-policy distillation", Measure()),
     _task("reasoning_gym", "reasoning-gym's chain_sum", Measure(least=0.15)),
     _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from areal.errors import InvalidInput
-from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow
 from areal.workflows.conversation import Conversation
 from areal.workflows.multi_turn import row_messages
-from areal.workflows.rendering import Message, Reply, TemplateRenderer, ToolCall
+from areal.workflows.rendering import Message, TemplateRenderer, ToolCall
 from areal.workflows.threads import BlockingCalls, TooManyHung
 from areal.workflows.tool_schema import arguments_of, schema_of
 
@@ -75,28 +75,37 @@ class ToolWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Samples n conversations about one row and returns one group."""
-        return await asyncio.gather(
-            *(self._converse(engine, data) for _ in range(self.gconfig.n_samples))
-        )
-
-    async def _converse(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
         schemas = [schema_of(tool, self.arguments[name]) for name, tool in self.tools.items()]
         opening = row_messages(data, self.system_prompt)
-        chat = Conversation(renderer, opening, tools=schemas)
-        prompt, reply = engine.tokenizer.decode(chat.input_ids), Reply("")
-        for turn in range(self.max_turns):
-            try:
-                response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
-            except InvalidInput:
-                if turn == 0:
-                    raise
-                break  # the context is full: the answers that there are count
+        chats = [
+            Conversation(renderer, opening, tools=schemas) for _ in range(self.gconfig.n_samples)
+        ]
+        request = LLMRequest(chats[0].input_ids, self.gconfig)
+        firsts = await engine.agenerate_group(request)  # one request for all first answers
+        return await asyncio.gather(
+            *(self._converse(engine, data, *pair) for pair in zip(chats, firsts, strict=True))
+        )
+
+    async def _converse(
+        self,
+        engine: InferenceEngine,
+        data: dict[str, Any],
+        chat: Conversation,
+        response: LLMResponse,
+    ) -> Trajectory:
+        prompt, turns = engine.tokenizer.decode(chat.input_ids), 0
+        while True:
             reply = chat.add_response(response)
-            if not reply.tool_calls or turn + 1 == self.max_turns:
+            turns += 1
+            if not reply.tool_calls or turns == self.max_turns:
                 break
             results = await asyncio.gather(*(self._call(call) for call in reply.tool_calls))
             chat.add_messages(*results)
+            try:
+                response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
+            except InvalidInput:  # the context is full: the answers that there are count
+                break
         [reward] = await engine.score(
             self.reward_fn, completions=[reply.text], data=data, prompt=prompt
         )

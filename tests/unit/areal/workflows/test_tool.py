@@ -105,9 +105,12 @@ async def test_turns_when_over_then_the_last_answer_counts_as_it_is():
 
 
 async def test_group_when_sampled_then_each_conversation_has_its_own_turns():
-    engine = ScriptedEngine([["408"], ["1"], ["2"]], scored)
+    # One request for the first answers of all; each conversation continues by itself.
+    engine = ScriptedEngine([["408", call("multiply", a=12, b=34), "1"], ["408"]], scored)
     group = await workflow(multiply, n=3).arun_episode(engine, ROW)
-    assert sorted(t.reward for t in group) == [0.0, 0.0, 1.0]
+    assert [t.reward for t in group] == [1.0, 1.0, 0.0]
+    assert [len(engine.trained(t)) for t in group] == [1, 2, 1]
+    assert len(engine.requests) == 2
 
 
 def test_schema_when_made_from_a_signature_then_types_defaults_and_descriptions():
