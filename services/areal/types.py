@@ -6,10 +6,10 @@ describes token t itself (its behavior logprob is the logprob of token t given t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,29 @@ class LLMResponse:
     """Times the request was continued after an abort, drain or dead server."""
     images: tuple[bytes, ...] = ()
     """The images of the request."""
+
+
+class Score(float):
+    """A reward that knows its parts.
+
+    Example:
+        >>> Score(1.1, {"correct": 1.0, "short": 0.5}).parts["correct"]
+        1.0
+    """
+
+    parts: dict[str, float]
+
+    def __new__(cls, value: float, parts: Mapping[str, float] | None = None) -> Self:
+        """A number with the parts that it is made of, before weights."""
+        self = super().__new__(cls, value)
+        self.parts = dict(parts or {})
+        return self
+
+    def __mul__(self, factor: float) -> Score:
+        """A weighted or discounted reward has the same parts."""
+        return Score(float(self) * factor, self.parts)
+
+    __rmul__ = __mul__
 
 
 @dataclass(frozen=True)

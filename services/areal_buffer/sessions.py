@@ -7,8 +7,10 @@ calls are in hashes of the task, one for each attempt, until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
+import orjson
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
@@ -64,7 +66,7 @@ class SessionStore:
             case "reward":
                 reward = request.reward
                 number = reward.number if reward.HasField("number") else ""
-                change = ["reward", number, repr(reward.value)]
+                change = ["reward", number, _reward_to_text(reward.value, reward.parts)]
             case _:
                 change = ["end"]
         lease = request.lease
@@ -93,8 +95,10 @@ class SessionStore:
             key_digest=replies.text(row["keys"]).split(",")[attempt],
             attempts=attempts,
             ended=b"ended" in calls,
-            outcome=float(calls[b"outcome"]) if b"outcome" in calls else None,
         )
+        if b"outcome" in calls:
+            response.outcome, parts = _reward_from_text(calls[b"outcome"])
+            response.outcome_parts.update(parts)
         for number in range(int(calls.get(b"calls", 0))):
             first = int(calls.get(b"%d:same" % number, number))
             call = response.calls.add(number=number)
@@ -102,8 +106,18 @@ class SessionStore:
             if (answer := calls.get(b"%d:answer" % number)) is not None:
                 call.answer.ParseFromString(answer)
             if (reward := calls.get(b"%d:reward" % number)) is not None:
-                call.reward = float(reward)
+                call.reward, parts = _reward_from_text(reward)
+                call.reward_parts.update(parts)
         return response
+
+
+def _reward_to_text(value: float, parts: Mapping[str, float]) -> bytes:
+    return repr(value).encode() + (b" " + orjson.dumps(dict(parts)) if parts else b"")
+
+
+def _reward_from_text(text: bytes) -> tuple[float, dict[str, float]]:
+    value, _, parts = text.partition(b" ")
+    return float(value), orjson.loads(parts) if parts else {}
 
 
 def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]:
@@ -144,8 +158,11 @@ def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
                 raise InvalidInput("record.answer: ids, logprobs and versions differ in number")
         case "reward":
             check.check_number(request.reward.number, "reward.number", 0)
-            if request.reward.value - request.reward.value != 0:
+            if not math.isfinite(request.reward.value):
                 raise InvalidInput(f"reward.value {request.reward.value}: expected a finite number")
+            for name, value in request.reward.parts.items():
+                if not math.isfinite(value):
+                    raise InvalidInput(f"reward.parts {name} {value}: expected a finite number")
         case None:
             raise InvalidInput("change: expected begin, record, reward or end")
     return request

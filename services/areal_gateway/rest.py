@@ -156,6 +156,7 @@ def trajectory_json(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "trajectory_id": trajectory.trajectory_id,
         "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
         "finish_reason": trajectory.finish_reason.value,
         "completion_text": trajectory.completion_text,
         **{name: getattr(trajectory, name).tolist() for name in TRAJECTORY_ARRAYS},

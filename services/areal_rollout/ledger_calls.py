@@ -9,7 +9,7 @@ from areal.agents.tree import Call
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import LeaseLost
 from areal.protocol.trajectories import STATE_FROM_PB
-from areal.types import LLMResponse, StopReason, TaskState
+from areal.types import LLMResponse, Score, StopReason, TaskState
 from areal.v1 import buffer_service_pb2 as pb
 
 
@@ -79,7 +79,8 @@ class LedgerCalls:
 
     async def reward(self, number: int | None, value: float) -> None:
         """See `areal.agents.calls.CallStore`."""
-        await self._update(reward=pb.SessionReward(number=number, value=value))
+        parts = value.parts if isinstance(value, Score) else {}
+        await self._update(reward=pb.SessionReward(number=number, value=value, parts=parts))
 
     async def end(self) -> int:
         """Ends the attempt; returns how many attempts of the task have not ended."""
@@ -106,7 +107,7 @@ class LedgerCalls:
                 ),
                 retry=call.prompt.retry,
                 delivered=False,
-                reward=call.reward if call.HasField("reward") else None,
+                reward=Score(call.reward, call.reward_parts) if call.HasField("reward") else None,
                 text=call.answer.text,
             )
             for call in self.found.calls

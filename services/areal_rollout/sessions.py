@@ -24,7 +24,7 @@ import hmac
 from collections.abc import Mapping
 from typing import Any
 
-from areal.agents.fields import number
+from areal.agents.fields import score
 from areal.agents.replies import Reply
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
@@ -43,6 +43,7 @@ from areal.tokenizer import Tokenizer
 from areal.types import (
     LLMRequest,
     LLMResponse,
+    Score,
     StopReason,
     TaskState,
     Trajectory,
@@ -92,7 +93,7 @@ class Sessions:
             return _state(session_id, calls.found)
 
         async def end(body: dict[str, Any]) -> dict[str, Any]:
-            return {"id": session_id, "state": await self._end(calls, number(body, "reward"))}
+            return {"id": session_id, "state": await self._end(calls, score(body))}
 
         more = {("GET", ""): state, ("POST", "/end"): end}
         return await handle(find, method, path.rstrip("/"), headers, content, more)
@@ -126,7 +127,7 @@ class Sessions:
 
     # ------------------------------------------------------------ ending
 
-    async def _end(self, calls: LedgerCalls, reward: float | None) -> str:
+    async def _end(self, calls: LedgerCalls, reward: Score | None) -> str:
         """Ends an attempt, and with the last one the task; returns the task's state."""
         found = calls.found
         task_id = found.record.task.task_id
@@ -138,6 +139,8 @@ class Sessions:
             if reward is not None:
                 await calls.reward(None, reward)
                 found.outcome = reward
+                found.outcome_parts.clear()
+                found.outcome_parts.update(reward.parts)
             await asyncio.to_thread(_trajectories, calls)  # what cannot be trained is told
         if await calls.end():
             return state.value
@@ -187,6 +190,7 @@ def _state(session_id: str, found: pb.GetSessionResponse) -> dict[str, Any]:
         "ended": found.ended,
         "calls": len(found.calls),
         "reward": found.outcome if found.HasField("outcome") else None,
+        "parts": dict(found.outcome_parts),
         "policy_version": found.policy_version,
     }
 
@@ -194,7 +198,7 @@ def _state(session_id: str, found: pb.GetSessionResponse) -> dict[str, Any]:
 def _trajectories(calls: LedgerCalls) -> list[Trajectory]:
     """Those of one attempt; raises InvalidInput if nothing of it can be trained."""
     found = calls.found
-    outcome = found.outcome if found.HasField("outcome") else None
+    outcome = Score(found.outcome, found.outcome_parts) if found.HasField("outcome") else None
     try:
         return merge(calls.calls(), outcome).trajectories
     except WorkflowError as error:

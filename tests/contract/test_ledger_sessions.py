@@ -177,13 +177,18 @@ async def test_calls_when_recorded_twice_then_kept_once_and_in_order(book, sessi
     await sessions.record("s", 1, 9)
     reward = pb.SessionReward(number=1, value=0.25)
     await sessions.update("s", reward=reward)
-    await sessions.update("s", reward=pb.SessionReward(value=1.5))
+    await sessions.update("s", reward=pb.SessionReward(value=1.5, parts={"gone": 1}))
+    await sessions.update("s", reward=pb.SessionReward(value=1.5, parts={"short": 0.1, "c": 0}))
     found = await sessions.store.read("s", 0)
     assert [list(call.prompt.token_ids) for call in found.calls] == [[1, 2], [1, 2], [3]]
     assert [call.HasField("answer") for call in found.calls] == [False, True, False]
     assert list(found.calls[1].answer.token_ids) == [7, 8]
     assert list(found.calls[1].answer.versions) == [4, 4]
     assert (found.calls[1].reward, found.outcome, found.ended) == (0.25, 1.5, False)
+    assert (dict(found.calls[1].reward_parts), dict(found.outcome_parts)) == (
+        {},
+        {"short": 0.1, "c": 0.0},
+    )
     with pytest.raises(NotFound, match="answer 3: the session has 3"):
         await sessions.record("s", 3, 1)
     assert await book.held() == await book.recount()

@@ -201,10 +201,13 @@ async def test_attempts_when_several_then_one_group_once_all_have_ended(urls, le
         path, key = f"/sessions/{session['id']}", session["api_key"]
         call = {"prompt": "1+1=", "max_tokens": 4}
         await request(urls, "POST", f"{path}/v1/completions", key, call)
-        ended = await request(urls, "POST", f"{path}/end", key, {"reward": number})
+        body = {"reward": number, "parts": {"correct": number / 2}}
+        ended = await request(urls, "POST", f"{path}/end", key, body)
         assert ended["state"] == ("completed" if number == 2 else "running")
     [group] = await batch(ledger, incarnation, step)
     assert [each.reward for each in group.trajectories] == [0.0, 1.0, 2.0]
+    parts = [each.reward_parts for each in group.trajectories]
+    assert parts == [{"correct": 0.0}, {"correct": 0.5}, {"correct": 1.0}]
 
 
 async def test_open_when_the_staleness_bound_is_reached_then_429_says_when(urls, ledger):

@@ -49,7 +49,11 @@ class CallStore(Protocol):
         ...
 
     async def reward(self, number: int | None, value: float) -> None:
-        """Sets the reward of one answer, or (None) of the whole session; raises NotFound."""
+        """Sets the reward of one answer, or (None) of the whole session; a `Score` has parts.
+
+        Raises:
+            NotFound: There is no such answer.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import orjson
 
 from areal.errors import InvalidInput
+from areal.types import Score
 from areal.workflows.rendering import Message
 
 T = TypeVar("T")
@@ -18,6 +19,7 @@ _NAMES: dict[Any, str] = {
     bool: "true or false",
     list: "a list",
 }
+_PART = re.compile(r"[\w.-]{1,64}")
 _NUMBER = re.compile(r"-(\d{1,9})\Z")
 _NAMES |= {dict: "an object"}
 
@@ -68,6 +70,31 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
     if not good or not -1e9 < value < 1e9:
         raise InvalidInput(f"{name} {str(value)[:80]!r}: expected a number")
     return float(value)
+
+
+def score(body: Mapping[str, Any]) -> Score | None:
+    """Returns `reward` with its `parts`, numbers by name."""
+    value, parts = number(body, "reward"), get(body, "parts", dict)
+    if value is not None:
+        return Score(value, _parts(parts or {}))
+    if parts:
+        raise InvalidInput("reward: expected a number beside parts, got none")
+    return None
+
+
+def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Parts by name; each becomes a metric, `reward/NAME`, beside the total's mean and std."""
+    if len(parts) > 32:
+        raise InvalidInput(f"parts: got {len(parts)}, expected at most 32")
+    for name, value in parts.items():
+        if name in ("mean", "std") or not _PART.fullmatch(name):
+            raise InvalidInput(
+                f"parts {name[:80]!r}: expected a name of up to 64 letters, digits, '_', '-' and "
+                f"'.', neither mean nor std"
+            )
+        if not isinstance(value, (int, float)) or not -1e9 < value < 1e9:
+            raise InvalidInput(f"parts {name}: expected a number, got {str(value)[:80]!r}")
+    return {name: float(value) for name, value in parts.items()}
 
 
 def objects(values: Sequence[Any], where: str) -> Sequence[Message]:

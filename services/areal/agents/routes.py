@@ -5,7 +5,8 @@
 | `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses`, `GET /v1/models` | OpenAI's |
 | `POST /v1/messages` | Anthropic's |
 | `POST /inference/v1/generate` | tokens in, tokens out |
-| `POST /v1/reward` | `{"reward": 1.0}` for the session; with `"completion_id"` for one answer |
+| `POST /v1/reward` | `{"reward": 1.0}` for the session; with `"completion_id"` for one answer; |
+|  | `"parts": {"correct": 1}` says what it is made of |
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import orjson
 
 from areal.agents.chat import Answer
-from areal.agents.fields import body_of, get, number, number_of
+from areal.agents.fields import body_of, get, number_of, score
 from areal.agents.replies import Reply, delivery, failure, streamed
 from areal.agents.session import Session
 from areal.errors import (
@@ -170,7 +171,7 @@ async def _tokens(session: Session, body: dict[str, Any], retry: bool) -> Reply:
 
 
 async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
-    value = number(body, "reward")
+    value = score(body)
     if value is None:
         raise InvalidInput("reward: expected a number, got none")
     known = get(body, "completion_id", str)

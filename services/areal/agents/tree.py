@@ -132,9 +132,11 @@ def _chains(kept: Sequence[int], parents: Sequence[int | None]) -> list[list[int
 def _trajectory(calls: Sequence[Call], chain: Sequence[int], outcome: float | None) -> Trajectory:
     turns = [(len(calls[i].response.input_tokens), calls[i].response) for i in chain]
     last = turns[-1][1]
-    rewards = [calls[i].reward or 0.0 for i in chain]
-    if calls[chain[-1]].reward is None:
-        rewards[-1] = outcome or 0.0
+    own = [calls[i].reward for i in chain]
+    if own[-1] is None:
+        own[-1] = outcome
+    # A reward of 0 may have parts (areal.rubric).
+    rewards = [0.0 if reward is None else reward for reward in own]
     ids = [*last.input_tokens, *last.output_tokens]
     text = calls[chain[-1]].text
     return assemble_trajectory(ids, turns, rewards, text)

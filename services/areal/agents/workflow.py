@@ -11,12 +11,13 @@ from areal.agents.calls import Calls
 from areal.agents.endpoint import Endpoint
 from areal.agents.session import Model, Session
 from areal.errors import InvalidInput
-from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Score, Trajectory
 from areal.workflows.base import InferenceEngine, RolloutWorkflow
 from areal.workflows.rendering import TemplateRenderer
 
 Run = Callable[[dict[str, Any], str, str], Awaitable[float | None]]
-"""`async def run(task, base_url, api_key)`: one attempt at a row; returns its reward."""
+"""`async def run(task, base_url, api_key)`: one attempt at a row; returns its reward: a number, or
+a `rubric(...)`."""
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -88,4 +89,7 @@ class AgentWorkflow(RolloutWorkflow):
                 # The agent fell over a model that could not answer: that is not its fault.
                 raise session.failure from error
             raise
-        return calls.merged(calls.outcome if reward is None else float(reward)).trajectories
+        if reward is None:
+            return calls.merged(calls.outcome).trajectories
+        outcome = reward if isinstance(reward, Score) else float(reward)
+        return calls.merged(outcome).trajectories

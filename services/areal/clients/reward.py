@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import orjson
 
 from areal.clients.base import CallPolicy, Client, Policies
-from areal.protocol.scores import Score, ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.types import Score
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
 

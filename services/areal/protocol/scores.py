@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 
 class ScoreError(StrEnum):
@@ -19,29 +19,6 @@ class ScoreError(StrEnum):
     """The worker died (memory limit, os._exit, a fault in native code)."""
     INVALID = "invalid"
     """Unknown function or recipe, or arguments that do not fit."""
-
-
-class Score(float):
-    """A reward that knows its parts.
-
-    Example:
-        >>> Score(1.1, {"correct": 1.0, "short": 0.5}).parts["correct"]
-        1.0
-    """
-
-    parts: dict[str, float]
-
-    def __new__(cls, value: float, parts: Mapping[str, float] | None = None) -> Self:
-        """A number with the parts that it is made of, before weights."""
-        self = super().__new__(cls, value)
-        self.parts = dict(parts or {})
-        return self
-
-    def __mul__(self, factor: float) -> Score:
-        """A weighted or discounted reward has the same parts."""
-        return Score(float(self) * factor, self.parts)
-
-    __rmul__ = __mul__
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from types import ModuleType
 from typing import Any
 
 from areal.errors import InvalidInput, Unavailable, nearest
-from areal.protocol.scores import Score
 from areal.protocol.trajectories import parse_json_object
 from areal.rewards import builtin_reward
 from areal.rewards.group import scores_group
+from areal.types import Score
 from areal.v1 import reward_service_pb2 as pb
 
 _MAX_MESSAGE = 500

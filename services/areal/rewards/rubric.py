@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from areal.errors import InvalidInput
-from areal.protocol.scores import Score
+from areal.types import Score
 
 # A metric of that name is there already.
 _TAKEN = ("mean", "std")

@@ -1591,10 +1591,31 @@ Global___SessionAnswer: _TypeAlias = SessionAnswer  # noqa: Y015
 class SessionCall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RewardPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUMBER_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    REWARD_PARTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """In the order of arrival, from 0."""
     reward: _builtins.float
@@ -1604,6 +1625,10 @@ class SessionCall(_message.Message):
     def answer(self) -> Global___SessionAnswer:
         """Absent: there is none yet, or the call failed."""
 
+    @_builtins.property
+    def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the reward is made of, before weights; may be empty."""
+
     def __init__(
         self,
         *,
@@ -1611,10 +1636,11 @@ class SessionCall(_message.Message):
         prompt: Global___SessionPrompt | None = ...,
         answer: Global___SessionAnswer | None = ...,
         reward: _builtins.float | None = ...,
+        reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "number", b"number", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "number", b"number", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -1626,6 +1652,26 @@ Global___SessionCall: _TypeAlias = SessionCall  # noqa: Y015
 class GetSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OutcomePartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RECORD_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
@@ -1634,6 +1680,7 @@ class GetSessionResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    OUTCOME_PARTS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """No request may start on a server below this version."""
     key_digest: _builtins.str
@@ -1649,6 +1696,10 @@ class GetSessionResponse(_message.Message):
     def lease(self) -> Global___LeaseRef: ...
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionCall]: ...
+    @_builtins.property
+    def outcome_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What `outcome` is made of, before weights; may be empty."""
+
     def __init__(
         self,
         *,
@@ -1660,10 +1711,11 @@ class GetSessionResponse(_message.Message):
         ended: _builtins.bool = ...,
         outcome: _builtins.float | None = ...,
         calls: _abc.Iterable[Global___SessionCall] | None = ...,
+        outcome_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "lease", b"lease", "outcome", b"outcome", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "ended", b"ended", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "ended", b"ended", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
     _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015
@@ -1727,20 +1779,46 @@ Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015
 class SessionReward(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUMBER_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Absent: the reward of the whole attempt."""
     value: _builtins.float
+    @_builtins.property
+    def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What it is made of, before weights, by name; may be empty."""
+
     def __init__(
         self,
         *,
         number: _builtins.int | None = ...,
         value: _builtins.float = ...,
+        parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_number", b"_number", "number", b"number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_number", b"_number", "number", b"number", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_number", b"_number", "number", b"number", "parts", b"parts", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__number: _TypeAlias = _typing.Literal["number"]  # noqa: Y015
     _WhichOneofArgType__number: _TypeAlias = _typing.Literal["_number", b"_number"]  # noqa: Y015

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from areal.errors import InvalidInput, WorkflowError
-from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
+from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Score, Trajectory
 from areal.workflows.base import InferenceEngine, RolloutWorkflow
 from areal.workflows.conversation import Conversation
 from areal.workflows.gyms import find_environment
@@ -138,7 +138,7 @@ class EnvWorkflow(RolloutWorkflow):
                     break  # the context is full: the answers that there are count
             reply, response = chat.add_response(response), None
             observation, reward, ended = await self._wait("step", world.step, reply.text)
-            rewards.append(float(reward))
+            rewards.append(reward if isinstance(reward, Score) else float(reward))
             if ended or len(rewards) == self.max_turns:
                 break
             chat.add_messages({"role": "user", "content": observation})

@@ -9,6 +9,7 @@ from tests.unit.areal_rollout.fakes import Rig, lease
 from areal.agents.workflow import AgentWorkflow
 from areal.errors import InvalidInput, Unavailable
 from areal.protocol.leases import ReturnCause
+from areal.rewards.rubric import rubric
 from areal.types import GenerationHyperparameters
 from areal.workflows.specs import build_workflow, describe_workflow
 
@@ -28,6 +29,23 @@ async def posts_its_reward(task, base_url, api_key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
         await llm.chat.completions.create(model="any", messages=[ASK])
         await llm.post("/reward", body={"reward": 0.75}, cast_to=object)
+
+
+async def returns_a_rubric(task, base_url, api_key):
+    await posts_its_reward(task, base_url, api_key)
+    return rubric(correct=0, short=(0.5, 0.0))
+
+
+async def posts_parts(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+        await llm.chat.completions.create(model="any", messages=[ASK])
+        body = {"reward": 0, "parts": {"correct": False, "short": 0.5}}
+        await llm.post("/reward", body=body, cast_to=object)
+
+
+async def posts_a_bad_part(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+        await llm.post("/reward", body={"reward": 0, "parts": {"mean": 1}}, cast_to=object)
 
 
 async def forgets_its_reward(task, base_url, api_key):
@@ -71,9 +89,18 @@ async def test_run_when_it_posts_its_reward_then_that_counts():
     assert [trajectory.reward for trajectory in group.trajectories] == [0.75]
 
 
+@pytest.mark.parametrize("run", [returns_a_rubric, posts_parts])
+async def test_reward_when_it_has_parts_then_they_are_kept_even_if_it_is_0(run):
+    ledger = await ended(run)
+    [group] = ledger.completed.values()
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.0]
+    assert group.trajectories[0].reward_parts == {"correct": 0.0, "short": 0.5}
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
+        (posts_a_bad_part, "BadRequestError: Error code: 400 - "),
         (breaks, "KeyError: 'nothing' ("),
         (forgets_its_reward, "InvalidInput: reward: the session has none"),
     ],

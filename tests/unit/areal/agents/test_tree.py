@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from areal.agents.tree import Call, merge
 from areal.errors import InvalidInput, WorkflowError
+from areal.rewards.rubric import rubric
 from areal.types import LLMResponse, StopReason
 
 
@@ -48,6 +49,14 @@ def test_branch_when_two_calls_extend_one_then_its_ids_are_trained_once():
     assert [sampled(t) for t in merged.trajectories] == [[2, 4], [6]]
     assert merged.trajectories[1].input_ids.tolist() == [1, 2, 5, 6]
     assert merged.trajectories[1].token_versions.tolist() == [-1, -1, -1, 3]
+
+
+def test_parts_when_they_add_up_to_0_then_every_trajectory_has_them():
+    outcome = rubric(correct=0, long=(0.5, 0))
+    own = rubric(correct=0.0)
+    merged = merge([call([1], [2]), call([1, 2, 3], [4], reward=own), call([9], [5])], outcome)
+    assert [t.reward for t in merged.trajectories] == [0, 0]
+    assert [t.reward_parts for t in merged.trajectories] == [own.parts, outcome.parts]
 
 
 def test_retry_when_the_first_answer_was_never_used_then_it_is_dropped():

@@ -7,10 +7,9 @@ import pytest
 from areal import LLMResponse, make_trajectory, rubric
 from areal.clients.reward import score_from_pb
 from areal.errors import InvalidInput
-from areal.protocol.scores import Score
 from areal.protocol.trajectories import pack_group, unpack_group
 from areal.rewards.functions import outcome
-from areal.types import StopReason, TrajectoryGroup
+from areal.types import Score, StopReason, TrajectoryGroup
 
 
 def response(prompt: list[int], output: list[int]) -> LLMResponse:

@@ -10,6 +10,7 @@ from tests.unit.areal.workflows.scripted_engine import ScriptedEngine
 
 from areal.errors import InvalidInput, WorkflowError
 from areal.recipe import load_recipe
+from areal.rewards.rubric import rubric
 from areal.types import GenerationHyperparameters
 from areal.workflows.environment import EnvWorkflow
 from areal.workflows.gyms import Gymnasium, find_environment
@@ -60,6 +61,18 @@ async def test_episode_when_played_then_each_answer_has_its_reward_and_the_world
     text = engine.tokenizer.decode(one.input_ids.tolist())
     assert text.index("digit?") < text.index("more") < text.index("less")
     assert "yes" not in text, "what follows the last answer is not read"
+
+
+async def test_step_when_its_reward_has_parts_then_the_episode_has_their_sums():
+    class Parts(Digits):
+        def step(self, action):
+            said, reward, ended = super().step(action)
+            return said, rubric(right=reward > 0, guesses=(1, -0.1)), ended
+
+    engine = ScriptedEngine([["5"], ["7"]], None)
+    [one] = await workflow(Parts).arun_episode(engine, ROW)
+    assert one.reward == pytest.approx(0.8)
+    assert one.reward_parts == {"right": 1.0, "guesses": 2.0}
 
 
 async def test_group_when_it_begins_alike_then_one_request_asks_for_all_first_answers():
