@@ -93,6 +93,7 @@ def run_trl(case: str, model: Path, steps: int, threads: int, saved: Path | None
             max_completion_length=length,
             generation_kwargs={"min_new_tokens": length} if case == "uniform" else None,
             learning_rate=LEARNING_RATE,
+            warmup_steps=0.05,
             adam_beta2=0.95,
             epsilon_high=0.28,
             beta=0.0,

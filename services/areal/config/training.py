@@ -54,9 +54,10 @@ class OptimizerConfig:
     `lr * min_lr_ratio`."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of `lr`, for `linear` and `cosine`."""
-    warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.001
+    warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.05
     """Fraction of all optimizer steps spent in a linear warm-up (0 steps when their number is
-    unknown)."""
+    unknown). Without a warm-up, asynchronous training unlearns at first: Adam's first updates have
+    full size, and all of the first few come from samples of one version."""
     gradient_clipping: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     max_skipped_steps: Annotated[int, Gt(0)] = field(default=3, metadata=_NOT_A_KEY)

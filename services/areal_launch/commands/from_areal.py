@@ -36,6 +36,7 @@ _DEFAULTS: dict[str, Any] = {
     "actor.adv_norm": None,
     "actor.optimizer.lr": 1e-3,
     "actor.optimizer.weight_decay": 0.01,
+    "actor.optimizer.warmup_steps_proportion": 0.001,
     "model.context_length": 32768,
 }
 

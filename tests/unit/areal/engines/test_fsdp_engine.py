@@ -126,7 +126,8 @@ def test_logprobs_of_when_logits_are_given_then_matches_the_definition():
 
 
 def test_train_batch_when_repeated_then_fits_and_reports(make_engine):
-    engine = make_engine(optimizer=OptimizerConfig(lr=1e-2), total_train_steps=1000)
+    optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.001)
+    engine = make_engine(optimizer=optimizer, total_train_steps=1000)
     batch = make_batch(groups=2)
     rows = [engine.train_batch(batch, weighted_loss) for _ in range(12)]
     assert rows[-1]["loss"] < rows[0]["loss"] - 1.0
