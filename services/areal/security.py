@@ -243,7 +243,7 @@ def _tls(folder: str) -> Tls:
     for name in ("tls.crt", "tls.key", "ca.crt"):
         contents.append(_read(Path(folder) / name))
         if b"-----BEGIN " not in contents[-1]:
-            raise ConfigError(f"security.tls_dir {folder!r}: {name} holds no PEM")
+            raise ConfigError(f"security.tls_dir {folder!r}: {name} is not a PEM file")
     certificate, key, authorities = contents
     return Tls(certificate, key, authorities)
 

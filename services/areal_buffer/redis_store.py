@@ -338,7 +338,7 @@ class RedisStore:
         limit, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", ""))
         if limit and policy.startswith("allkeys"):
             raise errors.ConfigError(
-                f"endpoints.redis: its maxmemory-policy {policy!r} throws tasks away when it is "
+                f"endpoints.redis: its maxmemory-policy {policy!r} evicts tasks when memory is "
                 "full, expected noeviction"
             )
         return int(info["used_memory"]), limit

@@ -60,7 +60,7 @@ def check_task_ids(task_ids: Sequence[str], *, at_least: int = 0) -> list[str]:
         check_task_id(task_id, "task_ids")
     if len(set(task_ids)) != len(task_ids):
         twice = next(each for each, count in Counter(task_ids).items() if count > 1)
-        raise InvalidInput(f"task_ids: {twice!r} is there twice")
+        raise InvalidInput(f"task_ids: {twice!r} appears twice")
     return list(task_ids)
 
 

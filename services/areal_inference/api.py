@@ -226,7 +226,7 @@ def _images(body: dict[str, Any], count: int, batched: bool, see: See | None) ->
     if not given:
         return [[] for _ in range(count)]
     if see is None:
-        raise RequestError("image_data: this model sees no images")
+        raise RequestError("image_data: this model does not take images")
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list):
         raise SchemaError("image_data: expected a list of images")

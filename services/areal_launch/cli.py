@@ -131,7 +131,7 @@ def evaluate(
     json: Json = False,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Let a model answer rows and judge the answers; train nothing.
+    """Let a model answer rows and score the answers, without training.
 
     For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The recipe is
     examples/eval_only.py.
@@ -161,7 +161,7 @@ def serve(
     port: Annotated[
         int, typer.Option(min=1, max=65000, help="Port of the first server; others follow.")
     ] = 30000,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each server; 0: the CPU engine.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs per server; 0: the CPU engine.")] = 0,
 ) -> int:
     """Start inference servers for a model, print their addresses, and serve until Ctrl-C.
 
@@ -301,7 +301,7 @@ def scale(
 
 @app.command()
 def logs(
-    name: Annotated[str | None, typer.Argument(help="A process; default: all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a process; default: all.")] = None,
     run: Run = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
@@ -318,7 +318,7 @@ def logs(
 def submit(
     tasks: Annotated[Path, typer.Argument(help="JSON Lines, one task per line; - reads stdin.")],
     run: Run = None,
-    workflow: Annotated[str, typer.Option(help="Workflow for rows that name none.")] = "rlvr",
+    workflow: Annotated[str, typer.Option(help="Workflow for rows without one.")] = "rlvr",
     reward: Annotated[
         str,
         typer.Option(
@@ -343,8 +343,8 @@ def submit(
 
 @app.command()
 def show(
-    task: Annotated[str, typer.Argument(help="A task; default: the groups of a step.")] = "",
-    step: Annotated[int | None, typer.Option(help="Default: the newest that is kept.")] = None,
+    task: Annotated[str, typer.Argument(help="A task id; default: the groups of a step.")] = "",
+    step: Annotated[int | None, typer.Option(help="Default: the newest stored step.")] = None,
     run: Run = None,
     json: Json = False,
 ) -> int:
@@ -356,7 +356,7 @@ def show(
 
 @app.command()
 def export(
-    to: Annotated[Path, typer.Option(help="A .parquet or .jsonl file that is not there yet.")],
+    to: Annotated[Path, typer.Option(help="A new .parquet or .jsonl file.")],
     kind: Annotated[
         ExportAs, typer.Option("--as", help="All trajectories, or rows for SFT or DPO.")
     ] = ExportAs.ROWS,
@@ -398,7 +398,7 @@ def dead_letters_retry(
 
 @dead_letters.command("drop")
 def dead_letters_drop(
-    task_ids: Annotated[list[str] | None, typer.Argument(help="The tasks; or --all.")] = None,
+    task_ids: Annotated[list[str] | None, typer.Argument(help="Task ids, or --all.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop all dead letters.")] = False,
     run: Run = None,
     endpoint: BufferEndpoint = "",
@@ -435,7 +435,7 @@ def versions_show(
 @versions.command("export")
 def versions_export(
     which: Annotated[str, typer.Argument(help="best, latest, or a finished step.")],
-    to: Annotated[Path, typer.Option(help="A folder that is not there yet.")],
+    to: Annotated[Path, typer.Option(help="A new folder.")],
     run: Run = None,
 ) -> int:
     """Write a checkpoint as a Hugging Face folder with tokenizer and model card."""

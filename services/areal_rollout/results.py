@@ -127,7 +127,7 @@ def group_of(result: object, lease: Lease, episode: Callable[..., Any]) -> Traje
         if others:
             raise WorkflowError(
                 f"policy_version {pinned}: tokens were sampled by version {min(others)}, "
-                f"so {pinned} is served no longer"
+                f"so {pinned} is no longer served"
             )
     task_id = lease.task.task_id
     for index, trajectory in enumerate(trajectories):

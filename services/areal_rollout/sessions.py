@@ -106,7 +106,7 @@ class Sessions:
         found = await self._sessions.get(task_id, int(attempt))
         digest = hashlib.sha256(key.encode()).hexdigest()
         if not hmac.compare_digest(digest, found.key_digest):
-            raise Unauthenticated("API key: it is not that of this session")
+            raise Unauthenticated("API key: it does not belong to this session")
         return LedgerCalls(self._sessions, found, int(attempt))
 
     def _of(self, min_version: int) -> Model:

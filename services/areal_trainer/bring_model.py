@@ -84,7 +84,9 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
             raise InvalidInput(f"prepare.source {source}: {problem}")
     elif make_model(config):
         if not (model / "config.json").is_file():
-            raise InvalidInput(f"model.path {model}: the recipe's prepare_model made nothing there")
+            raise InvalidInput(
+                f"model.path {model}: the recipe's prepare_model created nothing there"
+            )
     else:
         model_sources.wait_for_copy(model, how=_how(model), deadline=deadline, say=_say)
     mark_ready(model, source)

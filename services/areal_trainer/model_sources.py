@@ -111,7 +111,7 @@ def fetch_objects(source: str, model: Path, *, say: Say) -> None:
         store = ObjectStore(url)
         files = store.sizes(name)
         if not files:
-            raise InvalidInput(f"{source}: nothing lies there; expected a model's files")
+            raise InvalidInput(f"{source}: is empty; expected a model's files")
         say(f"{source}: {len(files)} files, {sum(files.values()) / _GIB:.2f} GiB")
         for file, size in files.items():
             target = model / file

@@ -409,4 +409,4 @@ def test_model_when_it_is_in_an_object_store_then_it_is_fetched(
         Path(f"{job.model}.ready").unlink()
         code, said = job.run(f"s3://{BUCKET}/models/none", **access)
         assert code == 2
-        assert "nothing lies there" in said
+        assert "is empty" in said

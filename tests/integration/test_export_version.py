@@ -63,7 +63,7 @@ def test_export_when_steps_were_evaluated_then_best_latest_and_a_number_are_writ
         export_version(run, "2", tmp_path / "two")
     with pytest.raises(InvalidInput, match="'newest': expected best, latest, or the number"):
         export_version(run, "newest", tmp_path / "two")
-    with pytest.raises(InvalidInput, match="exists, expected a folder that is not there yet"):
+    with pytest.raises(InvalidInput, match="already exists, expected a new folder"):
         export_version(run, "latest", tmp_path / "best")
 
 

@@ -231,7 +231,7 @@ async def test_session_when_the_request_is_wrong_then_refused_in_one_line(urls, 
         await request(urls, "GET", path, "sk-another")
     with pytest.raises(Refused, match=r"404 .*unknown"):
         await request(urls, "GET", "/sessions/session-0-0", key)
-    with pytest.raises(Refused, match=r"404 .*there is no such route"):
+    with pytest.raises(Refused, match=r"404 .*no such route"):
         await request(urls, "POST", f"{path}/v1/embeddings", key, {})
     with pytest.raises(Refused, match=r"400 .*no token was sampled"):
         await request(urls, "POST", f"{path}/end", key, {"reward": 1})

@@ -65,7 +65,7 @@ class Endpoint:
     async def _find(self, key: str) -> Session:
         session = self._sessions.get(key)
         if session is None:
-            raise Unauthenticated("API key: no session has it")
+            raise Unauthenticated("API key: it belongs to no session")
         return session
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

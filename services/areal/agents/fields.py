@@ -78,7 +78,7 @@ def score(body: Mapping[str, Any]) -> Score | None:
     if value is not None:
         return Score(value, _parts(parts or {}))
     if parts:
-        raise InvalidInput("reward: expected a number beside parts, got none")
+        raise InvalidInput("reward: expected a number in addition to parts, got none")
     return None
 
 

@@ -52,7 +52,9 @@ def previous_of(body: Mapping[str, Any], session_id: str) -> int | None:
         return None
     number = number_of(known)
     if number is None or known != f"{KIND}-{session_id}-{number}":
-        raise NotFound(f"previous_response_id {known[:80]!r}: no response of this session has it")
+        raise NotFound(
+            f"previous_response_id {known[:80]!r}: no response of this session has this id"
+        )
     return number
 
 

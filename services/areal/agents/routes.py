@@ -76,7 +76,7 @@ async def _route(
         return _json({"object": "list", "data": [model]})
     route = _POSTS.get(path.removeprefix("/inference/v1")) if method == "POST" else None
     if route is None:
-        raise NotFound(f"{method} {path}: there is no such route")
+        raise NotFound(f"{method} {path}: no such route")
     retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
     return await route(session, body_of(content), retry)
 

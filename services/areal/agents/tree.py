@@ -69,7 +69,9 @@ def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
     if not kept:
         raise WorkflowError("session: no token was sampled")
     if outcome is None and all(calls[i].reward is None for i in kept):
-        raise InvalidInput("reward: the session has none: expected a number, for all or for a call")
+        raise InvalidInput(
+            "reward: none was sent; expected a number, for the session or for an answer"
+        )
     chains = _chains(kept, parents)
     return Merged([_trajectory(calls, chain, outcome) for chain in chains], chains, sorted(orphans))
 

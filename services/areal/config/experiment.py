@@ -53,9 +53,10 @@ class BaseExperimentConfig:
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
-    """Inference servers, and the trainer's ranks: `d8` shares of a batch, `s4` of which shard the
-    weights, `t2` tensor, `c2` context, `e4` expert parallel; `sglang.d2p1t1+d1p1t1` is read too.
-    `fsdp:d1` without servers: the recipe trains on rows alone, and no service is started."""
+    """The number of inference servers and the layout of trainer ranks: `d8` data-parallel ranks,
+    weights sharded over `s4` of them, `t2` tensor, `c2` context, `e4` expert parallel.
+    `sglang.d2p1t1+d1p1t1` is accepted too. With `fsdp:d1` alone, without servers, the recipe trains
+    on rows and no service is started."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -65,7 +66,7 @@ class BaseExperimentConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Where the metrics of each step go beside metrics.jsonl. `wandb` is offline without a key in
+    """Where the metrics of each step go besides metrics.jsonl. `wandb` is offline without a key in
     the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder. Their
     packages, wandb and tensorboardX, are not installed with the library."""
     stack: StackConfig = field(default_factory=StackConfig)

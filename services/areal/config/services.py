@@ -53,7 +53,7 @@ class DatasetConfig:
 
 @dataclass
 class RolloutConfig:
-    """Generation: how much at once, and how stale."""
+    """Generation: how much runs at once, and how stale it may become."""
 
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
     """Groups running at once, over all rollout workers."""
@@ -62,18 +62,18 @@ class RolloutConfig:
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
     """A worker that is silent for this long loses its leases."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
-    """How long loading the model may take: the whole stack until it is ready, the first inference
-    server, a server's update to a new version."""
+    """Deadline for everything that loads the model: until the whole stack is ready, until the first
+    inference server is, and a server's update to a new version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
-    """One generation request, from sending to its last token. An episode may take 4 times as long,
-    and the trainer waits 3 times as long for a batch before it gives up with a named cause."""
+    """Deadline for one generation request, from sending it to its last token. An episode may take 4
+    times as long. The trainer waits 3 times as long for a batch, then ends with the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
     or the same error ended all of its first tasks (a batch of them, 16 to 64). 1: never."""
     dynamic_sampling: bool = False
-    """A group to train on whose samples all have the same reward is rejected: it would teach
-    nothing. `prepare_batch` takes another row in its place (DAPO); a batch of `rollout_batch` gets
-    smaller."""
+    """Reject a training group if all its samples have the same reward, because it would teach
+    nothing. `prepare_batch` takes another row in its place (DAPO); with `rollout_batch` the batch
+    gets smaller."""
 
     @property
     def batch_timeout_s(self) -> float:

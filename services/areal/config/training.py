@@ -146,12 +146,12 @@ class EngineConfig:
 
 @dataclass
 class LoraConfig:
-    """Adapters of rank `rank` beside linear layers, trained instead of the model (LoRA)."""
+    """Adapters of rank `rank` for linear layers, trained instead of the model (LoRA)."""
 
     rank: Annotated[int, Gt(0)] = 16
-    """Rows of A and columns of B: their memory, and what they can learn."""
+    """Rows of A and columns of B; a higher rank can learn more and takes more memory."""
     alpha: Annotated[int, Gt(0)] = 32
-    """The product of both is multiplied by alpha / rank."""
+    """The product of A and B is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
     """Last names of the language decoder's linear layers, such as q_proj; empty: all of them."""
 
@@ -167,11 +167,11 @@ class TrainEngineConfig(EngineConfig):
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batches."""
     gradient_checkpointing: bool | Checkpointing | None = None
-    """What the backward pass computes again instead of keeping it. `none` or false: nothing;
-    `selective`: all but products of matrices and attention (less than half the memory, nearly the
-    speed); `full` or true: each layer from its input (a third more operations); `offload`: the
-    same, and the inputs wait in host memory. null: the first of these that fits by the estimate of
-    `areal doctor`; `none` on a CPU."""
+    """What the backward pass computes again instead of keeping it. `none` or false: nothing.
+    `selective`: everything except matrix products and attention (less than half the memory, nearly
+    the same speed). `full` or true: each layer from its input (a third more operations). `offload`:
+    the same, with the inputs in host memory. null: the first of these that fits according to the
+    estimate of `areal doctor`; `none` on a CPU."""
     kernels: Kernels = "eager"
     """What computes a layer's norms, rotary embeddings and gates: `eager` (one operation after the
     other), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
@@ -184,9 +184,9 @@ class TrainEngineConfig(EngineConfig):
     reference: RefConfig | None = field(default=None, metadata=_NOT_A_KEY)
     """The frozen model on the same ranks, for the same estimate: the experiment's `ref`."""
     lora: LoraConfig | None = None
-    """Train adapters, at about ten times the learning rate; `actor.lora={}` takes its defaults,
-    null trains the whole model. With an empty `ref.path` the reference is the actor without
-    them."""
+    """Train adapters; use about ten times the learning rate. `actor.lora={}` takes the defaults,
+    null trains the whole model. With an empty `ref.path` the reference is the actor without its
+    adapters."""
 
 
 @dataclass
@@ -215,7 +215,7 @@ class PPOActorConfig(TrainEngineConfig):
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """What the loss is the mean of, over a minibatch of all ranks. `token_mean`: tokens.
     `sequence_mean`: sequences, each the mean of its tokens. `constant`: sequences, each the sum of
-    its tokens over `gconfig.max_new_tokens`, so that length has no say (Dr. GRPO)."""
+    its tokens over `gconfig.max_new_tokens`, so that length has no influence (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
@@ -225,20 +225,20 @@ class PPOActorConfig(TrainEngineConfig):
     null turns it off."""
     prox_logp_method: Literal["recompute", "loglinear", "unweighted", "behavior"] = "recompute"
     """What the ratio is clipped around. `recompute`: the policy at the start of the update; each
-    token is weighted by exp(proximal - behavior), for what has changed since it was sampled
-    (decoupled PPO).
+    token is weighted by exp(proximal - behavior), to correct for the policy's change since the
+    token was sampled (decoupled PPO).
     `loglinear`: the same, interpolated by token version, without the extra forward pass.
     `unweighted`: the policy at the start of the update, no weight. `behavior`: the sampler, no
     weight (plain PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
-    """What becomes of a larger weight exp(proximal - behavior), `behavior_weight_mode` says; null:
-    nothing."""
+    """Cap on the weight exp(proximal - behavior); `behavior_weight_mode` says what happens to a
+    larger weight. null: no cap."""
     behavior_weight_mode: BehaviorWeightMode = "token_mask"
     """`token_mask`: a token with a weight above the cap is left out of the loss; `token_truncate`:
     its weight is the cap. `sequence_mask`, `sequence_truncate`: the same with one weight for all
-    tokens of a sequence, the product of theirs. `second_moment`: tokens are left out, those that
-    changed most first, until the mean squared log weight of the others is below the cap (M2PO);
-    takes an extra forward pass."""
+    tokens of a sequence, the product of its tokens' weights. `second_moment`: tokens are left out,
+    starting with those that changed most, until the mean squared log weight of the others is below
+    the cap (M2PO); takes an extra forward pass."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
@@ -246,8 +246,8 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: Annotated[float, Gt(0)] = 20.0
     """A sequence's reward, after bias and scaling, is clipped to +- this."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
-    """Subtract a penalty that grows linearly over the last this many of the
-    `gconfig.max_new_tokens` tokens (DAPO); 0: no penalty."""
+    """Number of tokens at the end of `gconfig.max_new_tokens` over which a penalty grows linearly
+    and is subtracted from the reward (DAPO); 0: no penalty."""
     overlong_penalty_factor: float = field(default=1.0, metadata=_NOT_A_KEY)
     """Penalty at `max_response_tokens` and beyond."""
     max_response_tokens: int = field(default=0, metadata=_NOT_A_KEY)
@@ -255,8 +255,8 @@ class PPOActorConfig(TrainEngineConfig):
     mask_no_eos_with_zero: bool = False
     """A sequence that was cut off before end-of-sequence gets reward 0 (batch key `truncated`)."""
     reward_norm: RewardNorm | None = None
-    """MEAN/STD: over what to take the mean that is subtracted from a sequence's reward, and the
-    standard deviation that then divides it. Each is `group`, `batch` or `none`; the mean can also
+    """MEAN/STD: the set of rewards whose mean is subtracted from a sequence's reward, and the set
+    whose standard deviation then divides it. Each is `group`, `batch` or `none`; the mean can also
     be `leave1out` (the mean of the group's other samples; a group of one gets 0). For a group of
     one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled alike."""
     kl_ctl: float = 0.0
@@ -266,9 +266,9 @@ class PPOActorConfig(TrainEngineConfig):
     """Weight, in the loss, of the KL divergence of the policy from the reference. Its gradient is
     that of the divergence, whichever estimator is reported."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Which estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
+    """The estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
     entropy_ctl: float = 0.0
-    """Weight, in the loss, of the policy's entropy, which is then kept high."""
+    """Weight, in the loss, of a bonus for the policy's entropy; it keeps the entropy high."""
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's gamma."""
     gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
@@ -299,9 +299,9 @@ class CriticConfig:
     """
 
     lr: Annotated[float, Gt(0)] = 1e-5
-    """Peak learning rate; the rest of its optimizer is as the actor's."""
+    """Peak learning rate; the other optimizer settings are the actor's."""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """Train steps at the start of a run in which the critic alone is trained."""
+    """Train steps at the start of a run in which only the critic is trained."""
 
     def engine(self, actor: PPOActorConfig) -> TrainEngineConfig:
         """Returns the configuration of its engine."""

@@ -72,7 +72,7 @@ def _sequence(
     tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], turns: Sequence[int]
 ) -> Tokens:
     if not turns:
-        raise InvalidInput("messages: no turn of the assistant, so there is nothing to learn")
+        raise InvalidInput("messages: no assistant turn, so there is nothing to learn")
     text, spans = _marked(tokenizer, messages, turns) or _differences(tokenizer, messages, turns)
     encoded = tokenizer.backend.encode(text, add_special_tokens=False)
     mask = [False] * len(encoded.ids)
@@ -117,8 +117,8 @@ def _differences(
         after = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise InvalidInput(
-                f"messages[{turn}]: the chat template writes this turn in another way than it asks "
-                "for it (some drop the reasoning of earlier turns), so its tokens cannot be told; "
+                f"messages[{turn}]: the chat template writes this turn differently from its prompt "
+                "(some drop the reasoning of earlier turns), so its tokens cannot be identified; "
                 "expected a template with {% generation %} marks, or a row that ends with it"
             )
         spans.append((len(before), len(after)))

@@ -65,7 +65,9 @@ def _processor(model: Path) -> tuple[Any, int, int]:
     config = read_config(model)
     vision = config.get("vision_config")
     if "image_token_id" not in config or not isinstance(vision, dict):
-        raise InvalidInput(f"model {str(model)!r} sees no images: expected rows without `images`")
+        raise InvalidInput(
+            f"model {str(model)!r} does not take images: expected rows without `images`"
+        )
     try:
         process = AutoImageProcessor.from_pretrained(model, backend="pil")
     except (OSError, ValueError, ImportError) as error:

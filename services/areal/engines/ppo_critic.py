@@ -52,7 +52,7 @@ class FSDPPPOCritic:
         if not isinstance(actor, FSDPPPOActor):
             raise InvalidInput(
                 "FSDPPPOCritic(config.critic): expected FSDPPPOActor(config.actor) before it, "
-                "whose checkpoints hold it"
+                "whose checkpoints contain it"
             )
         ppo = actor.engine.config
         assert isinstance(ppo, PPOActorConfig)

@@ -84,7 +84,7 @@ def pinned(session: TrainerSession, name: str, version: int | None) -> int | Non
     if version is None:
         return served if served == session.step else None
     if version != served:
-        gone = "served no longer" if version < served else "not published yet"
+        gone = "no longer served" if version < served else "not published yet"
         raise errors.NotFound(
             f"evaluation {name!r}: version {version} is {gone}; servers are brought to {served}"
         )

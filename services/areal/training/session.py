@@ -325,7 +325,7 @@ class TrainerSession(Ranks):
         """
         if self._checkpoints.actor is not None:
             raise errors.InvalidInput(
-                "a second trainable actor: expected one, since a checkpoint holds one "
+                "a second trainable actor: expected one, because a checkpoint contains one "
                 "(a frozen model is FSDPPPOActor(config.ref))"
             )
         self._checkpoints.actor = actor

@@ -175,7 +175,7 @@ class Delta:
             gaps = _unplanes(raw[: 4 * changed], changed, 4)
             where = np.cumsum(gaps, dtype=np.uint64)
             if int(where[-1]) >= words.size or not (gaps[1:] > 0).all():
-                raise ValueError("positions outside of the tensor, or twice the same")
+                raise ValueError("positions outside of the tensor, or a position twice")
             words[where] ^= _unplanes(raw[4 * changed :], changed, width)
         except (ValueError, zstandard.ZstdError) as error:
             raise InvalidInput(f"{FILE}: tensor {name}: {error}") from None

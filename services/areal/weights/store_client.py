@@ -192,7 +192,7 @@ class StoreConnection:
             raise TransportError(f"weight store {self.url}: {error}") from None
         if len(body) > limit:
             self._http.close()
-            raise TransportError(f"weight store {self.url}: an answer of over {limit} bytes")
+            raise TransportError(f"weight store {self.url}: an answer of more than {limit} bytes")
         return body
 
 

@@ -86,7 +86,7 @@ class Conversation:
             if message["role"] == "assistant" and self._responses:
                 raise InvalidInput(
                     f"messages[{index}]: role 'assistant' after the opening: expected 'user', "
-                    f"'tool' or 'system'; what the model said comes by add_response"
+                    f"'tool' or 'system'; use add_response for the model's answers"
                 )
         if not messages:
             raise InvalidInput("messages: expected at least one")
@@ -108,8 +108,8 @@ class Conversation:
         """
         if list(response.input_tokens) != self.input_ids:
             raise WorkflowError(
-                f"Conversation: answer {len(self._responses)} was sampled for other ids than "
-                f"input_ids; a rewritten history needs a Conversation of its own"
+                f"Conversation: answer {len(self._responses)} was sampled for ids other than "
+                f"input_ids; a rewritten history needs a new Conversation"
             )
         reply = self._renderer.parse(response.output_tokens)
         self._ids = [*self.input_ids, *response.output_tokens]

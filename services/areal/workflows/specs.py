@@ -117,7 +117,7 @@ def _encode(value: Any, where: str) -> Any:
                 raise InvalidInput(f"{where}: key {key!r}: expected a string not starting with $")
         return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
     raise InvalidInput(
-        f"{where}: {type(value).__name__} does not travel to workers: expected JSON values, "
+        f"{where}: {type(value).__name__} cannot be sent to workers: expected JSON values, "
         f"a dataclass, or a function of the recipe"
     )
 

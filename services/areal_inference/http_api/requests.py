@@ -107,7 +107,7 @@ async def read_object(request: HttpRequest, allowed: dict[str, type]) -> dict[st
         raise SchemaError("body: expected a JSON object")
     for name, value in body.items():
         if name not in allowed:
-            raise SchemaError(f"unknown field {name!r}, expected some of {sorted(allowed)}")
+            raise SchemaError(f"unknown field {name!r}, expected one of {sorted(allowed)}")
         expected = allowed[name]
         if value is not None and expected is not object and type(value) is not expected:
             raise SchemaError(f"{name}: {value!r}, expected {expected.__name__}")

@@ -206,7 +206,7 @@ def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> lis
                 f"tensor {name} has dtype {dtype!r:.50}, expected one of {sorted(_SAFETENSORS)}"
             )
         if name in seen:
-            raise WeightError(f"tensor {name} comes twice")
+            raise WeightError(f"tensor {name} is in the request twice")
         seen.add(name)
         planned.append(WeightTensor(name, own[name], _SAFETENSORS[dtype], str(digest)))
     return planned

@@ -226,7 +226,9 @@ class DeltaSource:
         """See `Source`."""
         data = self._held(stored.place.name)
         if data.nbytes != stored.place.end:
-            raise InvalidInput(f"{FILE}: tensor {stored.place.name} is of another type than held")
+            raise InvalidInput(
+                f"{FILE}: tensor {stored.place.name} has another dtype than the server's"
+            )
         self._delta.apply(stored.place.name, stored.place.dtype, data)
         return data
 

@@ -105,7 +105,7 @@ def _place(
             f"{len(grid)}, one for each of image_data"
         )
     if ids[-1] == vision.image_token_id:
-        raise InvalidInput("input_ids: end with an image, expected text behind it")
+        raise InvalidInput("input_ids: end with an image, expected text after it")
     filled: list[int] = []
     places: list[Tensor] = []
     positions: list[Tensor] = []

@@ -71,10 +71,10 @@ def show_token(run: Path | None) -> int:
     """Prints the token that a running stack asks for."""
     folder = find_run(run)
     if not folder.held():
-        raise NotFound(f"{folder.path}: not running, and each start makes its own token")
+        raise NotFound(f"{folder.path}: not running, and each start generates a new token")
     token = Security.load(load_service_config(folder.config_file).security).token
     if not token:
-        raise NotFound(f"{folder.path}: this stack asks for no token")
+        raise NotFound(f"{folder.path}: this stack requires no token")
     say(token)
     return 0
 

@@ -140,7 +140,7 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
             f"--to {str(to)!r}: expected a name that ends in {' or '.join(_SUFFIXES)}"
         )
     if to.exists():
-        raise InvalidInput(f"--to {str(to)!r}: exists, expected a file that is not there yet")
+        raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new file")
     folder = _folder(run)
     low, high = folder.steps[0] if first is None else first, last or folder.steps[-1]
     steps = [step for step in folder.steps if low <= step <= high]

@@ -80,7 +80,7 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     run_folder = find_run(run, live=False)
     checkpoints = {each.step: each for each in _checkpoints(run_folder.path)}
     if to.exists():
-        raise InvalidInput(f"--to {str(to)!r}: exists, expected a folder that is not there yet")
+        raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new folder")
     step: int | None
     if which == "latest":
         step = max(checkpoints, default=None)

@@ -116,7 +116,7 @@ def test_tls_when_incomplete_then_the_missing_file_is_named(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"tls\.key': No such file"):
         Security.load(SecurityConfig(tls_dir=str(tmp_path)), {})
     (tmp_path / "tls.key").write_text("no key")
-    with pytest.raises(ConfigError, match=r"security\.tls_dir .*tls\.key holds no PEM"):
+    with pytest.raises(ConfigError, match=r"security\.tls_dir .*tls\.key is not a PEM file"):
         Security.load(SecurityConfig(tls_dir=str(tmp_path)), {})
 
 

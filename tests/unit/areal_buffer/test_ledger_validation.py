@@ -40,7 +40,7 @@ def test_task_id_when_anything_else_is_in_it_then_refused_in_one_line(task_id: s
 
 
 def test_task_ids_when_one_is_twice_then_named() -> None:
-    with pytest.raises(InvalidInput, match="'b' is there twice"):
+    with pytest.raises(InvalidInput, match="'b' appears twice"):
         check_task_ids(["a", "b", "c", "b"])
     assert check_task_ids(["a", "b"]) == ["a", "b"]
 

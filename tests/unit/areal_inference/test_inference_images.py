@@ -181,7 +181,7 @@ def test_generate_when_images_are_wrong_then_one_line_says_so(
 
 def test_generate_when_the_model_sees_nothing_then_images_are_refused(engine: Engine) -> None:
     body = {"input_ids": PROMPT, "image_data": [url(TALL), url(SQUARE)]}
-    with pytest.raises(RequestError, match="this model sees no images"):
+    with pytest.raises(RequestError, match="this model does not take images"):
         parse_generate(body, engine.limits, None)
 
 

@@ -58,7 +58,7 @@ def test_token_when_no_run_is_named_then_that_of_the_running_one(
 def test_token_when_the_stack_does_not_run_then_one_line_that_says_so(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(NotFound, match="not running, and each start makes its own token"):
+    with pytest.raises(NotFound, match="not running, and each start generates a new token"):
         show_token(folder.path)
     assert capsys.readouterr().out == ""
 
@@ -72,5 +72,5 @@ def test_token_when_its_file_is_gone_then_it_is_named(folder: RunFolder) -> None
 def test_token_when_the_stack_has_none_then_said(folder: RunFolder) -> None:
     config = build_config(GRPOConfig, None, [f"run_root={folder.path.parents[1]}"])
     save_config(config, folder.config_file)
-    with running(folder), pytest.raises(NotFound, match="asks for no token"):
+    with running(folder), pytest.raises(NotFound, match="requires no token"):
         show_token(folder.path)

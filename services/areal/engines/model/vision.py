@@ -128,8 +128,8 @@ def _per_sequence(hf: Any, batch: Batch, is_image: Tensor) -> tuple[list[int], T
         own = batch["image_group"] == group
         if (expected := int(size[own].sum())) != tokens:
             raise InvalidInput(
-                f"a prompt has {tokens} tokens in whose place an image stands: expected "
-                f"{expected}, as its group's {int(own.sum())} images fill"
+                f"a prompt has {tokens} tokens that stand for images: expected "
+                f"{expected}, for the {int(own.sum())} images of its group"
             )
         if tokens:
             first[number] = before[own][0]

@@ -141,7 +141,9 @@ class RolloutFolder:
         for base in (Path(), self.folder.parents[3] if len(self.folder.parents) > 3 else Path()):
             if (base / named).is_dir():
                 return base / named
-        raise InvalidInput(f"model {named!r} of {str(self.folder)!r}: not there, so no text")
+        raise InvalidInput(
+            f"model {named!r} of {str(self.folder)!r}: does not exist, so texts cannot be shown"
+        )
 
 
 def by_task(kept: Sequence[Kept]) -> dict[str, list[Kept]]:

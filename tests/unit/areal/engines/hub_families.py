@@ -38,7 +38,7 @@ _LATENT = {
     "v_head_dim": 8,
 }
 IMAGE = 90
-"""The token in whose place an image stands, of those with a vision tower."""
+"""The token that stand for images, of those with a vision tower."""
 _VISION = {
     "depth": 2,
     "hidden_size": 32,

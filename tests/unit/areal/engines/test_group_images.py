@@ -87,7 +87,7 @@ def test_groups_when_none_has_images_then_the_batch_is_text(model):
 
 def test_groups_when_images_cannot_be_seen_then_are_refused_in_one_line(model, tmp_path):
     blind = make_family("qwen2", tmp_path / "blind")
-    with pytest.raises(InvalidInput, match="sees no images: expected rows without `images`"):
+    with pytest.raises(InvalidInput, match="does not take images: expected rows without `images`"):
         pack_groups_with_images([group("a", ["tall"])], blind)
     bare = make_family("qwen2_5_vl", tmp_path / "bare")
     with pytest.raises(InvalidInput, match="no image processor: "):

@@ -29,6 +29,6 @@ def test_evaluation_when_servers_are_ahead_then_any_version_answers(
 
 
 def test_evaluation_when_another_version_is_asked_for_then_refused_by_name() -> None:
-    for asked, gone in ((4, "served no longer"), (6, "not published yet")):
+    for asked, gone in ((4, "no longer served"), (6, "not published yet")):
         with pytest.raises(NotFound, match=gone):
             pinned(Session(4, 5), "heldout", asked)

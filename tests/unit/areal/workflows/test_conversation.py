@@ -158,7 +158,7 @@ def test_conversation_when_messages_follow_the_last_answer_then_they_are_not_tra
 
 def test_conversation_when_answered_for_other_ids_then_refused():
     chat = Conversation(tiny(), ASK)
-    with pytest.raises(WorkflowError, match="answer 0 was sampled for other ids than input_ids"):
+    with pytest.raises(WorkflowError, match="answer 0 was sampled for ids other than input_ids"):
         chat.add_response(answered([USER_ID, *b"1+2=", ASSISTANT_ID], *b"3"))
     with pytest.raises(WorkflowError, match="no token was sampled"):
         chat.trajectory(1.0)
