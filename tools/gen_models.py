@@ -180,8 +180,8 @@ def render(rows: list[Row]) -> str:
         "micro-batch.",
         "",
         "Router replay is missing. The trainer chooses a token's experts again, and because of "
-        "rounding it can choose other experts than the",
-        "server did. So a mixture of experts has a higher `mismatch/kl` than a dense model. "
+        "rounding it can choose experts other than the",
+        "server's. So a mixture of experts has a higher `mismatch/kl` than a dense model. "
         "SGLang's `return_routed_experts` is not used.",
         "",
         *table(RIGHT),

@@ -160,4 +160,4 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 def nearest(name: str, options: Iterable[str]) -> str:
     """Returns the end of an error message: the option that `name` may mean, or all options."""
     known = sorted(options)
-    return did_you_mean(name, known) or (f"; there is {', '.join(known)}" if known else "")
+    return did_you_mean(name, known) or (f"; expected one of {', '.join(known)}" if known else "")

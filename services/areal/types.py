@@ -80,7 +80,7 @@ class GenerationHyperparameters:
     """Nucleus sampling; 1 turns it off. Logprobs are still those of the whole distribution, so
     training does not see the truncation: the run starts with a warning."""
     top_k: int = -1
-    """Top-k sampling; -1 turns it off. Logprobs and the warning are as for `top_p`."""
+    """Top-k sampling; -1 turns it off. Logprobs and the warning are the same as with `top_p`."""
     greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
     """Same as temperature 0. A workflow sets it."""
     stop_token_ids: list[int] = field(default_factory=list)

@@ -235,7 +235,7 @@ def test_logs_when_a_process_is_named_then_its_log(stack: RunningStack, tmp_path
     assert "serving" in shown.stdout
     unknown = areal("logs", "bufer", "--run", str(stack.run_dir), cwd=tmp_path)
     assert unknown.returncode == 2
-    assert "NAME 'bufer': no such log; there is buffer" in unknown.stderr
+    assert "NAME 'bufer': no such log; expected one of buffer" in unknown.stderr
 
 
 def test_up_when_the_trial_runs_already_then_one_line_with_its_pid(

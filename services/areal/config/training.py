@@ -94,7 +94,7 @@ class MicroBatchSpec:
     """How a batch is cut into micro-batches whose gradients are accumulated."""
 
     max_tokens_per_mb: Annotated[int, Gt(0)] = 10240
-    """Token budget of a micro-batch; a longer single sequence forms a micro-batch of its own."""
+    """Token budget of a micro-batch; a longer single sequence forms a separate micro-batch."""
     n_mbs: Annotated[int, Gt(0)] = field(default=1, metadata=_NOT_A_KEY)
     """Smallest number of micro-batches."""
 

@@ -117,7 +117,7 @@ def _pass_rates(file: Path, count: int) -> dict[int, float]:
             ) from None
     if rates and max(rates) >= count:
         raise InvalidInput(
-            f"evaluation {str(file)!r}: has row {max(rates)}, and there are {count} rows: expected "
+            f"evaluation {str(file)!r}: has row {max(rates)}, but there are {count} rows: expected "
             "the rows that were evaluated"
         )
     return rates

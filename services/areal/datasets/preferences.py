@@ -17,7 +17,7 @@ def sorted_digits(count: int, seed: int) -> list[dict[str, Any]]:
 
     Args:
         count: Number of rows.
-        seed: Random seed; no prompt comes twice.
+        seed: Random seed; no prompt is repeated.
 
     Raises:
         InvalidInput: There are not that many prompts.

@@ -15,7 +15,7 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
     """Returns posts of seven words. One word appears three times: it is the summary.
 
     Args:
-        count: Number of rows; no post comes twice.
+        count: Number of rows; no post is repeated.
         seed: Random seed.
 
     Raises:

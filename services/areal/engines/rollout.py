@@ -104,7 +104,7 @@ class RemoteSGLangEngine:
 
         Raises:
             WorkflowError: No row was accepted.
-            InvalidInput | WaitTimeout: As for `prepare_batch`.
+            InvalidInput | WaitTimeout: For the same reasons as `prepare_batch`.
         """
         check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)
@@ -136,15 +136,16 @@ class RemoteSGLangEngine:
         """Returns the current policy's mean reward on held-out rows; records it under `name`.
 
         The answers are in the run folder: evaluations/NAME-vVERSION.jsonl.
-        Every token must be sampled by `version`. None means the version of the last finished step,
-        or, while a resumed run replays steps, the version that is served. A result that was already
-        recorded at this step is returned as it is. So is the initial policy's result before a
-        resumed run's first step, because that policy is no longer served.
+        Every token must be sampled by `version`. None means the version of the last finished step.
+        While a resumed run replays steps, None means the version that is served. If a result was
+        already recorded at this step, it is returned without a new evaluation. This also holds for
+        the initial policy's result before a resumed run's first step, because that policy is no
+        longer served.
 
         Raises:
             NotFound: `version` is no longer served, or not published yet.
             WorkflowError: No row had a result.
-            WaitTimeout: As for `prepare_batch`.
+            WaitTimeout: For the same reasons as `prepare_batch`.
         """
         session = self.session
         session.publishing.settle()

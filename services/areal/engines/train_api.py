@@ -96,7 +96,7 @@ class TrainEngine(abc.ABC):
 
         Raises:
             InvalidInput: no batch was accumulated.
-            TrainingDiverged: as for `train_batch`; it carries the last batch.
+            TrainingDiverged: for the same reason as `train_batch`; it carries the last batch.
         """
 
     def train_batch(
@@ -193,7 +193,7 @@ class TrainEngine(abc.ABC):
         gathered.
 
         Args:
-            dtype: as for `iter_full_tensors`.
+            dtype: see `iter_full_tensors`.
             deliver: called in a thread of rank 0 with the tensors that `iter_full_tensors` yields,
                 as bytes. With `twice` it also gets a function that gathers them again; the next
                 change of the weights waits for that, too.

@@ -86,7 +86,8 @@ def pinned(session: TrainerSession, name: str, version: int | None) -> int | Non
     if version != served:
         gone = "no longer served" if version < served else "not published yet"
         raise errors.NotFound(
-            f"evaluation {name!r}: version {version} is {gone}; servers are brought to {served}"
+            f"evaluation {name!r}: version {version} is {gone}; servers are being "
+            f"updated to {served}"
         )
     return version
 

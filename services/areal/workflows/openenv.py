@@ -85,9 +85,7 @@ class OpenEnv:
             return json.dumps(seen, ensure_ascii=False)
         if not isinstance(seen, dict) or self._observation not in seen:
             known = ", ".join(seen) if isinstance(seen, dict) else type(seen).__name__
-            raise InvalidInput(
-                f"observation {self._observation!r}: no such field; there is {known}"
-            )
+            raise InvalidInput(f"observation {self._observation!r}: no such field; known: {known}")
         return str(seen[self._observation])
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class ToolWorkflow(RolloutWorkflow):
         """
         tool = self.tools.get(call.name)
         if tool is None:
-            result: Any = f"error: no tool {call.name!r}; there is {', '.join(self.tools)}"
+            result: Any = f"error: no tool {call.name!r}; expected one of {', '.join(self.tools)}"
         else:
             try:
                 checked = self.arguments[call.name].model_validate(call.arguments)

@@ -277,7 +277,10 @@ def open_changes(
         if wanted is None or wanted.base_digest != digest():
             return None
         if not 0 < wanted.size_bytes <= manifest.size_bytes:
-            raise InvalidInput(f"{location}: a delta of {wanted.size_bytes} bytes")
+            raise InvalidInput(
+                f"{location}: a delta of {wanted.size_bytes} bytes, "
+                f"expected 1 to {manifest.size_bytes}"
+            )
         buffer = bytearray(wanted.size_bytes)
         store.read_into(name, FILE, 0, memoryview(buffer))
     return DeltaSource(manifest, open_delta(buffer, wanted), held)

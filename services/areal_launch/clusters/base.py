@@ -74,7 +74,7 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     if max(allocation.inference_gpus, per_node) > gpus:
         raise ConfigError(
             f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} ranks on a "
-            f"node and gives each server {allocation.inference_gpus}"
+            f"node and gives each server {allocation.inference_gpus} GPUs"
         )
     servers = 0 if config.endpoints.inference else allocation.inference_replicas
     if trainer_nodes == 1 and per_node + servers * allocation.inference_gpus <= gpus:
@@ -101,7 +101,7 @@ def assign(config: BaseExperimentConfig, nodes: Sequence[Node], bind: str) -> Pl
         raise CannotStart(
             f"allocation_mode {config.allocation_mode!r}: takes {counts.nodes} nodes with "
             f"stack.gpus_per_node {config.stack.gpus_per_node} and {counts.ranks_per_node} trainer "
-            f"ranks on a node; there is {len(nodes)}"
+            f"ranks on a node; the job has {len(nodes)}"
         )
     width = allocation.inference_gpus
 

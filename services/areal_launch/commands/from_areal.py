@@ -255,7 +255,7 @@ RULES: dict[str, str | Rule] = {
     "cluster.n_gpus_per_node": "stack.gpus_per_node",
     "cluster": Rule("`allocation_mode` decides the nodes; services find each other by themselves"),
     "tokenizer_path": _TOKENIZER,
-    "train_dataset": Rule(f"how rows are read: {_IN_RECIPE}"),
+    "train_dataset": Rule("the recipe decides how rows are read"),
     "valid_dataset": Rule("the recipe loads it and calls `rollout.evaluate(rows, workflow)`"),
     "gconfig.top_k": Rule("`gconfig.top_k`; -1 turns it off", _top_k),
     "gconfig.max_tokens": "model.context_length",
@@ -325,17 +325,20 @@ RULES: dict[str, str | Rule] = {
     "recover.freq_steps": "checkpoint.freq_steps",
     "recover": Rule("a trial always resumes from its newest checkpoint"),
     "saver": Rule(
-        "`checkpoint.freq_steps`; `areal versions export` makes a Hugging Face folder of one"
+        "`checkpoint.freq_steps`; `areal versions export` writes a checkpoint as a Hugging Face "
+        "folder"
     ),
     "checkpointer": Rule("`checkpoint.freq_steps`"),
-    "evaluator": Rule("the recipe calls `rollout.evaluate(rows, workflow)` when it wants to"),
+    "evaluator": Rule(
+        "the recipe calls `rollout.evaluate(rows, workflow)` wherever you want an evaluation"
+    ),
     "stats_logger": Rule("`metrics.jsonl` in the run folder, and Prometheus"),
     "perf_tracer": Rule("OpenTelemetry: docs/tracing.md"),
     "memory_profiler": Rule("`train/peak_gib` in each row of `metrics.jsonl`"),
     "launcher": _ELSEWHERE,
     "scheduler": _ELSEWHERE,
     "server_only": Rule("`areal up` starts a stack without a trainer"),
-    "enable_offload": Rule("servers and trainer have GPUs of their own"),
+    "enable_offload": Rule("servers and trainer use separate GPUs"),
 }
 
 

@@ -199,7 +199,8 @@ def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -
     folder = find_run(run, live=False)
     files = {file.stem: file for file in sorted(folder.logs.glob("*.log"))}
     if name is not None and name not in files:
-        raise InvalidInput(f"NAME {name!r}: no such log; there is {', '.join(files) or 'none'}")
+        known = ", ".join(files) or "none"
+        raise InvalidInput(f"NAME {name!r}: no such log; expected one of {known}")
     chosen = {name: files[name]} if name is not None else files
     tails = {each: LogTail(file, from_end=True) for each, file in chosen.items()}
     width = max((len(each) for each in chosen), default=0)

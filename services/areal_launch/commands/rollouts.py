@@ -146,7 +146,7 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
     steps = [step for step in folder.steps if low <= step <= high]
     if not steps:
         raise InvalidInput(
-            f"steps {low} to {high}: expected some of {folder.steps[0]} to {folder.steps[-1]}"
+            f"steps {low} to {high}: expected steps from {folder.steps[0]} to {folder.steps[-1]}"
         )
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(f"{to.name}.tmp")
@@ -158,7 +158,8 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
             count = _write_jsonl(temporary, batches)
         if not count:
             raise InvalidInput(
-                f"--as {kind}: no rows in steps {low} to {high}: no group has different rewards"
+                f"--as {kind}: no rows in steps {low} to {high}: "
+                "no group has samples with different rewards"
             )
         temporary.replace(to)
     finally:

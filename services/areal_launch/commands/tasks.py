@@ -110,7 +110,7 @@ def _parse_task(
     for key, value in row.items():
         if key not in _KEYS:
             raise InvalidInput(
-                f"{where}: unknown key {key!r} beside 'data'; expected {', '.join(_KEYS)}"
+                f"{where}: unknown key {key!r} next to 'data'; expected {', '.join(_KEYS)}"
             )
         expected, fits = _KEYS[key]
         if not fits(value):

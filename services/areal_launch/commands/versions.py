@@ -64,7 +64,7 @@ def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
     found = [each for each in versions if each.version == version]
     if not found:
         kept = ", ".join(str(each.version) for each in versions)
-        raise NotFound(f"version {version}: not kept; there are {kept}")
+        raise NotFound(f"version {version}: not stored; stored: {kept}")
     # If several incarnations published this version, the last one counts.
     print_json(_as_json(found[-1], serving[version]))
     return 0

@@ -29,7 +29,7 @@ def test_type_when_not_given_then_the_recipe_is_ones_own() -> None:
     ("arguments", "why"),
     [
         (["trainer.type=stf"], "no such recipe; did you mean 'sft'"),
-        (["trainer.type=zzz"], "there is distill, dpo, grpo, null, ppo, rw, sft"),
+        (["trainer.type=zzz"], "expected one of distill, dpo, grpo, null, ppo, rw, sft"),
         (["mine.py", "trainer.type=sft"], "once, and instead of a recipe"),
         (["trainer.type=sft", "trainer.type=dpo"], "once, and instead of a recipe"),
     ],

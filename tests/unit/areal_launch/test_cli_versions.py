@@ -55,5 +55,5 @@ def test_show_when_two_incarnations_made_it_then_the_last_one_counts(
     assert shown["name"] == "v00000004-inc2"
     assert shown["tensors"][0]["digest"]
     assert Path(shown["path"]).is_dir()  # what model.path of a new trial is given
-    with pytest.raises(NotFound, match="version 7: not kept; there are 0, 3, 4, 4"):
+    with pytest.raises(NotFound, match="version 7: not stored; stored: 0, 3, 4, 4"):
         show_version(run, 7)

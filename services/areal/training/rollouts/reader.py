@@ -105,7 +105,7 @@ class RolloutFolder:
         """
         step = self.steps[-1] if step is None else step
         if step not in self.steps:
-            raise NotFound(f"step {step}: not kept; there are {self.steps[0]} to {self.steps[-1]}")
+            raise NotFound(f"step {step}: not kept; kept: {self.steps[0]} to {self.steps[-1]}")
         return by_task(self.read([step]))
 
     def task(self, task_id: str) -> list[Kept]:

@@ -102,7 +102,7 @@ async def test_reward_when_it_has_parts_then_they_are_kept_even_if_it_is_0(run):
     [
         (posts_a_bad_part, "BadRequestError: Error code: 400 - "),
         (breaks, "KeyError: 'nothing' ("),
-        (forgets_its_reward, "InvalidInput: reward: the session has none"),
+        (forgets_its_reward, "InvalidInput: reward: none was sent"),
     ],
 )
 async def test_run_when_it_fails_then_the_recipe_is_named(run, said):

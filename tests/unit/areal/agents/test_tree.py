@@ -96,7 +96,7 @@ def test_rewards_when_only_a_call_has_one_then_the_rest_is_zero():
 
 
 def test_session_when_no_reward_or_no_token_then_refused():
-    with pytest.raises(InvalidInput, match="reward: the session has none"):
+    with pytest.raises(InvalidInput, match="reward: none was sent"):
         merge([call([1], [2])])
     with pytest.raises(WorkflowError, match="no token was sampled"):
         merge([call([1], [])], 1)

@@ -53,7 +53,7 @@ def test_pass_rate_when_measured_then_rows_without_a_gradient_are_left_out(tmp_p
     assert of_pass_rate(ROWS, file, least=0.0) == [ROWS[0], ROWS[1], ROWS[4]]
     with pytest.raises(InvalidInput, match=r"no row has a mean reward of 0\.6 to 0\.9"):
         of_pass_rate(ROWS, file, least=0.6, most=0.9)
-    with pytest.raises(InvalidInput, match="has row 4, and there are 3 rows"):
+    with pytest.raises(InvalidInput, match="has row 4, but there are 3 rows"):
         of_pass_rate(ROWS[:3], file)
     file.write_text('{"step": 1}\n')
     with pytest.raises(InvalidInput, match=r"reward-v0\.jsonl:1: expected a line of"):

@@ -317,7 +317,7 @@ def test_show_when_no_task_is_named_then_the_newest_step_as_a_table(run, capsys)
         ("even", 1),
         ("odd", 0.5),
     ]
-    with pytest.raises(NotFound, match="step 3: not kept; there are 1 to 2"):
+    with pytest.raises(NotFound, match="step 3: not kept; kept: 1 to 2"):
         show(run, "", 3, as_json=False)
 
 
@@ -381,7 +381,7 @@ def test_export_when_for_sft_or_preferences_then_groups_of_equal_rewards_are_lef
 def test_export_when_asked_wrongly_then_one_line(run, tmp_path):
     with pytest.raises(InvalidInput, match=r"expected a name that ends in \.parquet or \.jsonl"):
         export(run, tmp_path / "x.csv", "rows", None, None)
-    with pytest.raises(InvalidInput, match="steps 5 to 2: expected some of 1 to 2"):
+    with pytest.raises(InvalidInput, match="steps 5 to 2: expected steps from 1 to 2"):
         export(run, tmp_path / "x.jsonl", "rows", 5, None)
     with pytest.raises(NotFound):
         export(tmp_path / "nowhere", tmp_path / "x.jsonl", "rows", None, None)

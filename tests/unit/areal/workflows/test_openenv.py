@@ -110,7 +110,7 @@ async def test_action_when_the_server_refuses_it_then_the_failure_says_which_fie
 
 async def test_observation_when_it_lacks_the_field_then_the_failure_names_those_there_are(server):
     _, episode = play(server[0], [["5"]], options={"observation": "said"})
-    with pytest.raises(InvalidInput, match="observation 'said': no such field; there is text"):
+    with pytest.raises(InvalidInput, match="observation 'said': no such field; known: text"):
         await episode
 
 

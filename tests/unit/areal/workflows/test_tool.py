@@ -57,7 +57,7 @@ async def test_tools_when_called_then_results_are_context_and_the_last_answer_is
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (call("divide", a=1), "error: no tool 'divide'; there is multiply, slow, fails"),
+        (call("divide", a=1), "error: no tool 'divide'; expected one of multiply, slow, fails"),
         (call("multiply", a="x"), "error: a: Input should be a valid integer"),
         (call("multiply", c=1), "error: a: Field required"),
         (call("multiply", a=1, c=1), "error: c: Extra inputs are not permitted"),
