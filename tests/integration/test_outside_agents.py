@@ -227,7 +227,7 @@ async def test_session_when_the_request_is_wrong_then_refused_in_one_line(urls, 
     await register(ledger)
     opened = await request(urls, "POST", "/v1/sessions", body={"ttl_s": 1.0})
     path, key = f"/sessions/{opened['id']}", opened["api_key"]
-    with pytest.raises(Refused, match=r"401 .*not that of this session"):
+    with pytest.raises(Refused, match=r"401 .*does not belong to this session"):
         await request(urls, "GET", path, "sk-another")
     with pytest.raises(Refused, match=r"404 .*unknown"):
         await request(urls, "GET", "/sessions/session-0-0", key)

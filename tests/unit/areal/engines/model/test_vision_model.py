@@ -104,7 +104,7 @@ def test_batch_when_its_images_are_wrong_then_is_refused_in_one_line(folder):
     engine, batch = engine_of(folder), image_batch()
     ids = batch["input_ids"].clone()
     ids[ids == IMAGE] = 5
-    with pytest.raises(InvalidInput, match=r"has 0 tokens in whose place an image .* expected 4"):
+    with pytest.raises(InvalidInput, match=r"has 0 tokens that stand for images: expected 4"):
         engine.forward({**batch, "input_ids": ids})
     fewer = {**batch, "pixel_values": batch["pixel_values"][1:]}
     with pytest.raises(InvalidInput, match=r"pixel_values.*expected \[80, D\], the patches of"):
