@@ -43,6 +43,7 @@ MINIATURES = {
     "and_no_more[2]",
     "clevr_count": f"{_SEEING}::test_clevr_count_when_run_then_servers_and_trainer_see_the_same_"
     "and_the_tower_learns",
+    "code_rl": f"{_TURNS}::test_code_rl_when_run_then_exactly_what_passes_its_tests_has_a_reward",
     "distill": f"{_INTEGRATION}/test_distill_recipe.py::test_distill_when_run_and_resumed_then_the_"
     "student_nears_its_teacher[keys0]",
     "dpo": f"{_PAIRS}[dpo-keys0]",

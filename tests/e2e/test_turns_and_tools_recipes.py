@@ -1,7 +1,12 @@
-"""Recipes whose episodes have several turns, tools, or a box for code, in miniature."""
+"""Recipes whose episodes have several turns, or whose answers run in a box, in miniature."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,7 +18,8 @@ from areal.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 SMALL = ("total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4")
 
 
@@ -43,3 +49,39 @@ def test_multi_turn_math_when_run_then_late_answers_are_discounted_and_feedback_
     assert again, "a model that knows few sums needs second tries"
     assert all(read.count("<|user|>") == 2 for _, read in again)
     assert not any("more" in said or "less" in said for said, _, _ in trained)
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_code_rl_when_run_then_exactly_what_passes_its_tests_has_a_reward(tmp_path: Path) -> None:
+    stack = RunningStack(tmp_path / "runs" / "code-rl" / "demo")
+    more = ("heldout_problems=20", "warm_start_loss=0.4", "train_dataset.batch_size=16")
+    summary, _ = run(stack, tmp_path, str(EXAMPLES / "code_rl.py"), *SMALL, *more)
+    assert summary["status"] == "finished"
+    trained = samples(stack, tmp_path / "runs/models/code-rl-seed0")
+    line = re.compile(r"f\(0\)= *(\d+) f\(1\)= *(\d+)")
+    for said, read, reward in trained:
+        [(low, high)] = line.findall(read)
+        right = re.fullmatch(rf" *{int(high) - int(low)}\*x\+ *{low}", said.removesuffix("<|end|>"))
+        assert reward == float(right is not None) or not right, said
+    assert {reward for _, _, reward in trained} == {0.0, 1.0}
+
+
+def test_code_rl_when_bubblewrap_is_missing_then_the_first_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    recipe = EXAMPLES / "code_rl.py"
+    script = (
+        f"import sys, importlib.util as u; s = u.spec_from_file_location('r', {str(recipe)!r});"
+        "m = u.module_from_spec(s); sys.modules['r'] = m; s.loader.exec_module(m);"
+        f"m.main(['--config', {str(recipe.with_suffix('.yaml'))!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(ROOT / "services")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "apt-get install bubblewrap" in done.stderr.splitlines()[-1]

@@ -147,6 +147,8 @@ ROWS = [
     _task("guess_number", "Environment, shuffled rewards (control)", STILL, "control=true"),
     _task("multi_turn_math", "Several tries: sums with feedback", Measure(least=0.15)),
     _task("multi_turn_math", "Several tries, shuffled rewards (control)", STILL, "control=true"),
+    _task("code_rl", "Code: expressions that pass tests", Measure(least=0.15)),
+    _task("code_rl", "Code, shuffled rewards (control)", STILL, "control=true"),
     _task("on_policy_distill", "On-policy distillation", Measure()),
     _task("reasoning_gym", "reasoning-gym's chain_sum", Measure(least=0.15)),
     _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),
