@@ -57,6 +57,7 @@ def test_delta_when_it_names_a_position_twice_then_refused() -> None:
     )
     twice = delta.Delta(len(header).to_bytes(8, "little") + header + frame)
     data = bytearray(before.tobytes())
-    with pytest.raises(InvalidInput, match="tensor w: positions outside of the tensor, or a position twice"):
+    told = "tensor w: positions outside of the tensor, or a position twice"
+    with pytest.raises(InvalidInput, match=told):
         twice.apply("w", "F32", memoryview(data))
     assert bytes(data) == before.tobytes(), "nothing was changed"
