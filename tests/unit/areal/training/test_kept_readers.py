@@ -1,14 +1,16 @@
-"""Kept rollouts in pandas, DuckDB and datasets, each where it is installed."""
+"""Kept rollouts and exports in pandas, DuckDB and datasets, each where it is installed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import parquet
-from tests.unit.areal.training.test_kept_rollouts import group, keep, writer_of
+from tests.unit.areal.training.test_kept_rollouts import group, keep, kept_run, writer_of
 
 from areal.training.rollouts.records import file_name
+from areal_launch.commands.rollouts import export
 
 IDS = [1, 2, 3, 65, 66]
 
@@ -64,3 +66,58 @@ def test_datasets_when_it_loads_the_folder_then_lists_are_lists(
     assert rows[0]["input_ids"] == IDS
     assert rows[0]["parts"] == [{"name": "correct", "value": 1.0}]
     assert rows[1]["parts"] == []
+
+
+KINDS = {"rows": 6, "sft": 2, "preferences": 2}
+
+
+@pytest.fixture(params=[(kind, suffix) for kind in KINDS for suffix in (".parquet", ".jsonl")])
+def exported(tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """(kind, file) of `areal export`."""
+    kind, suffix = request.param
+    to = tmp_path / f"out{suffix}"
+    assert export(kept_run(tmp_path, tiny_model), to, kind, None, None) == 0
+    return kind, to
+
+
+def check_rows(kind: str, rows: list[dict[str, Any]]) -> None:
+    """What every reader must find."""
+    assert len(rows) == KINDS[kind]
+    if kind == "rows":
+        assert [row["task_id"] for row in rows] == [*["even"] * 2, *["odd"] * 2, *["late"] * 2]
+        assert [float(row["reward"]) for row in rows] == [1.0, 1.0, 0.0, 1.0, 0.25, 0.75]
+        assert list(rows[3]["input_ids"]) == [1, 2, 3, 66, 66]
+        assert rows[3]["response"] == "BB"
+    elif kind == "sft":
+        assert [row["completion"] for row in rows] == ["BB", "BB"]
+    else:
+        assert [(row["chosen"], row["rejected"]) for row in rows] == [("BB", "AB")] * 2
+
+
+def test_export_when_pandas_opens_it_then_each_row_is_there(exported: tuple[str, Path]) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    kind, file = exported
+    parquet_file = file.suffix == ".parquet"
+    table = pandas.read_parquet(file) if parquet_file else pandas.read_json(file, lines=True)
+    check_rows(kind, table.to_dict("records"))
+
+
+def test_export_when_duckdb_opens_it_then_each_row_is_there(exported: tuple[str, Path]) -> None:
+    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
+    kind, file = exported
+    found = duckdb.sql(f"from '{file}'")
+    check_rows(kind, [dict(zip(found.columns, row, strict=True)) for row in found.fetchall()])
+
+
+def test_export_when_datasets_loads_it_then_each_row_is_there(
+    exported: tuple[str, Path], tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    if not hasattr(datasets, "load_dataset"):  # a folder of tests of that name
+        pytest.skip("datasets is not installed")
+    kind, file = exported
+    reader = "parquet" if file.suffix == ".parquet" else "json"
+    rows = datasets.load_dataset(
+        reader, data_files=[str(file)], split="train", cache_dir=str(tmp_path / "cache")
+    )
+    check_rows(kind, list(rows))

@@ -295,10 +295,15 @@ def test_any_groups_when_made_a_table_then_each_token_is_there(shapes):
 
 @pytest.fixture
 def run(tmp_path, tiny_model) -> Path:
+    return kept_run(tmp_path, tiny_model)
+
+
+def kept_run(tmp_path: Path, model: Path) -> Path:
+    """A run of two steps; groups `even`, `odd` and `late`."""
     run = tmp_path / "runs" / "x" / "y"
     run.mkdir(parents=True)
     (run / "stack.json").write_text("{}")
-    writer = writer_of(run, model=str(tiny_model))
+    writer = writer_of(run, model=str(model))
     keep(writer, 1, group("even", 1.0, 1.0), group("odd", 0.0, 1.0))
     keep(writer, 2, group("late", 0.25, 0.75))
     writer.close()
