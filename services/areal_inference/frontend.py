@@ -140,7 +140,7 @@ class Frontend:
         if not self.ready:
             raise Unavailable("server is starting: the model is being loaded")
         if self.engine.stuck_for > _STUCK_AFTER_S:
-            raise Unavailable(f"engine: in one step since {self.engine.stuck_for:.0f} s")
+            raise Unavailable(f"engine: in one step for {self.engine.stuck_for:.0f} s")
 
     def check_ready(self) -> None:
         """Pass once the model is loaded; raises Unavailable before."""

@@ -160,7 +160,7 @@ BAD = [
     (lambda r: r["shapes"].__setitem__(0, [3, 64]), "[3, 64]"),
     (lambda r: r["dtypes"].__setitem__(0, "int8"), "int8"),
     (lambda r: r["names"].__setitem__(1, r["names"][0]), "has shape"),
-    (lambda r: r["shapes"].pop(), "as many of each"),
+    (lambda r: r["shapes"].pop(), "the same number of each"),
     (lambda r: r["names"].__setitem__(0, ["a"]), "lists of strings"),
     (lambda r: r.update(group_name="nobody"), "nobody"),
 ]

@@ -160,7 +160,8 @@ class FSDPPPOActor:
             distillation: Which ids and which divergence.
 
         Returns:
-            As `ppo_update`, without what is of PPO; `train/loss` is the mean KL of a token.
+            The statistics of `ppo_update` without those of PPO; `train/loss` is the mean KL per
+            token.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite.

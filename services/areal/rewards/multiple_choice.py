@@ -21,7 +21,7 @@ _ALONE = re.compile(r"(?<![A-Za-z'])[\(\[\*]*([A-Z])[\)\]\*]*(?![A-Za-z'])")
 def multiple_choice_reward(
     completion: str, answer: str | int, choices: Sequence[Any] | None = None
 ) -> float:
-    r"""1.0 when the letter that the completion settles on is the right one, else 0.0.
+    r"""Returns 1.0 when the letter that the completion settles on is the right one, else 0.0.
 
     The choice is, in this order: the content of the last ``\boxed{}``; the last letter said to be
     the answer ("the answer is (B)"); the last capital letter standing alone.

@@ -11,7 +11,7 @@ from areal.errors import InvalidInput
 def regex_reward(
     completion: str, pattern: str, answer: str | None = None, fullmatch: bool = False
 ) -> float:
-    r"""1.0 when `pattern` is found in the completion, else 0.0.
+    r"""Returns 1.0 when `pattern` is found in the completion, else 0.0.
 
     With a group named `answer` in the pattern, the text it captures must also equal the row's
     `answer` (spaces around both are ignored). A pattern that backtracks forever is ended by the

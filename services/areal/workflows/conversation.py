@@ -41,8 +41,8 @@ class Conversation:
         """Renders the opening.
 
         Args:
-            renderer: Writes the model's chat format. A tokenizer means its own chat template
-                (`TemplateRenderer(tokenizer, enable_thinking=False)` sets template variables).
+            renderer: Writes the model's chat format. For a tokenizer, its own chat template is
+                used (`TemplateRenderer(tokenizer, enable_thinking=False)` sets template variables).
             messages: The messages before the model's first answer.
             tools: JSON schemas of the functions offered to the model.
 

@@ -190,8 +190,8 @@ def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> lis
     digests = body.get("digests") or [""] * len(names)
     if not len(names) == len(dtypes) == len(shapes) == len(digests):
         raise InvalidInput(
-            f"names, dtypes, shapes: {len(names)}, {len(dtypes)}, {len(shapes)} of them, "
-            "expected as many of each"
+            f"names, dtypes, shapes: {len(names)}, {len(dtypes)}, {len(shapes)} entries, "
+            "expected the same number of each"
         )
     if not all(type(text) is str for text in (*names, *dtypes, *digests)):
         raise InvalidInput("names, dtypes, digests: expected lists of strings")
