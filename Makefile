@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang images e2e-compose clean
+.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness images e2e-compose clean
 
 ##@ Start
 
@@ -83,6 +83,11 @@ sglang-gpu: .venv-sglang-gpu/.set-up ## SGLang with its CUDA build of torch in .
 
 test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embedded engine and real SGLang
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py $(ARGS)
+
+test-harness: $(STAMP) ## mini-swe-agent, unmodified, as an agent (in an environment of its own)
+	$(BIN)/python -m venv .venv-harness
+	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp
+	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness/bin/mini $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, made here (Debian: slurm-wlm munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)

@@ -89,6 +89,9 @@ class AgentWorkflow(RolloutWorkflow):
                 # The agent fell over a model that could not answer: that is not its fault.
                 raise session.failure from error
             raise
+        if session.failure is not None:
+            # The agent gave up on a model that could not answer; its reward says nothing.
+            raise session.failure
         if reward is None:
             return calls.merged(calls.outcome).trajectories
         outcome = reward if isinstance(reward, Score) else float(reward)

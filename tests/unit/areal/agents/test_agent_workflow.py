@@ -118,6 +118,21 @@ async def test_model_when_away_then_the_task_is_tried_again_and_the_agent_is_not
     assert (cause, more["detail"]) == (ReturnCause.INFRASTRUCTURE, "no server")
 
 
+async def gives_up(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as llm:
+        try:
+            await llm.chat.completions.create(model="any", messages=[ASK])
+        except openai.APIStatusError:
+            return 0.0
+    return 1.0
+
+
+async def test_model_when_away_and_the_agent_gives_up_then_the_task_is_tried_again():
+    ledger = await ended(gives_up, error=Unavailable("no server"))
+    [(cause, more)] = ledger.returned.values()
+    assert (cause, more["detail"]) == (ReturnCause.INFRASTRUCTURE, "no server")
+
+
 def test_workflow_when_described_then_a_worker_rebuilds_it():
     import sys
 

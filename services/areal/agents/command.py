@@ -1,0 +1,129 @@
+"""Runs an existing program as an agent: a process of its own that gets a base URL and a key.
+
+| the command                     | then                                                       |
+|---------------------------------|------------------------------------------------------------|
+| ends                            | its exit code and the end of its output are returned       |
+| is still running at `timeout_s` | it is killed; the exit code is None                        |
+| leaves processes behind         | they are killed with its process group                     |
+| is not found                    | InvalidInput                                               |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal.errors import InvalidInput
+
+OUTPUT_BYTES = 64 * 1024
+"""How much of the end of a command's output is kept."""
+_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """How a command ended."""
+
+    exit_code: int | None
+    """Negative: the number of the signal that ended it. None: it ran out of time."""
+    output: str
+    """The end of what it wrote to standard output and standard error, at most OUTPUT_BYTES."""
+
+
+async def run_command(
+    command: Sequence[str],
+    base_url: str,
+    api_key: str,
+    *,
+    timeout_s: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> CommandResult:
+    """Runs a program that calls the model through OpenAI's or Anthropic's API.
+
+    It finds the model by OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY. Of the caller's environment it gets PATH and the locale alone; standard
+    input is empty; HOME and TMPDIR are its working folder.
+
+    Args:
+        command: The program and its arguments; no shell reads them.
+        base_url: The `base_url` of AgentWorkflow's `run`.
+        api_key: The `api_key` of AgentWorkflow's `run`.
+        timeout_s: Longest run, in seconds.
+        folder: The working folder; None: a new one, deleted at the end.
+        environment: Further variables.
+
+    Raises:
+        InvalidInput: The program cannot be started.
+
+    Example:
+        >>> async def run(task, base_url, api_key):
+        ...     command = ["my-agent", "--task", task["question"]]
+        ...     result = await run_command(command, base_url, api_key, timeout_s=300)
+        ...     return float(task["answer"] in result.output)
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="areal-agent-", ignore_cleanup_errors=True) as made:
+            return await run_command(
+                command,
+                base_url,
+                api_key,
+                timeout_s=timeout_s,
+                folder=Path(made),
+                environment=environment,
+            )
+    variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
+    variables |= {"OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
+    variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url}
+    variables |= {"ANTHROPIC_BASE_URL": base_url, **(environment or {})}
+    # A pipe of our own: asyncio's would also wait for every process that inherited it.
+    reading, writing = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=folder,
+            env=variables,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        os.close(reading)
+        raise InvalidInput(f"command {command[:1]}: cannot be started ({error})") from error
+    finally:
+        os.close(writing)
+    output = asyncio.create_task(_read_end(reading))
+    exit_code: int | None = None
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                exit_code = await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        end = await output
+    return CommandResult(exit_code, end.decode(errors="replace"))
+
+
+async def _read_end(reading: int) -> bytes:
+    """Reads a pipe until nothing can write to it; returns its last OUTPUT_BYTES."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", buffering=0)
+    )
+    end = b""
+    try:
+        while part := await reader.read(OUTPUT_BYTES):
+            end = (end + part)[-OUTPUT_BYTES:]
+    finally:
+        transport.close()
+    return end
