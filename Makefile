@@ -86,7 +86,7 @@ test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embed
 
 test-harness: $(STAMP) ## mini-swe-agent, unmodified, as an agent (in an environment of its own)
 	$(BIN)/python -m venv .venv-harness
-	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp
+	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness/bin/mini $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, made here (Debian: slurm-wlm munge)

@@ -6,12 +6,16 @@
 | is still running at `timeout_s` | it is killed; the exit code is None                        |
 | leaves processes behind         | they are killed with its process group                     |
 | is not found                    | InvalidInput                                               |
+
+A process that left the process group (`setsid`) is not killed: run untrusted commands in a
+sandbox. What it writes is no longer read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +28,8 @@ from areal.errors import InvalidInput
 OUTPUT_BYTES = 64 * 1024
 """How much of the end of a command's output is kept."""
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")
+_REST_S = 1.0
+"""How long the rest of the output is read after the end of the command, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +75,19 @@ async def run_command(
         ...     return float(task["answer"] in result.output)
     """
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="areal-agent-", ignore_cleanup_errors=True) as made:
+        made = Path(tempfile.mkdtemp(prefix="areal-agent-"))
+        try:
             return await run_command(
                 command,
                 base_url,
                 api_key,
                 timeout_s=timeout_s,
-                folder=Path(made),
+                folder=made,
                 environment=environment,
             )
+        finally:
+            # In a thread: an agent's checkout may hold 100,000 files.
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
     variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
     variables |= {"OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
@@ -100,7 +110,8 @@ async def run_command(
         raise InvalidInput(f"command {command[:1]}: cannot be started ({error})") from error
     finally:
         os.close(writing)
-    output = asyncio.create_task(_read_end(reading))
+    end = bytearray()
+    output = asyncio.create_task(_read_end(reading, end))
     exit_code: int | None = None
     try:
         with suppress(TimeoutError):
@@ -110,20 +121,23 @@ async def run_command(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        end = await output
+        # The pipe has no end while a process outside the group holds it open.
+        _, unread = await asyncio.wait([output], timeout=_REST_S)
+        for task in unread:
+            task.cancel()
     return CommandResult(exit_code, end.decode(errors="replace"))
 
 
-async def _read_end(reading: int) -> bytes:
-    """Reads a pipe until nothing can write to it; returns its last OUTPUT_BYTES."""
+async def _read_end(reading: int, end: bytearray) -> None:
+    """Reads a pipe until nothing can write to it; keeps its last OUTPUT_BYTES in `end`."""
     reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", buffering=0)
-    )
-    end = b""
-    try:
-        while part := await reader.read(OUTPUT_BYTES):
-            end = (end + part)[-OUTPUT_BYTES:]
-    finally:
-        transport.close()
-    return end
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            while part := await reader.read(OUTPUT_BYTES):
+                end += part
+                del end[:-OUTPUT_BYTES]
+        finally:
+            transport.close()

@@ -155,7 +155,7 @@ def test_describe_when_reward_is_a_lambda_or_nested_then_refused(recipe):
 
 
 def test_describe_when_argument_is_an_object_then_names_the_argument(recipe):
-    with pytest.raises(InvalidInput, match=r"Agent\(gconfig=…\): PosixPath does not"):
+    with pytest.raises(InvalidInput, match=r"Agent\(gconfig=…\): PosixPath cannot be sent"):
         describe_workflow(recipe.Agent(recipe.reward_fn, Path("x")))
 
 

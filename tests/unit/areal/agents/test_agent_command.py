@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from tests.unit.areal.agents.scripted_model import Scripted, check_exact, serving
 from tests.waiting import until
 
-from areal.agents.command import OUTPUT_BYTES, run_command
+from areal.agents.command import OUTPUT_BYTES, CommandResult, run_command
 from areal.errors import InvalidInput
 
 AGENT = """
@@ -108,6 +110,22 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).p
         result = await run(program)
     assert result.exit_code == 0
     await until(lambda: ended(result.output))
+
+
+async def test_command_when_a_process_left_its_group_then_the_command_still_ends():
+    program = """
+import subprocess, sys
+child = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(child, start_new_session=True).pid)
+"""
+    result: CommandResult | None = None
+    try:
+        async with asyncio.timeout(20):
+            result = await run(program)
+    finally:
+        if result is not None:
+            os.kill(int(result.output), signal.SIGKILL)
+    assert result.exit_code == 0
 
 
 async def test_command_when_cancelled_then_it_is_killed(tmp_path):
