@@ -16,6 +16,7 @@ Steps are timed from the WARM_UP-th on. A JSON line for each run has wall and CP
 sample, tokens a sample, (seconds, reward) of each step and (seconds, accuracy) of each saved one;
 the last line has the ratios of the medians, TRL's over ours. `learning_time` is the time that TRL
 takes to its final accuracy (mean of its last three) over the time that ours takes to reach it.
+`--figure FILE` draws the held-out accuracies over the seconds since the first step.
 """
 
 from __future__ import annotations
@@ -233,6 +234,28 @@ def lead(our: dict[str, Any], their: dict[str, Any]) -> float:
     return times[1] / times[0] if times[0] and times[1] else 0.0
 
 
+def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Held-out accuracy over time: a line for each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "end_to_end"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    for (name, runs), color in zip(found.items(), ("tab:blue", "tab:orange"), strict=True):
+        for number, run in enumerate(runs):
+            label = {"ours": "AReaL", "trl": "TRL"}[name] if number == 0 else None
+            axes.plot(*zip(*run["heldout"], strict=True), color=color, linewidth=1.2, label=label)
+    axes.set_xlabel("seconds since the first step")
+    axes.set_ylabel("held-out accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -242,6 +265,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of TRL's process")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["uniform", "tailed"])
     parser.add_argument("--model", type=Path, help="a trained model's folder, for `learning`")
+    parser.add_argument("--figure", type=Path, help="an SVG file to draw, for `learning`")
     parser.add_argument("--contender", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--saved", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -282,6 +306,8 @@ def main() -> None:
                 ratios["learning_time"] = round(
                     statistics.median(map(lead, found["ours"], found["trl"])), 2
                 )
+            if case == "learning" and arguments.figure:
+                draw(found, arguments.figure)
     print(json.dumps(ratios))
 
 
