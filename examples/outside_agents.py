@@ -87,7 +87,7 @@ def main(argv):
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)
     for _ in range(actor.get_version(), config.total_train_steps):
-        batch = rollout.prepare_batch(None)  # no rows: sessions of agents outside
+        batch = rollout.prepare_batch(None)  # no rows: sessions of outside agents
         actor.compute_advantages(batch)
         actor.ppo_update(batch)
         actor.upload_weights(WeightUpdateMeta.from_disk())

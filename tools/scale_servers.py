@@ -2,7 +2,7 @@
 
 A server answers what weight-sync and rollout workers ask. It generates random tokens at its own
 speed (log-normal over the servers; one in fifty is ten times slower); lengths are log-normal. An
-update takes a while; each token is labelled with the version that sampled it.
+update takes a while; each token is labeled with the version that sampled it.
 
 The first `--first` requests of each server only have the rest of a length to go, as if they had
 been found running: else all that began together would end together, and what is measured before

@@ -44,7 +44,7 @@ _BEARER = re.compile(r"(?i)\b(bearer )[A-Za-z0-9._~+/=-]{16,}")
 
 @dataclass
 class SecurityConfig:
-    """Access control. Every secret is in a file (or a variable); none of them is in this file."""
+    """Access control. Secrets are in files or variables, never in the experiment file."""
 
     dir: str = ""
     """Folder of the secrets. `token` is the bearer token for every gRPC and HTTP endpoint (16

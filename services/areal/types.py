@@ -65,7 +65,7 @@ class StopReason(StrEnum):
 
 @dataclass
 class GenerationHyperparameters:
-    """Sampling parameters. This is also the config section `gconfig`, so all types are plain."""
+    """Sampling parameters."""
 
     n_samples: Annotated[int, Ge(1)] = 1
     """Samples per task, that is, the size of its group."""
@@ -211,7 +211,7 @@ class Trajectory:
     completion_text: str = ""
     images: tuple[bytes, ...] = ()
     """Files of the images of its prompt, in order; each is one token of `input_ids`. All
-    trajectories of a group have the same."""
+    trajectories of a group have the same images."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The parts of its reward before weighting (`areal.rubric`); for people and metrics."""
 
@@ -257,5 +257,5 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
-        """Publishes weights below `path`, which every server can read; default: as configured."""
+        """Publishes weights below `path`, a folder that all servers can read; "": as configured."""
         return cls(type="disk" if path else "", path=path)

@@ -1,4 +1,4 @@
-"""Tasks that agents outside run: opened, recorded call by call, read by whichever process serves.
+"""Tasks that outside agents run: opened, recorded call by call, read by whichever process serves.
 
 A session is a task under a lease of its own: `open` submits and leases it in one transition, every
 recorded call renews the lease, `complete` (the same as for any episode) or `sweep` ends it. Its

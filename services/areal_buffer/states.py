@@ -10,7 +10,7 @@ submitted -> queued -> running -> completed -> batched -> trained
 |  +-- submitted again, its result read and released --- delivered
 +-> completed / delivered / rejected: the lease had expired, the work came late
 
-A session, which an agent outside runs, begins as running, and expires where it would be queued.
+A session, which an outside agent runs, begins as running, and expires where it would be queued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sessions of agents outside: opened here, their calls passed on to a rollout worker.
+"""Sessions of outside agents: opened here, their calls passed on to a rollout worker.
 
     POST /v1/sessions ── the gateway's token ──> ids, base URLs, API keys
     /sessions/ID/…    ── the session's own key ──> what `areal.agents.routes` serves

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", type=Path, help="YAML file with an 'inference:' mapping; flags win."
+        "--config", type=Path, help="YAML file with an 'inference:' mapping; flags take precedence."
     )
     for name, field in InferenceConfig.model_fields.items():
         flag, kind = f"--{name.replace('_', '-')}", types_of(name)[0]

@@ -39,23 +39,25 @@ class InferenceConfig(BaseModel):
     )
     # At most the model's max_position_embeddings.
     context_length: int | None = Field(
-        None, gt=0, description="Longest prompt + completion, tokens [the model's]."
+        None, gt=0, description="Maximum tokens of prompt + completion [the model's]."
     )
     max_running_requests: int = Field(
-        128, gt=0, description="Most requests decoded together [128]."
+        128, gt=0, description="Maximum requests decoded at once [128]."
     )
     # Beyond it /generate answers 503.
-    max_queued_requests: int = Field(16384, gt=0, description="Most requests waiting [16384].")
+    max_queued_requests: int = Field(16384, gt=0, description="Maximum waiting requests [16384].")
     # Rows x longest row; by default at most max_running_requests x context_length.
     max_total_tokens: int | None = Field(
-        None, gt=0, description="Size of the KV cache, tokens [what fits in 1 GiB]."
+        None, gt=0, description="Size of the KV cache in tokens [what fits in 1 GiB]."
     )
     # A longer prompt goes alone.
     max_prefill_tokens: int = Field(
-        4096, gt=0, description="Most prompt tokens between two decode steps [4096]."
+        4096, gt=0, description="Maximum prompt tokens between decode steps [4096]."
     )
     served_model_name: str | None = Field(None, description="Name in /model_info [the model path].")
-    skip_tokenizer_init: bool = Field(False, description="Token ids only, no text.")
+    skip_tokenizer_init: bool = Field(
+        False, description="Accept and return token ids only, no text."
+    )
     weight_version: str = Field(
         "default", description="Version name of the initial weights [default]."
     )
@@ -63,13 +65,15 @@ class InferenceConfig(BaseModel):
     random_seed: int | None = Field(None, description="Seed of the sampler [random].")
     # A weight update waits this long for running requests.
     command_timeout_s: float = Field(
-        300.0, gt=0, description="Deadline of a control call, seconds [300]."
+        300.0, gt=0, description="Deadline of a control call in seconds [300]."
     )
     # /health and /ready ask for none.
     token_file: str | None = Field(
-        None, description="File with the bearer token to ask for [AREAL_TOKEN]."
+        None, description="File with the required bearer token [AREAL_TOKEN]."
     )
-    allow_insecure_bind: bool = Field(False, description="Let other machines in without a token.")
+    allow_insecure_bind: bool = Field(
+        False, description="Without a token, allow other machines to connect."
+    )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> InferenceConfig:

@@ -75,7 +75,7 @@ Config = Annotated[
 ]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="Run folder; default: the most recent running one in ./runs."),
+    typer.Option("--run", help="Run folder; default: the newest in ./runs that is running."),
 ]
 AcceptChanges = Annotated[
     bool,
@@ -110,10 +110,10 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
-    Instead of a recipe, you can give trainer.type=grpo, ppo, sft, rw, dpo, distill, or null
-    (evaluation alone), which uses a recipe of the repository.
-    Services that the experiment file names under `endpoints` are used; everything else is started.
-    Running a trial again resumes it.
+    Instead of a recipe, you can give trainer.type=grpo, ppo, sft, rw, dpo,
+    distill, or null (evaluation alone), which uses a recipe of the repository.
+    Services that the experiment file names under `endpoints` are used;
+    everything else is started. Running a trial again resumes it.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
@@ -131,10 +131,10 @@ def evaluate(
     json: Json = False,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Let a model answer rows and score the answers, without training.
+    """Evaluate a model: it answers dataset rows, and a reward function scores them. No training.
 
-    For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The recipe is
-    examples/eval_only.py.
+    For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The
+    recipe is examples/eval_only.py.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
@@ -165,9 +165,9 @@ def serve(
 ) -> int:
     """Start inference servers for a model, print their addresses, and serve until Ctrl-C.
 
-    They speak SGLang's protocol and the chat APIs of OpenAI and Anthropic. Without --gpus the
-    CPU engine serves the model; with it SGLang does (run `make sglang-gpu` first, or set
-    stack.inference_command).
+    They speak SGLang's protocol and the chat APIs of OpenAI and Anthropic.
+    Without --gpus the CPU engine serves the model; with it SGLang does (run
+    `make sglang-gpu` first, or set stack.inference_command).
     """
     from areal_launch.commands.serve import serve_model
 
@@ -226,8 +226,9 @@ def check(
 ) -> int:
     """Run the first row through workflow, reward, and packing with a fake model; start nothing.
 
-    The rows and the workflow come from the recipe's own main, which runs up to its first batch.
-    The exit code is 1 if a stage fails. `areal run` does this check first.
+    The rows and the workflow come from the recipe's own main, which runs up to
+    its first batch. The exit code is 1 if a stage fails. `areal run` does this
+    check first.
     """
     from areal_launch.commands.check import check as check_recipe
 
@@ -245,9 +246,10 @@ def doctor(
     json: Json = False,
     on: Annotated[RunsOn, typer.Option("--on", help="local or kubernetes.")] = RunsOn.LOCAL,
 ) -> int:
-    """Check that a run can start here or on a cluster and say how to fix problems; start nothing.
+    """Check whether a run can start, here or on a cluster, and how to fix problems; start nothing.
 
-    Given a model's folder, check whether it can be trained. Exit code 1 if something is missing.
+    For a model's folder, check whether it can be trained. The exit code is 1
+    if something is missing.
     """
     from areal_launch.commands.doctor import examine
 
@@ -332,8 +334,9 @@ def submit(
 ) -> int:
     """Submit tasks to a running stack.
 
-    A line is a dataset row, or {"data": row} with any of task_id, workflow, kwargs, purpose, and
-    time_to_live_s next to it. An error names the line; nothing is submitted then.
+    A line is a dataset row, or {"data": row} with any of task_id, workflow,
+    kwargs, purpose, and time_to_live_s next to it. An error names the line;
+    nothing is submitted then.
     """
     from areal_launch.commands.tasks import SubmitOptions, submit_file
 
@@ -348,7 +351,7 @@ def show(
     run: Run = None,
     json: Json = False,
 ) -> int:
-    """Show what a step was trained on: its groups, or one task's texts, tokens, and rewards."""
+    """Show what a step trained on: its groups, or one task's texts, tokens, and rewards."""
     from areal_launch.commands.rollouts import show as show_rollouts
 
     return show_rollouts(run, task, step, as_json=json)
@@ -364,7 +367,7 @@ def export(
     last: Annotated[int | None, typer.Option(help="Last step.")] = None,
     run: Run = None,
 ) -> int:
-    """Write what a run was trained on into one file."""
+    """Write the trajectories that a run trained on to one file."""
     from areal_launch.commands.rollouts import export as export_rollouts
 
     return export_rollouts(run, to, kind.value, first, last)
@@ -390,7 +393,7 @@ def dead_letters_retry(
     endpoint: BufferEndpoint = "",
     json: Json = False,
 ) -> int:
-    """Queue tasks again with a fresh number of attempts."""
+    """Queue tasks again; each gets its full number of attempts."""
     from areal_launch.commands.dead_letters import retry_dead_letters
 
     return retry_dead_letters(run, task_ids or [], as_json=json, endpoint=endpoint)

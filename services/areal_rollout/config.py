@@ -66,7 +66,7 @@ class RolloutConfig:
     model_dir: Path = Path()
     context_length: int = 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    """How sessions of agents outside sample."""
+    """How sessions of outside agents sample."""
 
     @classmethod
     def from_experiment(cls, experiment: GRPOConfig) -> RolloutConfig:

@@ -37,7 +37,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         Args:
             buffer: Keeps the tasks.
             check_workflow: Builds a workflow, or raises InvalidInput.
-            sessions: Answers agents outside.
+            sessions: Answers outside agents.
         """
         self._buffer = buffer
         self._check_workflow = check_workflow

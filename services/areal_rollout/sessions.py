@@ -1,4 +1,4 @@
-"""Serves agents outside: their requests come through a gateway, their state is the ledger's.
+"""Serves outside agents: their requests come through a gateway, their state is the ledger's.
 
     agent ── HTTP ──> gateway ── CallSession ──> this worker ──> the model
                                                      │  GetSession, UpdateSession

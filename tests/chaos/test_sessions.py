@@ -1,4 +1,4 @@
-"""Agents outside, while everything that serves them is killed: each is trained once, or by name."""
+"""Outside agents, while everything that serves them is killed: each is trained once, or by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that agents outside run: leased when opened, renewed by calls, never run again."""
+"""Tasks that outside agents run: leased when opened, renewed by calls, never run again."""
 
 from __future__ import annotations
 

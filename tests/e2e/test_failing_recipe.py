@@ -60,7 +60,7 @@ def test_run_when_its_reward_raises_then_it_stops_with_the_cause_and_goes_on_whe
         assert again.returncode == 0, again.stdout + again.stderr + stack.log("trainer")
     finally:
         stack.clean_up()
-    told = re.search(r"(\d+) tasks that the recipe had failed are tried again", again.stdout)
+    told = re.search(r"(\d+) tasks that failed because of the recipe are tried again", again.stdout)
     assert told is not None, again.stdout
     assert int(told[1]) == summary["accounting"]["dead_lettered"]
     mended = json.loads((stack.run_dir / "summary.json").read_text())

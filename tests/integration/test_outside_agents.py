@@ -1,4 +1,4 @@
-"""Agents outside drive sessions through two gateways, with unchanged SDKs, and are trained."""
+"""Outside agents drive sessions through two gateways, with unchanged SDKs, and are trained."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ def test_rows_when_the_hub_has_another_form_then_its_own_conversion_is_read(
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("hf://sums", "InvalidInput: data set 'hf://sums': expected hf://org/name"),
-        ("hf://lab/none", "InvalidInput: data set hf://lab/none: not found or not accessible"),
-        ("hf://lab/sums@v9", "InvalidInput: data set hf://lab/sums@v9: not found"),
+        ("hf://sums", "InvalidInput: dataset 'hf://sums': expected hf://org/name"),
+        ("hf://lab/none", "InvalidInput: dataset hf://lab/none: not found or not accessible"),
+        ("hf://lab/sums@v9", "InvalidInput: dataset hf://lab/sums@v9: not found"),
     ],
 )
 def test_rows_when_the_address_is_wrong_then_one_line_says_so(
@@ -98,4 +98,4 @@ def test_rows_when_the_address_is_wrong_then_one_line_says_so(
 
 def test_rows_when_the_hub_is_away_then_it_is_unavailable(load: Load) -> None:
     said = load("hf://lab/sums", endpoint="http://127.0.0.1:9")
-    assert said.startswith("Unavailable: data set hf://lab/sums: ")
+    assert said.startswith("Unavailable: dataset hf://lab/sums: ")

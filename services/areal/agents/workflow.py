@@ -50,7 +50,7 @@ class AgentWorkflow(RolloutWorkflow):
                 the row. If it returns None, it posts its rewards itself (`POST {base_url}/reward`).
             gconfig: How to sample; it overrides what the agent asks for. `max_new_tokens` is for
                 each call.
-            template: Variables of the chat template (`{"enable_thinking": False}`).
+            template: Variables for the chat template (`{"enable_thinking": False}`).
 
         Raises:
             InvalidInput: `run` is not an async function.

@@ -18,8 +18,8 @@ A batch is a plain `dict[str, torch.Tensor]`:
                                      which then share a micro-batch
 
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
-0 at a sequence's first token. Nothing is shifted; the one place that shifts is the model wrapper,
-which gathers the logprob of token t from the hidden state of token t - 1.
+0 at a sequence's first token. Arrays are never shifted. Only the model wrapper shifts: it gathers
+the logprob of token t from the hidden state of token t - 1.
 
 Example:
     >>> first = {"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}

@@ -45,16 +45,17 @@ class BaseExperimentConfig:
     """The fields that every experiment has."""
 
     experiment_name: str = "experiment"
-    """Groups trials; [a-z0-9-]."""
+    """Names a group of trials; [a-z0-9-]."""
     trial_name: str = "trial0"
-    """One run; Redis keys, NATS subjects and the run folder have both names; [a-z0-9-]."""
+    """Names one run; with experiment_name, part of Redis keys, NATS subjects and the run folder;
+    [a-z0-9-]."""
     seed: int = 0
-    """Seed of all random numbers in the trainer."""
+    """Seed for all random numbers in the trainer."""
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
-    """The number of inference servers and the layout of trainer ranks: `d8` data-parallel ranks,
-    weights sharded over `s4` of them, `t2` tensor, `c2` context, `e4` expert parallel.
+    """The number of inference servers and the layout of trainer ranks: `d8`: 8 data-parallel ranks;
+    `s4`: weights sharded over 4 of them; `t2`, `c2`, `e4`: tensor, context, expert parallelism.
     `sglang.d2p1t1+d1p1t1` is accepted too. With `fsdp:d1` alone, without servers, the recipe trains
     on rows and no service is started."""
     recipe: str = ""
@@ -108,7 +109,7 @@ class GRPOConfig(BaseExperimentConfig):
     ref: RefConfig | None = None
     """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null turns it off."""
     critic: CriticConfig | None = None
-    """A model of values (`FSDPPPOCritic(config.critic)`); `algorithm: ppo` has one. null: none."""
+    """A value model (`FSDPPPOCritic(config.critic)`), set by `algorithm: ppo`; null: none."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)

@@ -56,20 +56,21 @@ class RolloutConfig:
     """Generation: how much runs at once, and how stale it may become."""
 
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
-    """Groups running at once, over all rollout workers."""
+    """Groups running at once, across all rollout workers."""
     max_head_offpolicyness: Annotated[int, Ge(0)] = 2
     """The staleness bound (eta): 0 is synchronous training."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
     """A worker that is silent for this long loses its leases."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
-    """Deadline for everything that loads the model: until the whole stack is ready, until the first
-    inference server is, and a server's update to a new version."""
+    """Deadline for whatever loads the model: the start of the whole stack, the start of the first
+    inference server, and a server's update to a new version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline for one generation request, from sending it to its last token. An episode may take 4
-    times as long. The trainer waits 3 times as long for a batch, then ends with the cause."""
+    times this long. The trainer waits 3 times this long for a batch, then exits with an error that
+    names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
-    """The run is stopped when errors of the recipe ended more than this share of its last 64 tasks,
-    or the same error ended all of its first tasks (a batch of them, 16 to 64). 1: never."""
+    """The run is stopped if more than this share of its last 64 tasks failed because of the recipe,
+    or if all of its first tasks (one batch, but 16 to 64) failed with the same error. 1: never."""
     dynamic_sampling: bool = False
     """Reject a training group if all its samples have the same reward, because it would teach
     nothing. `prepare_batch` takes another row in its place (DAPO); with `rollout_batch` the batch
@@ -90,7 +91,8 @@ class RewardConfig:
     timeout_s: Annotated[float, Gt(0)] = 10.0
     """Time limit for one call of the reward function, in seconds."""
     memory_mb: Annotated[int, Ge(64)] = 1024
-    """Address space a worker may add once its recipe is loaded; so may each child of it."""
+    """Address space, in MiB, that a worker may add after loading its recipe; its children may each
+    add as much."""
 
 
 @dataclass
@@ -98,8 +100,8 @@ class BufferConfig:
     """The buffer service, which keeps the ledger in Redis."""
 
     max_memory_mb: Annotated[int, Ge(0)] = 2048
-    """Redis memory for this experiment's tasks, in MiB; when it is nearly full, clients must
-    wait and the trainer is asked for a checkpoint."""
+    """Redis memory for this experiment's tasks, in MiB; when it is nearly full, clients must wait,
+    and the trainer saves a checkpoint to free memory."""
 
 
 @dataclass
@@ -118,8 +120,8 @@ class WeightSyncConfig:
     """What an update does to running requests: in_place (they pause), retract (they pause and are
     computed again), or abort."""
     max_unavailable: Annotated[int, Ge(0)] = 0
-    """Serving servers that are updated at once; the others keep serving until their turn. 0: all of
-    them, which is right if an update takes milliseconds (in_place)."""
+    """How many serving servers are updated at once; the others keep serving until their turn. 0:
+    all of them, which is right if an update takes milliseconds (in_place)."""
     path: str = ""
     """Folder of published versions, or s3://bucket/prefix (gs://, az://) that the disk transport
     uploads to and servers fetch from; empty: `weights/` in the run folder."""
@@ -193,7 +195,7 @@ class StackConfig:
 
 @dataclass
 class EndpointsConfig:
-    """Where everything is: filled in by `areal run`, set in full by a chart or compose file."""
+    """Addresses: `areal run` fills them in; a chart or compose file sets all of them."""
 
     redis: str = ""
     """redis://[:password@]host:port/db"""
@@ -215,5 +217,5 @@ class EndpointsConfig:
     """http://host:port of the gateway."""
     inference: list[str] = field(default_factory=list)
     """Where inference servers are: any of http://HOST:PORT, dns://NAME:PORT (each address of the
-    name is one) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own). Empty:
-    servers register with weight-sync; those that `areal run` starts do."""
+    name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own).
+    Empty: servers register with weight-sync; those that `areal run` starts do."""

@@ -137,8 +137,8 @@ class EngineConfig:
     kernels: Kernels = field(default="eager", metadata=_NOT_A_KEY)
     """What computes a layer's norms, rotary embeddings and gates."""
     offload: bool = False
-    """Keep the weights in host memory, with gradients and optimizer state if there are any; each
-    layer is copied to the GPU while it computes, and the optimizer steps on the CPU."""
+    """Keep the weights in host memory, with gradients and optimizer state if there are any. Each
+    layer is copied to the GPU while it computes; the optimizer runs on the CPU."""
     layout: str = field(default="", metadata=_NOT_A_KEY)
     """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
     batch and of the weights for each."""
@@ -162,19 +162,19 @@ class TrainEngineConfig(EngineConfig):
 
     dtype: Dtype = "auto"
     """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on
-    CPU). The weights that the optimizer updates have 32 bits or more: 16 bits round most updates to
-    nothing."""
+    CPU). The weights that the optimizer updates have 32 bits or more: 16 bits would round most
+    updates to zero."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batches."""
     gradient_checkpointing: bool | Checkpointing | None = None
-    """What the backward pass computes again instead of keeping it. `none` or false: nothing.
+    """What the backward pass recomputes instead of keeping in memory. `none` or false: nothing.
     `selective`: everything except matrix products and attention (less than half the memory, nearly
     the same speed). `full` or true: each layer from its input (a third more operations). `offload`:
     the same, with the inputs in host memory. null: the first of these that fits according to the
     estimate of `areal doctor`; `none` on a CPU."""
     kernels: Kernels = "eager"
-    """What computes a layer's norms, rotary embeddings and gates: `eager` (one operation after the
-    other), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
+    """What computes a layer's norms, rotary embeddings and gates: `eager` (one operation after
+    another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
     package liger-kernel; a GPU). Not measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer; null for a model that is not trained."""
@@ -213,7 +213,7 @@ class PPOActorConfig(TrainEngineConfig):
     """`ppo` (clipped ratio of each token), `gspo` (of each sequence), `cispo` (clipped, detached
     ratio as weight) or `sapo` (a soft gate on the ratio instead of a clip)."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """What the loss is the mean of, over a minibatch of all ranks. `token_mean`: tokens.
+    """What the loss averages over, in a minibatch of all ranks. `token_mean`: tokens.
     `sequence_mean`: sequences, each the mean of its tokens. `constant`: sequences, each the sum of
     its tokens over `gconfig.max_new_tokens`, so that length has no influence (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
@@ -258,7 +258,8 @@ class PPOActorConfig(TrainEngineConfig):
     """MEAN/STD: the set of rewards whose mean is subtracted from a sequence's reward, and the set
     whose standard deviation then divides it. Each is `group`, `batch` or `none`; the mean can also
     be `leave1out` (the mean of the group's other samples; a group of one gets 0). For a group of
-    one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled alike."""
+    one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled in the same
+    way."""
     kl_ctl: float = 0.0
     """Weight, in the token rewards, of the KL penalty between the policy at the start of the update
     and the reference (`reference_logprobs`)."""

@@ -1,4 +1,4 @@
-"""Loads rows by address: a file, a folder of files, or a data set on the Hub.
+"""Loads rows by address: a file, a folder of files, or a dataset on the Hub.
 
 | address                               | rows                                                |
 |---------------------------------------|-----------------------------------------------------|
@@ -7,7 +7,7 @@
 | `hf://org/name[/config][@revision]`   | the same, of a repository of the Hub                |
 
 A file belongs to the split `train` if it or its folder has that name: `train.jsonl`,
-`main/train-00000-of-00002.parquet`, `train/0000.parquet`. If a data set has only files of other
+`main/train-00000-of-00002.parquet`, `train/0000.parquet`. If a dataset has only files of other
 formats, the Hub's own conversion to Parquet is read.
 """
 
@@ -33,7 +33,7 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
 
     Args:
         address: A .jsonl or .parquet file, a folder, or `hf://org/name[/config][@revision]`.
-        split: Which part of a folder or a data set to read. A file is read whole.
+        split: Which part of a folder or a dataset to read. A file is read whole.
 
     Returns:
         Rows in the order of files and lines.
@@ -62,7 +62,7 @@ def _from_hub(address: str, split: str) -> list[dict[str, Any]]:
     match = re.fullmatch(form, address)
     if match is None:
         raise InvalidInput(
-            f"data set {address!r}: expected hf://org/name, hf://org/name/config, and @revision"
+            f"dataset {address!r}: expected hf://org/name, hf://org/name/config, and @revision"
         )
     name, config, revision = match.groups()
     try:
@@ -94,12 +94,12 @@ def _from_revision(
         code = error.response.status_code
         if code in (401, 403, 404):
             raise InvalidInput(
-                f"data set {address}: not found or not accessible (HTTP {code}); a private or "
+                f"dataset {address}: not found or not accessible (HTTP {code}); a private or "
                 "gated one needs HF_TOKEN"
             ) from None
-        raise Unavailable(f"data set {address}: HTTP {code} from the Hub") from None
+        raise Unavailable(f"dataset {address}: HTTP {code} from the Hub") from None
     except (httpx2.HTTPError, OSError) as error:  # huggingface_hub's own are OSErrors
-        raise Unavailable(f"data set {address}: {error or type(error).__name__}") from None
+        raise Unavailable(f"dataset {address}: {error or type(error).__name__}") from None
     return _read(Path(folder), chosen, address)
 
 
@@ -111,11 +111,11 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     """The files of a split, in order: all of one form and one config."""
     listed = sorted(each for each in files if each.endswith(_FORMATS))
     if not listed:
-        raise _NoFilesError(f"data set {address}: no {' or '.join(_FORMATS)} files there")
+        raise _NoFilesError(f"dataset {address}: no {' or '.join(_FORMATS)} files there")
     mine = [each for each in listed if _is_of(PurePosixPath(each), split)]
     if not mine:
         shown = ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
-        raise InvalidInput(f"data set {address}: no files of split {split!r} among {shown}")
+        raise InvalidInput(f"dataset {address}: no files of split {split!r} among {shown}")
     form = next(form for form in _FORMATS if any(each.endswith(form) for each in mine))
     mine = [each for each in mine if each.endswith(form)]
     configs = {
@@ -123,7 +123,7 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     }
     if len(configs) > 1:
         raise InvalidInput(
-            f"data set {address}: has several configs; expected one of them behind the name: "
+            f"dataset {address}: has several configs; expected one of them behind the name: "
             f"{', '.join(sorted('/' + each[-1] for each in configs if each))}"
         )
     return mine
@@ -138,7 +138,7 @@ def _is_of(path: PurePosixPath, split: str) -> bool:
 def _read(folder: Path, files: Iterable[str], address: str) -> list[dict[str, Any]]:
     rows = [row for each in files for row in _read_file(folder / each)]
     if not rows:
-        raise InvalidInput(f"data set {address}: has no rows")
+        raise InvalidInput(f"dataset {address}: has no rows")
     return rows
 
 
@@ -151,5 +151,5 @@ def _read_file(file: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise InvalidInput(f"data set {str(file)!r}: {' '.join(str(error).split())}") from None
+        raise InvalidInput(f"dataset {str(file)!r}: {' '.join(str(error).split())}") from None
     return rows

@@ -42,7 +42,7 @@ def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Returns two summaries of each post; a person would prefer the right word alone.
 
     Half of the rejected summaries name another word of the post. The others have extra words or end
-    too early; a judge that never saw the short ones would prefer them.
+    too early. A judge that was never trained on summaries that end too early would prefer them.
 
     Example:
         >>> preferred(posts(1, seed=0), seed=0)[0]["rejected"]

@@ -44,7 +44,7 @@ class OfflineTrainer:
                 model.
 
         Raises:
-            InvalidInput: A model is being trained already.
+            InvalidInput: Another model is already being trained.
         """
         from areal.engines.fsdp import FSDPEngine
 
@@ -64,7 +64,7 @@ class OfflineTrainer:
         return self.session.step
 
     def batches(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """Yields this rank's share of `train_dataset.batch_size` units for each step, to the last.
+        """Yields this rank's share of `train_dataset.batch_size` units, once per remaining step.
 
         Every epoch has its own order. A resumed run continues with the unit that would have come
         next.
@@ -85,7 +85,7 @@ class OfflineTrainer:
                 raise InvalidInput("batches(): expected finish_step() after each batch")
 
     def chunks(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """Yields this rank's share of all units, in order, some at a time, for an evaluation."""
+        """Yields this rank's share of all units in order, a chunk at a time, for an evaluation."""
         for begin in range(0, len(units), _EVALUATED_AT_ONCE):
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
 

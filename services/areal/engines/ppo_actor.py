@@ -115,10 +115,11 @@ class FSDPPPOActor:
             return self._ppo.compute_logprobs(batch)
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Adds what the loss needs to a batch of `RemoteSGLangEngine.prepare_batch`, in place.
+        """Adds the keys that the loss needs to a batch of `RemoteSGLangEngine.prepare_batch`.
 
-        `advantages` and `returns`, float32 [T], 0 outside the loss mask: rewards are shaped, the KL
-        penalty is subtracted, GAE turns them into advantages, and these are normalized.
+        The keys are `advantages` and `returns`, float32 [T], 0 outside the loss mask. Rewards are
+        shaped, the KL penalty is subtracted, GAE turns the result into advantages, and these are
+        normalized.
 
         Args:
             batch: Needs `rewards`; with `actor.kl_ctl` also `reference_logprobs`, float32 [T].
@@ -134,9 +135,9 @@ class FSDPPPOActor:
         """Takes one train step on a batch with advantages; also fills the step's metrics row.
 
         Returns:
-            The figures of the step's metrics row about the batch, the loss and the optimizer, under
-            the same names (docs/metrics.md): `reward/mean`, `train/loss`, `policy/kl`, ...; equal
-            on all ranks.
+            What the step's metrics row says about the batch, the loss and the optimizer, under the
+            same names (docs/metrics.md): `reward/mean`, `train/loss`, `policy/kl`, ...; equal on
+            all ranks.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
@@ -179,10 +180,10 @@ class FSDPPPOActor:
         load it. The weights are sent while the next step runs; its optimizer waits until they have
         been gathered. The call itself waits until a server has confirmed the previous version. Then
         it saves a checkpoint, if one is due, and commits it.
-        Steps that a resumed run replays are not published again: servers are ahead already. A step
-        whose gradient was skipped is published like any other, because the ledger measures
-        staleness in versions, and the next batch waits for a server to confirm this one. (Its delta
-        is empty.)
+        Steps that a resumed run replays are not published again: servers already have newer
+        versions. A step whose gradient was skipped is published like any other, because the ledger
+        measures staleness in versions, and the next batch waits for a server to confirm this one.
+        (Its delta is empty.)
 
         Raises:
             StaleIncarnation: A newer trainer has taken over.

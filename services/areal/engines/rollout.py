@@ -45,7 +45,7 @@ class RemoteSGLangEngine:
     """Runs rollouts on the inference servers, through the rollout service and the ledger."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        """Joins the trainer session around the recipe.
+        """Joins the trainer session that runs the recipe.
 
         Args:
             config: The experiment's rollout section.
@@ -133,7 +133,7 @@ class RemoteSGLangEngine:
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
         *, version: int | None = None,
     ) -> float:  # fmt: skip
-        """Returns the current policy's mean reward on held-out rows; records it under `name`.
+        """Returns the current policy's mean reward on held-out rows, and records it under `name`.
 
         The answers are in the run folder: evaluations/NAME-vVERSION.jsonl.
         Every token must be sampled by `version`. None means the version of the last finished step.

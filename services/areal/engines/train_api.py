@@ -124,7 +124,7 @@ class TrainEngine(abc.ABC):
             finite, in which case the weights and the optimizer are left as they were), each of the
             loss's statistics. Of the slowest rank: `seconds`, which include `forward_seconds`,
             `backward_seconds` (both with their communication) and `optimizer_seconds`; and
-            `peak_gib`, the most memory so far. Also `tokens_per_second`, and on a known GPU `mfu`
+            `peak_gib`, the peak memory so far. Also `tokens_per_second`, and on a known GPU `mfu`
             (see `areal.engines.perf`).
 
         Raises:
@@ -136,7 +136,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def read(self, batch: Batch, head: Head | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a head reads at each token with `loss_mask`, 0 elsewhere; collective.
+        """Return what a head computes at each token with `loss_mask`, 0 elsewhere; collective.
 
         Args:
             batch: this rank's share; may be empty.
@@ -160,7 +160,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
-        """Set the policy version (checkpoints carry it)."""
+        """Set the policy version (checkpoints contain it)."""
 
     @abc.abstractmethod
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -235,7 +235,7 @@ class TrainEngine(abc.ABC):
 
         Returns:
             A future that is done once this rank's part is written (already done without
-            `background`). All ranks' futures together mean a complete checkpoint.
+            `background`). When the futures of all ranks are done, the checkpoint is complete.
         """
 
     @abc.abstractmethod

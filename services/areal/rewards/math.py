@@ -1,7 +1,7 @@
 r"""Scores whether a completion's final answer is mathematically equal to the right one.
 
 completion ── last \boxed{...}, else text after the last "####", else all of it ──> candidate
-candidate == answer as normalised text ──────────────────────────────> 1
+candidate == answer as normalized text ──────────────────────────────> 1
 both are plain numbers ── compare as numbers ────────────────────────> 1 or 0
 otherwise ── math-verify (sympy), about a millisecond ───────────────> 1 or 0
 """
@@ -39,7 +39,7 @@ def math_reward(completion: str, answer: str | float) -> float:
         answer: A number or LaTeX, with or without ``$`` or ``\boxed{}``.
 
     Raises:
-        InvalidInput: `answer` is empty or not text or number.
+        InvalidInput: `answer` is empty, or neither text nor a number.
 
     Example:
         >>> math_reward("so it is \\boxed{\\frac{2}{4}}", "0.5")

@@ -29,7 +29,7 @@ def multiple_choice_reward(
     Args:
         completion: The model's text.
         answer: The right letter, or its index from 0.
-        choices: The options, in the row; with them, only their letters count as a choice.
+        choices: The options. If they are given, only their letters count as a choice.
 
     Raises:
         InvalidInput: `answer` is neither a letter nor an index, or lies outside of `choices`.

@@ -305,7 +305,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+        """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
         admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
         under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
         """

@@ -82,7 +82,7 @@ class BufferServiceStub:
     DropDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]
     """Takes dead letters off the list for good; they stay counted as dead-lettered."""
     OpenSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]
-    """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+    """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
     admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
     under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
     """
@@ -145,7 +145,7 @@ class BufferServiceAsyncStub(BufferServiceStub):
     DropDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]  # type: ignore[assignment]
     """Takes dead letters off the list for good; they stay counted as dead-lettered."""
     OpenSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+    """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
     admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
     under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
     """
@@ -331,7 +331,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.OpenSessionResponse, _abc.Awaitable[_buffer_service_pb2.OpenSessionResponse]]:
-        """Begins a task that an agent outside runs: submitted and leased at once. RESOURCE_EXHAUSTED where
+        """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
         admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
         under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
         """

@@ -96,7 +96,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CallSession(self, request, context):
-        """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+        """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
         A cancelled call stops its generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -44,7 +44,7 @@ class RolloutServiceStub:
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelTasksRequest, _rollout_service_pb2.CancelTasksResponse]
     """Cancels live tasks; ended ones are left as they are."""
     CallSession: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]
-    """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+    """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
     A cancelled call stops its generation.
     """
 
@@ -64,7 +64,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     CancelTasks: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelTasksRequest, _rollout_service_pb2.CancelTasksResponse]  # type: ignore[assignment]
     """Cancels live tasks; ended ones are left as they are."""
     CallSession: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]  # type: ignore[assignment]
-    """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+    """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
     A cancelled call stops its generation.
     """
 
@@ -111,7 +111,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CallSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.CallSessionResponse], _abc.AsyncIterator[_rollout_service_pb2.CallSessionResponse]]:
-        """An HTTP request of an agent outside, for one session. Always OK: errors are in the answer's status.
+        """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
         A cancelled call stops its generation.
         """
 

@@ -75,7 +75,7 @@ class Conversation:
         """Adds what the model reads before its next answer: a user's message, results of tools.
 
         Raises:
-            InvalidInput: One of them has the role assistant, or the chat template refuses them.
+            InvalidInput: A message has the role assistant, or the chat template refuses one.
         """
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
@@ -104,7 +104,7 @@ class Conversation:
         To continue an answer that was cut off, ask again without adding messages.
 
         Raises:
-            WorkflowError: It was sampled for another prompt.
+            WorkflowError: The response was sampled for another prompt.
         """
         if list(response.input_tokens) != self.input_ids:
             raise WorkflowError(

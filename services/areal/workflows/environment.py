@@ -72,7 +72,7 @@ class EnvWorkflow(RolloutWorkflow):
             options: Keyword arguments that create the environment.
             step_timeout_s: Longest time for one reset or step, in seconds.
             system_prompt: Put before the first observation.
-            template: Variables of the chat template (`{"enable_thinking": False}`).
+            template: Variables for the chat template (`{"enable_thinking": False}`).
 
         Raises:
             InvalidInput: There is no such environment, its package is not installed, or a number

@@ -43,7 +43,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 `feedback(completion, reward, **data) -> str`.
             turn_discount: Factor per earlier answer, from 0 to 1.
             system_prompt: Put before the row's messages.
-            template: Variables of the chat template (`{"enable_thinking": False}`).
+            template: Variables for the chat template (`{"enable_thinking": False}`).
 
         Raises:
             InvalidInput: A number is out of range.

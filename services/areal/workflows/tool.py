@@ -56,7 +56,7 @@ class ToolWorkflow(RolloutWorkflow):
             max_turns: Maximum number of answers in a conversation, including the last one.
             tool_timeout_s: Limit of one call, in seconds.
             system_prompt: Put before the row's messages.
-            template: Variables of the chat template.
+            template: Variables for the chat template.
 
         Raises:
             InvalidInput: A tool has a parameter without a type, or a number is out of range.

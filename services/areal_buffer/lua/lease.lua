@@ -7,7 +7,7 @@ local meta = read_meta()
 local slots = meta.max_concurrent_rollouts - count('all:running')
 local headroom, why = admission(meta)
 local bytes = 0
--- Places that the next sessions of agents outside get: of the bound, and of all that may run.
+-- Places that the next sessions of outside agents get: of the bound, and of all that may run.
 local kept_train, kept_serve = kept_place(meta, 'train'), kept_place(meta, 'serve')
 local kept = kept_train + kept_serve
 headroom = headroom - kept_train

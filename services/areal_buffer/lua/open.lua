@@ -1,5 +1,5 @@
 -- ARGV: id, purpose, body, idle in ms, memory limit in bytes, digests of the keys of its attempts
--- A task that an agent outside runs: submitted and leased at once, where an episode could start.
+-- A task that an outside agent runs: submitted and leased at once, where an episode could start.
 -- Returns its policy version.
 local id, purpose, keys = ARGV[1], ARGV[2], table.concat(ARGV, ',', 6)
 local known = read_task(id)

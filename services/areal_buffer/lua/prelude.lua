@@ -194,7 +194,7 @@ local function enter_queue(task)
   if task.deadline > 0 then put('deadlines', task.id, int(task.deadline)) end
 end
 
--- A task with sessions is run by agents outside, once; `sessions`: its attempts.
+-- A task with sessions is run by outside agents, once; `sessions`: its attempts.
 local function calls_key(task, attempt) return P .. 'calls:' .. task.id .. '/' .. int(attempt) end
 
 local function drop_calls(task)

@@ -18,7 +18,7 @@ from areal.weights.objects import ObjectStore
 from areal.weights.publisher import TransportError
 from areal_launch.processes.free_ports import port_is_free
 
-# A data set's path that ends so is a file; any other may be a name that the recipe understands.
+# A dataset's path that ends so is a file; any other may be a name that the recipe understands.
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 

@@ -186,7 +186,9 @@ class StackPoller:
         snapshot = self.snapshot
         news = {failure.site: str(failure) for failure in snapshot.failures}
         if snapshot.retried:
-            news["retried"] = f"{snapshot.retried} tasks that the recipe had failed are tried again"
+            news["retried"] = (
+                f"{snapshot.retried} tasks that failed because of the recipe are tried again"
+            )
         if alarm := mismatch_alarm(snapshot.rows):
             news["mismatch"] = alarm
         for what, text in news.items():

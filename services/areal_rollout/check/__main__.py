@@ -63,7 +63,7 @@ def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Re
             module.main(["--config", str(config_file)])
     except FirstBatch:
         if not stand_ins.samples:
-            report.found("dataset", "ok", "no rows: agents outside open sessions at the gateway")
+            report.found("dataset", "ok", "no rows: outside agents open sessions at the gateway")
         return
     except (Exception, SystemExit) as error:
         said = f"main: {describe_failure(error).detail}"

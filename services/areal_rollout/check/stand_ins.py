@@ -151,7 +151,7 @@ class _Rollout(_StandIn):
     def prepare_batch(
         self, dataloader: Iterable[Any] | None, workflow: Any = None, *_: Any, **__: Any
     ) -> Any:
-        if dataloader is None:  # agents outside: nothing to try
+        if dataloader is None:  # outside agents: nothing to try
             raise FirstBatch
         item = next(iter(dataloader), None)
         if item is None:

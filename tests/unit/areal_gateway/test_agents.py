@@ -1,4 +1,4 @@
-"""Sessions of agents outside at the gateway: who opens them, who uses them, what is passed on."""
+"""Sessions of outside agents at the gateway: who opens them, who uses them, what is passed on."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ async def test_notices_when_a_reward_fails_and_tasks_are_tried_again_then_told_o
         await upstream.server.stop(0)
     assert told == [
         f"task e0-2 failed: {DETAIL}",
-        "3 tasks that the recipe had failed are tried again",
+        "3 tasks that failed because of the recipe are tried again",
         "task e0-7 failed: boom",
     ]
 

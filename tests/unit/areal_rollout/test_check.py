@@ -277,4 +277,4 @@ def test_check_when_there_are_no_rows_then_agents_outside_are_expected(run: Chec
         """
     )
     assert (only["stage"], only["verdict"]) == ("dataset", "ok")
-    assert only["said"] == "no rows: agents outside open sessions at the gateway"
+    assert only["said"] == "no rows: outside agents open sessions at the gateway"
