@@ -23,7 +23,7 @@ from areal_buffer.ledger import Ledger
 from areal_buffer.metrics import BufferMetrics
 from areal_buffer.records import Completion, MemoryGauge
 from areal_buffer.redis_store import RedisStore
-from areal_buffer.sessions import SessionStore, check_open, check_update
+from areal_buffer.sessions import SessionStore, check_known, check_open, check_update
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -334,7 +334,8 @@ class BufferService(BufferServiceServicer):
         self, request: pb.GetSessionRequest, context: Context
     ) -> pb.GetSessionResponse:
         attempt = check.check_number(request.attempt, "attempt", 0)
-        return await self._sessions.read(check.check_task_id(request.task_id), attempt)
+        known = check_known(request.known) if request.HasField("known") else None
+        return await self._sessions.read(check.check_task_id(request.task_id), attempt, known)
 
     async def UpdateSession(
         self, request: pb.UpdateSessionRequest, context: Context

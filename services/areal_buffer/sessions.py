@@ -28,6 +28,10 @@ MAX_ATTEMPTS = 64
 MAX_ANSWERS = 128
 _MIN_IDLE_MS, _MAX_IDLE_MS = 100, 7 * 24 * 3600 * 1000
 _FIELDS = ("sessions", "keys", "token", "floor")
+# Of a call. Of several answers to one prompt the first has it.
+_PARTS = (b"prompt", b"answer", b"reward")
+_Calls = dict[bytes, bytes]
+_MOST_KNOWN = 100_000
 
 
 class SessionStore:
@@ -59,10 +63,11 @@ class SessionStore:
                 begin = request.begin
                 prompt = begin.prompt.SerializeToString()
                 limits = (self._memory.limit_bytes, self._config.max_group_bytes)
-                change = ["begin", begin.call_id, begin.answers, prompt, *limits]
+                extends = begin.prompt.extends if begin.prompt.HasField("extends") else ""
+                change = ["begin", begin.prompt.call_id, begin.answers, prompt, *limits, extends]
             case "record":
                 answer = request.record.answer.SerializeToString()
-                change = ["record", request.record.number, answer]
+                change = ["record", request.record.number, answer, request.record.call_id]
             case "reward":
                 reward = request.reward
                 number = reward.number if reward.HasField("number") else ""
@@ -75,16 +80,14 @@ class SessionStore:
         )
         return pb.UpdateSessionResponse(number=int(number), open_attempts=int(left))
 
-    async def read(self, task_id: str, attempt: int) -> pb.GetSessionResponse:
-        """Returns an attempt's current state; raises NotFound."""
-        try:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.hmget(f"{self._prefix}task:{task_id}", [*replies.RECORD_FIELDS, *_FIELDS])
-                pipe.hgetall(f"{self._prefix}calls:{task_id}/{attempt}")
-                found, calls = await pipe.execute()
-        except RedisError as error:
-            raise translate(error) from None
-        row = dict(zip([*replies.RECORD_FIELDS, *_FIELDS], found, strict=True))
+    async def read(
+        self, task_id: str, attempt: int, known: pb.SessionKnown | None = None
+    ) -> pb.GetSessionResponse:
+        """Returns an attempt's current state, without what the reader has; raises NotFound."""
+        rest = None
+        if known is not None and 0 < known.calls <= _MOST_KNOWN:
+            rest = await self._rest(task_id, attempt, known)
+        row, calls = rest or await self._fetch(task_id, attempt)
         attempts = int(row["sessions"] or 0)
         if attempt >= attempts:
             raise NotFound(f"session {task_id}-{attempt}: unknown, or released since it ended")
@@ -95,20 +98,65 @@ class SessionStore:
             key_digest=replies.text(row["keys"]).split(",")[attempt],
             attempts=attempts,
             ended=b"ended" in calls,
+            continued=rest is not None,
         )
         if b"outcome" in calls:
             response.outcome, parts = _reward_from_text(calls[b"outcome"])
             response.outcome_parts.update(parts)
+        had = known.calls if known is not None and rest is not None else 0
         for number in range(int(calls.get(b"calls", 0))):
-            first = int(calls.get(b"%d:same" % number, number))
+            prompt, answer, reward = (calls.get(b"%d:%s" % (number, part)) for part in _PARTS)
+            if number < had and answer is None and reward is None:
+                continue
             call = response.calls.add(number=number)
-            call.prompt.ParseFromString(calls[b"%d:prompt" % first])
-            if (answer := calls.get(b"%d:answer" % number)) is not None:
+            if prompt is not None:
+                call.prompt.ParseFromString(prompt)
+            if answer is not None:
                 call.answer.ParseFromString(answer)
-            if (reward := calls.get(b"%d:reward" % number)) is not None:
+            if reward is not None:
                 call.reward, parts = _reward_from_text(reward)
                 call.reward_parts.update(parts)
         return response
+
+    async def _rest(
+        self, task_id: str, attempt: int, known: pb.SessionKnown
+    ) -> tuple[replies.Row, _Calls] | None:
+        """What the reader lacks, in one round trip if that is little; None: it lacks everything."""
+        last, count = b"begun:%s" % known.last.encode(), known.calls
+        while True:
+            fields = [last, b"calls", b"ended", b"outcome"]
+            fields += [b"%d:answer" % number for number in known.unanswered]
+            fields += [b"%d:reward" % number for number in range(known.calls)]
+            new = range(known.calls, count)
+            fields += [b"%d:%s" % (number, part) for number in new for part in _PARTS]
+            row, calls = await self._fetch(task_id, attempt, fields)
+            if last not in calls or int(calls[last]) >= known.calls:
+                return None
+            if int(calls[b"calls"]) <= count:
+                return row, calls
+            count = int(calls[b"calls"])
+
+    async def _fetch(
+        self, task_id: str, attempt: int, fields: Sequence[bytes] = ()
+    ) -> tuple[replies.Row, _Calls]:
+        """The record, and these fields of the calls; without fields all of both."""
+        columns = [*replies.RECORD_FIELDS, *_FIELDS]
+        if fields:
+            columns.remove("body")
+        calls = f"{self._prefix}calls:{task_id}/{attempt}"
+        try:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hmget(f"{self._prefix}task:{task_id}", columns)
+                if fields:
+                    pipe.hmget(calls, fields)
+                else:
+                    pipe.hgetall(calls)
+                row, found = await pipe.execute()
+        except RedisError as error:
+            raise translate(error) from None
+        if fields:
+            found = {k: v for k, v in zip(fields, found, strict=True) if v is not None}
+        return dict.fromkeys(replies.RECORD_FIELDS) | dict(zip(columns, row, strict=True)), found
 
 
 def _reward_to_text(value: float, parts: Mapping[str, float]) -> bytes:
@@ -138,6 +186,19 @@ def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]
     return task, list(request.key_digests), idle_ms
 
 
+def check_known(known: pb.SessionKnown) -> pb.SessionKnown:
+    """Returns what a reader says that it has if that can be; raises InvalidInput."""
+    check.check_number(known.calls, "known.calls", 0)
+    if known.calls:
+        check.check_task_id(known.last, "known.last")
+    for number in known.unanswered:
+        if not 0 <= number < known.calls:
+            raise InvalidInput(
+                f"known.unanswered {number}: expected a number of the first {known.calls} calls"
+            )
+    return known
+
+
 def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
     """Returns the request if it is valid; raises InvalidInput."""
     check.check_task_id(request.lease.task_id, "lease.task_id")
@@ -145,7 +206,8 @@ def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
     check.check_number(request.attempt, "attempt", 0)
     match request.WhichOneof("change"):
         case "begin":
-            check.check_task_id(request.begin.call_id, "begin.call_id")
+            check.check_task_id(request.begin.prompt.call_id, "begin.prompt.call_id")
+            check.check_number(request.begin.prompt.extends, "begin.prompt.extends", 0)
             if not 1 <= request.begin.answers <= MAX_ANSWERS:
                 raise InvalidInput(
                     f"begin.answers {request.begin.answers}: expected 1 to {MAX_ANSWERS}"
@@ -153,6 +215,7 @@ def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
         case "record":
             answer = request.record.answer
             check.check_number(request.record.number, "record.number", 0)
+            check.check_task_id(request.record.call_id, "record.call_id")
             sizes = {len(answer.token_ids), len(answer.logprobs), len(answer.versions)}
             if len(sizes) > 1:
                 raise InvalidInput("record.answer: ids, logprobs and versions differ in number")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from areal.agents.tree import Call
 from areal.clients.buffer.sessions import BufferSessions
-from areal.errors import LeaseLost
+from areal.errors import LeaseLost, NotFound, Unavailable
 from areal.protocol.trajectories import STATE_FROM_PB
 from areal.types import LLMResponse, Score, StopReason, TaskState
 from areal.v1 import buffer_service_pb2 as pb
+from areal_rollout.session_cache import CachedCalls
 
 
 class LedgerCalls:
@@ -20,26 +21,46 @@ class LedgerCalls:
     is stored once, not once a turn.
     """
 
-    def __init__(self, buffer: BufferSessions, found: pb.GetSessionResponse, attempt: int) -> None:
-        """`found`: the session as it was when the request came."""
+    def __init__(
+        self,
+        buffer: BufferSessions,
+        found: pb.GetSessionResponse,
+        attempt: int,
+        cached: CachedCalls,
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes the session as it was when the request came.
+
+        Args:
+            buffer: Where the calls are recorded.
+            found: The session's state; its calls are in `cached`.
+            attempt: Its number.
+            cached: The calls, which this request adds its own to.
+            lost: Called when the ledger does not have a call that `cached` has.
+        """
         self._buffer = buffer
         self.found = found
         """What the ledger has."""
         self._attempt = attempt
+        self._cached, self._lost = cached, lost
         self._extended: tuple[int, list[int]] | None = None
+        self._call_id = ""
 
     async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
         """See `areal.agents.calls.CallStore`."""
-        begin = pb.SessionBegin(call_id=uuid.uuid4().hex, answers=n)
-        begin.prompt.retry = retry
+        self._call_id = uuid.uuid4().hex
+        stored = pb.SessionPrompt(call_id=self._call_id, retry=retry)
         ids = list(prompt)
-        if self._extended is not None:
-            number, whole = self._extended
-            if ids[: len(whole)] == whole:
-                begin.prompt.extends = number
-                ids = ids[len(whole) :]
-        begin.prompt.token_ids.extend(ids)
-        return (await self._update(begin=begin)).number
+        number, length = self._extends(ids)
+        if number is not None:
+            stored.extends = number
+        stored.token_ids.extend(ids[length:])
+        begin = pb.SessionBegin(answers=n, prompt=stored)
+        first = (await self._update(begin=begin)).number
+        new = [pb.SessionCall(number=first, prompt=stored)]
+        new += [pb.SessionCall(number=first + more) for more in range(1, n)]
+        self._cached.add(new)
+        return first
 
     async def record(
         self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
@@ -54,24 +75,28 @@ class LedgerCalls:
             turn=turn,
             kept=kept,
         )
-        await self._update(record=pb.SessionRecord(number=number, answer=answer))
+        record = pb.SessionRecord(number=number, answer=answer, call_id=self._call_id)
+        await self._update(record=record)
+        calls = self._cached.calls
+        if number < len(calls) and self._cached.prompt(number).call_id == self._call_id:
+            self._cached.add([pb.SessionCall(number=number, answer=answer)])
 
     async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `areal.agents.calls.CallStore`."""
         ended = [
-            c.number for c in self.found.calls if c.HasField("answer") and c.answer.turn == turn
+            c.number for c in self._cached.calls if c.HasField("answer") and c.answer.turn == turn
         ]
         return prefer if prefer in ended else ended[-1] if ended else None
 
     async def whole(self, number: int) -> list[int]:
         """See `areal.agents.calls.CallStore`."""
-        whole = [*self._prompt(number), *self.found.calls[number].answer.token_ids]
+        whole = [*self._prompt(number), *self._cached.calls[number].answer.token_ids]
         self._extended = number, whole
         return list(whole)
 
     async def kept(self, number: int) -> str:
         """See `areal.agents.calls.CallStore`."""
-        calls = self.found.calls
+        calls = self._cached.calls
         return calls[number].answer.kept if number < len(calls) else ""
 
     async def delivered(self, numbers: Sequence[int]) -> None:
@@ -94,6 +119,11 @@ class LedgerCalls:
             why = f": {record.reason}" if record.reason else ""
             raise LeaseLost(f"session {record.task.task_id} is {state}{why}")
 
+    @property
+    def count(self) -> int:
+        """How many calls there are."""
+        return len(self._cached.calls)
+
     def calls(self) -> list[Call]:
         """As `areal.agents.tree.merge` takes them."""
         return [
@@ -105,24 +135,47 @@ class LedgerCalls:
                     output_versions=list(call.answer.versions),
                     stop_reason=StopReason(call.answer.stop_reason or StopReason.ABORT),
                 ),
-                retry=call.prompt.retry,
+                retry=self._cached.prompt(call.number).retry,
                 delivered=False,
                 reward=Score(call.reward, call.reward_parts) if call.HasField("reward") else None,
                 text=call.answer.text,
             )
-            for call in self.found.calls
+            for call in self._cached.calls
         ]
+
+    def _extends(self, ids: list[int]) -> tuple[int | None, int]:
+        """The answer that ends the longest beginning of `ids`, and how long that is."""
+        if self._extended is not None:
+            number, whole = self._extended
+            if ids[: len(whole)] == whole:
+                return number, len(whole)
+        # Token ids of the agent's own, or a history that was rendered again.
+        best: tuple[int | None, int] = None, 0
+        ends: dict[int, int] = {}
+        for call in self._cached.calls:
+            prompt = self._cached.prompt(call.number)
+            start = ends.get(prompt.extends) if prompt.HasField("extends") else 0
+            if start is None or not call.answer.token_ids:
+                continue
+            own = [*prompt.token_ids, *call.answer.token_ids]
+            if ids[start : start + len(own)] == own:
+                ends[call.number] = start + len(own)
+                best = max(best, (call.number, start + len(own)), key=lambda each: each[1])
+        return best
 
     def _prompt(self, number: int) -> list[int]:
         """The whole prompt of a call."""
         parts: list[Sequence[int]] = []
-        prompt = self.found.calls[number].prompt
+        prompt = self._cached.prompt(number)
         parts.append(prompt.token_ids)
         while prompt.HasField("extends"):
-            before = self.found.calls[prompt.extends]
-            prompt = before.prompt
+            before = self._cached.calls[prompt.extends]
+            prompt = self._cached.prompt(before.number)
             parts += [before.answer.token_ids, prompt.token_ids]
-        return [token for part in reversed(parts) for token in part]
+        whole: list[int] = []
+        for part in reversed(parts):
+            whole.extend(part)
+        return whole
 
     async def _update(
         self,
@@ -133,13 +186,19 @@ class LedgerCalls:
         end: pb.SessionEnd | None = None,
     ) -> pb.UpdateSessionResponse:
         self.check_open()
-        return await self._buffer.update(
-            pb.UpdateSessionRequest(
-                lease=self.found.lease,
-                attempt=self._attempt,
-                begin=begin,
-                record=record,
-                reward=reward,
-                end=end,
-            )
+        request = pb.UpdateSessionRequest(
+            lease=self.found.lease,
+            attempt=self._attempt,
+            begin=begin,
+            record=record,
+            reward=reward,
+            end=end,
         )
+        try:
+            return await self._buffer.update(request)
+        except NotFound as error:
+            if begin is None and record is None:
+                raise
+            # Redis came back without its latest writes, which this worker still has.
+            self._lost()
+            raise Unavailable(f"{error}: try again in 1 s") from None

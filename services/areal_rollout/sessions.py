@@ -7,13 +7,14 @@
 
 | request           | reads                  | writes                                     |
 |-------------------|------------------------|--------------------------------------------|
-| a model call      | the session's calls    | prompt before, answer after generation     |
-| POST /reward      | its state              | a reward                                   |
+| a model call      | calls it does not have | prompt before, answer after generation     |
+| POST /reward      | calls it does not have | a reward                                   |
 | POST /end         | all attempts, the last | the mark; the group, once all have ended   |
-| GET               | its state              | nothing                                    |
+| GET               | calls it does not have | nothing                                    |
 
-Nothing is kept between requests: any worker serves any of them. One that dies in a call leaves a
-prompt without an answer, which is no part of any trajectory; the agent's SDK asks again.
+Any worker serves any request: what it keeps between them (`session_cache.py`) only saves reading.
+One that dies in a call leaves a prompt without an answer, which is no part of any trajectory; the
+agent's SDK asks again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from areal_rollout.config import RolloutConfig
 from areal_rollout.interfaces import Buffer, Generation
 from areal_rollout.ledger_calls import LedgerCalls
 from areal_rollout.results import Rejected, judge
+from areal_rollout.session_cache import CachedCalls, SessionCache
 
 _DONE = (TaskState.COMPLETED, TaskState.BATCHED, TaskState.TRAINED, TaskState.DELIVERED)
 _WORKER = "session"
@@ -73,6 +75,7 @@ class Sessions:
         """
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
+        self._cache = SessionCache()
 
     def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
         """From now on there is a model."""
@@ -90,7 +93,7 @@ class Sessions:
             return Session(session_id, self._of(calls.found.policy_version), calls)
 
         async def state(_: dict[str, Any]) -> dict[str, Any]:
-            return _state(session_id, calls.found)
+            return _state(session_id, calls)
 
         async def end(body: dict[str, Any]) -> dict[str, Any]:
             return {"id": session_id, "state": await self._end(calls, score(body))}
@@ -103,11 +106,19 @@ class Sessions:
         task_id, _, attempt = session_id.rpartition("-")
         if not task_id or not attempt.isdecimal() or len(attempt) > 4:
             raise NotFound(f"session {session_id[:80]!r}: unknown")
-        found = await self._sessions.get(task_id, int(attempt))
+        place = task_id, int(attempt)
+        cached = self._cache.find(place)
+        found = await self._sessions.get(*place, cached.known)
         digest = hashlib.sha256(key.encode()).hexdigest()
         if not hmac.compare_digest(digest, found.key_digest):
             raise Unauthenticated("API key: it does not belong to this session")
-        return LedgerCalls(self._sessions, found, int(attempt))
+        if not found.continued:
+            cached = CachedCalls()
+        cached.add(found.calls)
+        self._cache.keep(place, cached)
+        return LedgerCalls(
+            self._sessions, found, int(attempt), cached, lambda: self._cache.drop(place)
+        )
 
     def _of(self, min_version: int) -> Model:
         """The model as a session opened at this version may see it."""
@@ -144,14 +155,13 @@ class Sessions:
             await asyncio.to_thread(_trajectories, calls)  # what cannot be trained is told
         if await calls.end():
             return state.value
-        attempts = [await self._sessions.get(task_id, each) for each in range(found.attempts)]
-        trajectories = [
-            trajectory
-            for index, each in enumerate(attempts)
-            for trajectory in await asyncio.to_thread(
-                _trajectories, LedgerCalls(self._sessions, each, index)
-            )
-        ]
+        trajectories: list[Trajectory] = []
+        for attempt in range(found.attempts):
+            self._cache.drop((task_id, attempt))
+            found, cached = await self._sessions.get(task_id, attempt), CachedCalls()
+            cached.add(found.calls)
+            each = LedgerCalls(self._sessions, found, attempt, cached)
+            trajectories += await asyncio.to_thread(_trajectories, each)
         return await self._complete(task_id, found, trajectories)
 
     async def _complete(
@@ -179,8 +189,9 @@ class Sessions:
         return state.value
 
 
-def _state(session_id: str, found: pb.GetSessionResponse) -> dict[str, Any]:
+def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
     """What a GET shows."""
+    found = calls.found
     return {
         "id": session_id,
         "task_id": found.record.task.task_id,
@@ -188,7 +199,7 @@ def _state(session_id: str, found: pb.GetSessionResponse) -> dict[str, Any]:
         "reason": found.record.reason,
         "attempts": found.attempts,
         "ended": found.ended,
-        "calls": len(found.calls),
+        "calls": calls.count,
         "reward": found.outcome if found.HasField("outcome") else None,
         "parts": dict(found.outcome_parts),
         "policy_version": found.policy_version,

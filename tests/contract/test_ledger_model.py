@@ -213,11 +213,12 @@ class LedgerMachine(RuleBasedStateMachine):
         token = max(1, task.token - older)
         request = pb.UpdateSessionRequest(lease=pb.LeaseRef(task_id=task.id, token=token))
         if what == "begin":
-            prompt = pb.SessionPrompt(token_ids=[1, 2])
-            change = pb.SessionBegin(call_id=f"c{task.calls}", answers=1, prompt=prompt)
+            prompt = pb.SessionPrompt(token_ids=[1, 2], call_id=f"c{task.calls}")
+            change = pb.SessionBegin(answers=1, prompt=prompt)
             request.begin.CopyFrom(change)
         elif what == "record":
             request.record.answer.token_ids.append(3)
+            request.record.call_id = "c0"
         elif what == "reward":
             request.reward.value = 0.5
         else:

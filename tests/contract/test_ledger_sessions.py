@@ -26,6 +26,7 @@ class Sessions:
         config = ledger_config("", namespace=book.namespace)
         self.book, self.memory = book, MemoryGauge(EMPTY)
         self.store = SessionStore(book.redis, config, self.memory, Waits())
+        self._ids: dict[tuple[str, int], str] = {}
 
     async def open(self, task_id: str, purpose: Purpose = Purpose.TRAIN, attempts: int = 1) -> int:
         return await self.store.open(new_task(task_id, purpose), KEYS[:attempts], 60_000)
@@ -37,15 +38,20 @@ class Sessions:
         return done.number, done.open_attempts
 
     async def begin(self, task_id: str, *ids: int, answers: int = 1, call_id: str = "") -> int:
-        prompt = pb.SessionPrompt(token_ids=ids)
-        begin = pb.SessionBegin(call_id=call_id or uuid.uuid4().hex, answers=answers, prompt=prompt)
-        return (await self.update(task_id, begin=begin))[0]
+        prompt = pb.SessionPrompt(token_ids=ids, call_id=call_id or uuid.uuid4().hex)
+        begin = pb.SessionBegin(answers=answers, prompt=prompt)
+        number, _ = await self.update(task_id, begin=begin)
+        for each in range(number, number + answers):
+            self._ids[task_id, each] = prompt.call_id
+        return number
 
     async def record(self, task_id: str, number: int, *ids: int, version: int = 0) -> None:
         answer = pb.SessionAnswer(
             token_ids=ids, logprobs=[-0.5] * len(ids), versions=[version] * len(ids)
         )
-        await self.update(task_id, record=pb.SessionRecord(number=number, answer=answer))
+        call_id = self._ids.get((task_id, number), "unknown")
+        record = pb.SessionRecord(number=number, answer=answer, call_id=call_id)
+        await self.update(task_id, record=record)
 
     async def end(self, task_id: str, attempt: int = 0) -> int:
         return (await self.update(task_id, attempt, end=pb.SessionEnd()))[1]
@@ -180,7 +186,8 @@ async def test_calls_when_recorded_twice_then_kept_once_and_in_order(book, sessi
     await sessions.update("s", reward=pb.SessionReward(value=1.5, parts={"gone": 1}))
     await sessions.update("s", reward=pb.SessionReward(value=1.5, parts={"short": 0.1, "c": 0}))
     found = await sessions.store.read("s", 0)
-    assert [list(call.prompt.token_ids) for call in found.calls] == [[1, 2], [1, 2], [3]]
+    assert [list(call.prompt.token_ids) for call in found.calls] == [[1, 2], [], [3]]
+    assert [call.HasField("prompt") for call in found.calls] == [True, False, True]
     assert [call.HasField("answer") for call in found.calls] == [False, True, False]
     assert list(found.calls[1].answer.token_ids) == [7, 8]
     assert list(found.calls[1].answer.versions) == [4, 4]

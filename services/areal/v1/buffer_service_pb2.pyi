@@ -1494,22 +1494,61 @@ class GetSessionRequest(_message.Message):
 
     TASK_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     attempt: _builtins.int
     """From 0."""
+    @_builtins.property
+    def known(self) -> Global___SessionKnown:
+        """Absent: the reader has none of the calls."""
+
     def __init__(
         self,
         *,
         task_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        known: Global___SessionKnown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["known", b"known"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "known", b"known", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionKnown(_message.Message):
+    """The calls that a reader has: the first so many."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
+    calls: _builtins.int
+    last: _builtins.str
+    """`SessionPrompt.call_id` of the last of them. A ledger that does not have it, because it lost
+    its latest writes, answers with all calls.
+    """
+    @_builtins.property
+    def unanswered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of them that have no answer yet."""
+
+    def __init__(
+        self,
+        *,
+        calls: _builtins.int = ...,
+        last: _builtins.str = ...,
+        unanswered: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "last", b"last", "unanswered", b"unanswered"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionKnown: _TypeAlias = SessionKnown  # noqa: Y015
 
 @_typing.final
 class SessionPrompt(_message.Message):
@@ -1518,10 +1557,13 @@ class SessionPrompt(_message.Message):
     EXTENDS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETRY_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
     extends: _builtins.int
     """The call whose prompt and answer come first; absent: none."""
     retry: _builtins.bool
     """The client's SDK says that it asked before."""
+    call_id: _builtins.str
+    """Unique to this request, which makes `SessionBegin` idempotent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What follows."""
@@ -1532,10 +1574,11 @@ class SessionPrompt(_message.Message):
         extends: _builtins.int | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         retry: _builtins.bool = ...,
+        call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "extends", b"extends", "retry", b"retry", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "call_id", b"call_id", "extends", b"extends", "retry", b"retry", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__extends: _TypeAlias = _typing.Literal["extends"]  # noqa: Y015
     _WhichOneofArgType__extends: _TypeAlias = _typing.Literal["_extends", b"_extends"]  # noqa: Y015
@@ -1620,10 +1663,12 @@ class SessionCall(_message.Message):
     """In the order of arrival, from 0."""
     reward: _builtins.float
     @_builtins.property
-    def prompt(self) -> Global___SessionPrompt: ...
+    def prompt(self) -> Global___SessionPrompt:
+        """Absent: that of the call before, or the reader knows it."""
+
     @_builtins.property
     def answer(self) -> Global___SessionAnswer:
-        """Absent: there is none yet, or the call failed."""
+        """Absent: there is none yet, the call failed, or the reader knows it."""
 
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -1681,6 +1726,7 @@ class GetSessionResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     OUTCOME_PARTS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """No request may start on a server below this version."""
     key_digest: _builtins.str
@@ -1690,6 +1736,10 @@ class GetSessionResponse(_message.Message):
     """Whether this attempt has ended."""
     outcome: _builtins.float
     """Its reward."""
+    continued: _builtins.bool
+    """Whether `calls` continues those that the reader has. It has the calls after them, their new
+    answers, and all rewards.
+    """
     @_builtins.property
     def record(self) -> _trajectory_pb2.TaskRecord: ...
     @_builtins.property
@@ -1712,10 +1762,11 @@ class GetSessionResponse(_message.Message):
         outcome: _builtins.float | None = ...,
         calls: _abc.Iterable[Global___SessionCall] | None = ...,
         outcome_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        continued: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "lease", b"lease", "outcome", b"outcome", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "ended", b"ended", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "continued", b"continued", "ended", b"ended", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
     _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015
@@ -1729,24 +1780,20 @@ class SessionBegin(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CALL_ID_FIELD_NUMBER: _builtins.int
     ANSWERS_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
-    call_id: _builtins.str
-    """Idempotency key of this request."""
     answers: _builtins.int
     @_builtins.property
     def prompt(self) -> Global___SessionPrompt: ...
     def __init__(
         self,
         *,
-        call_id: _builtins.str = ...,
         answers: _builtins.int = ...,
         prompt: Global___SessionPrompt | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "call_id", b"call_id", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1758,7 +1805,10 @@ class SessionRecord(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    call_id: _builtins.str
+    """Of its prompt."""
     @_builtins.property
     def answer(self) -> Global___SessionAnswer: ...
     def __init__(
@@ -1766,10 +1816,11 @@ class SessionRecord(_message.Message):
         *,
         number: _builtins.int = ...,
         answer: Global___SessionAnswer | None = ...,
+        call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_id", b"call_id", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

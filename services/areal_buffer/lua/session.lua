@@ -1,6 +1,7 @@
 -- ARGV: id, token, attempt, then what its agent did:
---   begin, call id, answers, prompt, memory limit, bytes that the calls of a task may have
---   record, number, answer
+--   begin, call id, answers, prompt, memory limit, bytes that the calls of a task may have,
+--     number of the answer that it extends ('': none)
+--   record, number, answer, call id
 --   reward, number ('': of the attempt), value
 --   end
 -- Returns {number of the first answer, attempts that have not ended}.
@@ -24,6 +25,10 @@ if what == 'begin' then
   local begun = 'begun:' .. ARGV[5]
   number = tonumber(call('HGET', key, begun) or -1)
   if number < 0 then
+    -- Redis may have lost its latest writes, which the worker still had.
+    if ARGV[10] ~= '' and call('HEXISTS', key, ARGV[10] .. ':answer') == 0 then
+      fail('NotFound', 'answer ' .. ARGV[10] .. ' of session ' .. task.id .. ': not in the ledger')
+    end
     local bytes = #ARGV[7]
     if task.journal + bytes > tonumber(ARGV[9]) then
       fail('InvalidInput', 'session ' .. task.id .. ': its calls have ' .. int(task.journal + bytes) ..
@@ -44,7 +49,13 @@ else
   if ARGV[5] ~= '' and tonumber(ARGV[5]) >= calls then
     fail('NotFound', 'answer ' .. ARGV[5] .. ': the session has ' .. int(calls))
   end
-  if what == 'record' then write(ARGV[5] .. ':answer', ARGV[6])
+  if what == 'record' then
+    -- Where it lost a prompt, too, another one may have got its number.
+    local first = call('HGET', key, ARGV[5] .. ':same') or ARGV[5]
+    if call('HGET', key, 'begun:' .. ARGV[7]) ~= first then
+      fail('NotFound', 'prompt of answer ' .. ARGV[5] .. ' of session ' .. task.id .. ': not in the ledger')
+    end
+    write(ARGV[5] .. ':answer', ARGV[6])
   else
     local field = ARGV[5] == '' and 'outcome' or ARGV[5] .. ':reward'
     added = added + #ARGV[6] - call('HSTRLEN', key, field)

@@ -30,9 +30,18 @@ class BufferSessions(Role):
         )
         return (await self._call(self._stub.OpenSession, request)).policy_version
 
-    async def get(self, task_id: str, attempt: int) -> pb.GetSessionResponse:
-        """Returns an attempt with its calls; raises NotFound."""
-        request = pb.GetSessionRequest(task_id=task_id, attempt=attempt)
+    async def get(
+        self, task_id: str, attempt: int, known: pb.SessionKnown | None = None
+    ) -> pb.GetSessionResponse:
+        """Returns an attempt with its calls; raises NotFound.
+
+        Args:
+            task_id: The session's task.
+            attempt: From 0.
+            known: The calls that need not be sent. Whether they were left out is in the answer's
+                `continued`.
+        """
+        request = pb.GetSessionRequest(task_id=task_id, attempt=attempt, known=known)
         return await self._call(self._stub.GetSession, request)
 
     async def update(self, request: pb.UpdateSessionRequest) -> pb.UpdateSessionResponse:
