@@ -79,7 +79,7 @@ def load_recipe(source: bytes, file_name: str = "recipe.py") -> ModuleType:
         where = f"{file_name}:{frames[-1].lineno if frames else 1}"
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            hint = " (import torch inside main: rollout and reward workers have none)"
+            hint = " (import torch inside main: rollout and reward workers do not have it)"
         raise InvalidInput(f"recipe {where}: {type(error).__name__}: {error}{hint}") from None
     return module
 

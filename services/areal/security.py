@@ -31,8 +31,8 @@ _FILES = {
 
 MIN_TOKEN_LENGTH = 16
 UNAUTHENTICATED = (
-    "this endpoint asks for a bearer token, and the request carried none or another one "
-    "(security.dir or AREAL_TOKEN; `areal token` prints that of a local stack)"
+    "this endpoint requires a bearer token; the request had none, or a wrong one "
+    "(set security.dir or AREAL_TOKEN; `areal token` prints the token of a local stack)"
 )
 
 # Fits a header, a URL, redis.conf and nats.conf without surprises.
@@ -153,12 +153,12 @@ class Security:
         host = header("host") or ""
         name = urlsplit(f"//{host}").hostname or ""
         if host and name != "localhost" and not _is_address(name):
-            return f"Host {host[:80]!r}: expected localhost or an address, as there is no token"
+            return f"Host {host[:80]!r}: without a token, only localhost or IPs are allowed"
         origin = header("origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            return f"Origin {origin[:80]!r}: expected our own pages, as there is no token"
+            return f"Origin {origin[:80]!r}: without a token, only our pages are allowed"
         if (site := header("sec-fetch-site") or "none") not in ("none", "same-origin"):
-            return f"Sec-Fetch-Site {site[:20]!r}: expected our own pages, as there is no token"
+            return f"Sec-Fetch-Site {site[:20]!r}: without a token, only our pages are allowed"
         return ""
 
     def headers(self) -> dict[str, str]:
@@ -174,8 +174,8 @@ class Security:
         if self.token or self.allow_insecure_bind or is_loopback(host):
             return
         raise ConfigError(
-            f"{key} {host!r}: other machines reach this address and there is no token; expected "
-            "security.dir or AREAL_TOKEN, a loopback address, or "
+            f"{key} {host!r}: other machines can reach this address and there is no token; set "
+            "security.dir or AREAL_TOKEN, use a loopback address, or set "
             "security.allow_insecure_bind=true"
         )
 

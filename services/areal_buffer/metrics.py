@@ -25,7 +25,7 @@ class BufferMetrics:
         self._committed = gauge("last_committed_step", "Newest step in a checkpoint.")
         self._headroom = gauge("admission_headroom_groups", "Groups that may still start.")
         self._regenerated = gauge("regenerated_groups", "Groups generated again: too stale.")
-        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses, for everybody.")
+        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses for all trials.")
         self._held = gauge("held_bytes", "Bytes of tasks that the ledger holds.")
         self._limit = gauge("limit_bytes", "Bytes that it may hold now.")
         self._answered = gauge("redis_answered_timestamp_seconds", "When Redis last answered.")

@@ -161,7 +161,7 @@ def translate(error: RedisError) -> errors.ArealError:
         # It may be short of memory for a while only, e.g. when it rewrites its file.
         return errors.CapacityExceeded(f"Redis is out of memory: {text}; try again in 5 s")
     if isinstance(error, _AWAY):
-        return errors.Unavailable(f"Redis is away: {text}")
+        return errors.Unavailable(f"Redis does not answer: {text}")
     if _FOR_NOW.search(text):
         return errors.Unavailable(f"Redis refuses for now: {text}")
     return errors.ArealError(f"Redis: {text}")

@@ -115,7 +115,7 @@ class WorkerPool:
         # A call larger than the whole queue is let in when it is alone.
         if self._waiting_items and self._waiting_items + len(items) > limit:
             raise Unavailable(
-                f"reward: {self._waiting_items} items are waiting and {len(items)} more would pass "
+                f"reward: {self._waiting_items} items are waiting; {len(items)} more would exceed "
                 f"the limit of {limit}"
             )
         began = time.perf_counter()
@@ -266,7 +266,7 @@ class WorkerPool:
         if guilty in job.pending:
             if timed_out:
                 text = too_slow(name, self._config.timeout_s)
-                result = failure(pb.SCORE_ERROR_TIMEOUT, f"{text}; its worker was ended")
+                result = failure(pb.SCORE_ERROR_TIMEOUT, f"{text}; its worker was killed")
             else:
                 result = failure(
                     pb.SCORE_ERROR_CRASH, f"{name}: the worker died while scoring ({how})"

@@ -42,7 +42,7 @@ class Announcements:
                 self._nats = await connect_nats(self._url, "areal-rollout", token=self._token)
             except Unavailable as error:
                 if backoff.fresh:
-                    self._log.warning("announcements_away", error=str(error))
+                    self._log.warning("announcements_unavailable", error=str(error))
                 await backoff.sleep()
         # The client subscribes again by itself whenever it has to reconnect.
         await self._nats.subscribe(self._subject, cb=announced)

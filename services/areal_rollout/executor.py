@@ -312,7 +312,7 @@ class Executor:
             if episode.stop is None and not self._draining:
                 return Return(
                     ReturnCause.WORKFLOW_ERROR,
-                    "arun_episode was cancelled by itself",
+                    "arun_episode cancelled itself",
                     traceback.format_exc()[-8000:],
                 )
             raise

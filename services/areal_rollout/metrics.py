@@ -24,7 +24,9 @@ class RolloutMetrics:
             "areal_rollout_running_episodes", "Episodes running now.", registry=registry
         )
         self._oldest = Gauge(
-            "areal_rollout_oldest_episode_seconds", "Age of the oldest of them.", registry=registry
+            "areal_rollout_oldest_episode_seconds",
+            "Age of the oldest running episode.",
+            registry=registry,
         )
         self._servers = Gauge(
             "areal_rollout_serving_servers",
@@ -49,11 +51,11 @@ class RolloutMetrics:
         )
         self._salvaged = Counter(
             "areal_rollout_salvaged_tokens",
-            "Tokens kept of requests whose server died or froze.",
+            "Tokens kept from requests whose server died or froze.",
             registry=registry,
         )
         self._replayed = Counter(
-            "areal_rollout_replayed_tokens", "Tokens taken over from journals.", registry=registry
+            "areal_rollout_replayed_tokens", "Tokens reused from journals.", registry=registry
         )
         self._drifted = Counter(
             "areal_rollout_prompt_drift",
@@ -83,7 +85,7 @@ class RolloutMetrics:
         )
         self._recommended = Gauge(
             "areal_rollout_recommended_inference_servers",
-            "Servers with which generation takes 0.85 of the training time; 0: not known yet.",
+            "Servers with which generation would take 0.85 of the training time; 0: unknown.",
             registry=registry,
         )
         self._idle = Counter(

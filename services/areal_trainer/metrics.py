@@ -16,12 +16,18 @@ _GAUGES = {
     "staleness/mean": ("areal_trainer_staleness_mean_versions", "Mean staleness of the batch."),
     "staleness/max": ("areal_trainer_staleness_max_versions", "Largest staleness in the batch."),
     "time/step": ("areal_trainer_step_seconds", "Wall time of the last step."),
-    "time/wait": ("areal_trainer_wait_seconds", "Of it, waiting for the batch."),
-    "time/train": ("areal_trainer_train_seconds", "Of it, computing."),
-    "time/publish": ("areal_trainer_publish_seconds", "Of it, publishing weights."),
+    "time/wait": (
+        "areal_trainer_wait_seconds",
+        "Time of the last step spent waiting for its batch.",
+    ),
+    "time/train": ("areal_trainer_train_seconds", "Time of the last step spent computing."),
+    "time/publish": (
+        "areal_trainer_publish_seconds",
+        "Time of the last step spent publishing weights.",
+    ),
     "time/confirm": (
         "areal_trainer_confirm_seconds",
-        "Of it, waiting until a server has confirmed the weights published last.",
+        "Time of the last step spent waiting until a server had confirmed the previous version.",
     ),
     "train/loss": ("areal_trainer_loss_value", "Loss of the last step."),
     "train/tokens_per_second": (
@@ -31,11 +37,14 @@ _GAUGES = {
     "train/mfu": ("areal_trainer_mfu_ratio", "Model operations of the update over the GPUs' peak."),
     "train/peak_gib": (
         "areal_trainer_peak_memory_gib",
-        "Most memory that a rank has used, in GiB.",
+        "Peak memory of a rank, in GiB.",
     ),
-    "time/forward": ("areal_trainer_forward_seconds", "Of computing, forward passes."),
-    "time/backward": ("areal_trainer_backward_seconds", "Of computing, backward passes."),
-    "time/optimizer": ("areal_trainer_optimizer_seconds", "Of computing, clipping and AdamW."),
+    "time/forward": ("areal_trainer_forward_seconds", "Time of the last step's forward passes."),
+    "time/backward": ("areal_trainer_backward_seconds", "Time of the last step's backward passes."),
+    "time/optimizer": (
+        "areal_trainer_optimizer_seconds",
+        "Time of the last step's clipping and AdamW.",
+    ),
     "train/grad_norm": ("areal_trainer_grad_norm_value", "Gradient norm before clipping."),
 }
 
@@ -54,7 +63,7 @@ class TrainerCollector(Collector):
         )
         yield GaugeMetricFamily(
             "areal_trainer_unfinished_seconds",
-            "Time since a step was finished last, or since the start.",
+            "Time since the last finished step, or since the start.",
             value=snapshot.unfinished_s,
         )
         row = snapshot.rows[-1] if snapshot.rows else {}

@@ -44,14 +44,14 @@ def lacks(model: Path) -> str:
     """
     lost = [each for each in sorted(model.glob("*")) if each.is_symlink() and not each.exists()]
     if lost:
-        return f"{lost[0].name} is a link that leads nowhere here: copy files, not links"
+        return f"{lost[0].name} is a broken link: copy files, not links"
     if not (model / "config.json").is_file():
         return "no config.json"
     for file in sorted(model.glob("*.json")):
         try:
             json.loads(file.read_text())
         except (ValueError, OSError):  # ValueError: not UTF-8, or not JSON
-            return f"{file.name} is no JSON, or only its beginning"
+            return f"{file.name} is not JSON, or is incomplete"
     if problem := _weights_lack(model):
         return problem
     if not (model / "tokenizer.json").is_file():
@@ -88,11 +88,11 @@ def _shortened(file: Path) -> str:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or size < 8 + length:
-            return f"{file.name}: only its beginning"
+            return f"{file.name}: incomplete"
         try:
             header = json.loads(stream.read(length))
         except ValueError:
-            return f"{file.name}: no safetensors file"
+            return f"{file.name}: not a safetensors file"
     ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
     whole = 8 + length + max(ends, default=0)
     return f"{file.name}: {size:,} of {whole:,} bytes" if size != whole else ""

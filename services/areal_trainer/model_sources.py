@@ -188,7 +188,7 @@ def wait_for_copy(model: Path, *, how: str, deadline: float, say: Say) -> None:
         if now - reminded >= _REMIND_S:
             reminded = now
             there = f"{size_of(model) / _GIB:.2f} GiB there, {problem or 'still changing'}"
-            say(f"waits for a model in {model} ({there}): {how}")
+            say(f"waiting for a model in {model} ({there}): {how}")
         time.sleep(_LOOK_S)
     if folder != model:
         for path in sorted(folder.iterdir()):

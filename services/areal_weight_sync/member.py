@@ -45,7 +45,7 @@ from areal_weight_sync.server_state import (
     ServerRecord,
 )
 
-_ANEW = "version {} was made again by another trainer"
+_ANEW = "version {} was created again by another trainer"
 
 
 class Member:

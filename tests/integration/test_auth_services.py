@@ -152,7 +152,7 @@ def test_service_when_it_would_listen_openly_then_refuses_in_one_line(
     )
     assert done.returncode == 2, done.stderr
     [line] = done.stderr.splitlines()[-1:]
-    assert f"{key} '0.0.0.0': other machines reach this address and there is no token" in line
+    assert f"{key} '0.0.0.0': other machines can reach this address and there is no token" in line
     assert "Traceback" not in done.stderr
 
 

@@ -318,7 +318,7 @@ async def test_stores_when_asked_without_their_secrets_then_they_refuse(
         )
     await stranger.close()  # refused, its connection is open nevertheless
     # Both are used all the same: announcements flow.
-    assert "announcements_away" not in secure.stack.log("rollout-0")
+    assert "announcements_unavailable" not in secure.stack.log("rollout-0")
     assert "nats" not in secure.stack.log("weight-sync")
 
 

@@ -41,7 +41,7 @@ def test_attention_when_a_kernel_is_not_there_then_the_reason_is_its_figure() ->
     attention = cases.find("attention")
     setting = attention.settings(miniature=True)[0]
     refused = attention.measure(setting, miniature=True)["refused"]
-    assert refused.startswith("attn_impl=varlen: there is no GPU, but a cpu")
+    assert refused.startswith("attn_impl=varlen: the device is a cpu, not a GPU")
 
 
 def test_driver_when_tries_hang_fail_or_come_too_late_then_each_has_a_line(tmp_path: Path) -> None:

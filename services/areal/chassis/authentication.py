@@ -27,7 +27,7 @@ class Doorkeeper:
         self._security = security
         self._refused = Counter(
             f"areal_{service.replace('-', '_')}_unauthenticated",
-            "Calls refused for want of the bearer token, by protocol.",
+            "Calls refused because the bearer token was missing or wrong, by protocol.",
             ["protocol"],
             registry=registry,
         )

@@ -8,7 +8,7 @@ _CONSTANT = "has one value for all runs now"
 # A key, or the section that all of them were in.
 _HINTS = {
     "async_training": "the recipe calls prepare_batch (generation runs ahead) or rollout_batch",
-    "model.tokenizer_path": "the tokenizer lies in model.path",
+    "model.tokenizer_path": "the tokenizer is in model.path",
     "rollout.straggler_deadline_s": _CONSTANT,
     "rollout.batch_timeout_s": "3 times rollout.request_timeout_s",
     "rollout.max_attempts": _CONSTANT,

@@ -144,7 +144,7 @@ def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
         batches = [load_file(file) for file in files]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InvalidInput(
-            f"{str(folder)!r}: expected a failed_step_<k> folder of a run, whole: {error}"
+            f"{str(folder)!r}: expected a complete failed_step_<k> folder of a run: {error}"
         ) from None
     for batch in batches:
         check_batch(batch)
@@ -169,7 +169,7 @@ def replay(folder: Path, model: Path) -> list[str]:
         kept.
 
     Raises:
-        InvalidInput: `folder` or `model` has other content than described.
+        InvalidInput: `folder` or `model` has different content than described.
     """
     from pydantic import TypeAdapter
 

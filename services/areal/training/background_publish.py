@@ -76,7 +76,7 @@ class BackgroundPublish:
                     f"publishing version {pending.version}",
                     on="the weights volume or weight-sync",
                     since=pending.since,
-                    hint="is the disk full or away?",
+                    hint="is the disk full or unmounted?",
                 )
             return pending.done.done()
 

@@ -70,7 +70,7 @@ class _Pending:
                 f"checkpoint of step {self.step}",
                 on=str(self.directory),
                 since=self.since,
-                hint="is the disk full or away?",
+                hint="is the disk full or unmounted?",
             ) from None
 
 

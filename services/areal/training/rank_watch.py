@@ -110,7 +110,7 @@ class RankWatch:
         self._log.error(
             "rank_silent",
             cause=f"{self._name(rank)} gave no sign of life for {self._silent[rank]:.0f} s: "
-            "stopped, swapped out, or its machine is away; ending the job",
+            "it is stopped or swapped out, or its machine is unreachable; ending the job",
         )
         if host == socket.gethostname():
             with suppress(psutil.Error):

@@ -306,7 +306,7 @@ class TrainerSession(Ranks):
             self.confirmed_version = version
             await self.ledger.buffer.confirm_version(self.incarnation, version)
         except errors.ArealError as error:  # the next batch, or `confirm_version`, says so again
-            self._log.warning("confirmation_not_told", version=version, cause=str(error))
+            self._log.warning("confirmation_not_reported", version=version, cause=str(error))
 
     def offer(self, version: PolicyVersion, offer: Offer) -> Seats:
         """Announces weights that are about to be broadcast (rank 0, in any thread)."""

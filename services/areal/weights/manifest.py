@@ -347,12 +347,12 @@ def publish_dir(staging: Path, final: Path) -> None:
     succeeds and drops the staging folder.
 
     Raises:
-        InvalidInput: `final` exists with other content, or `staging` has no manifest.
+        InvalidInput: `final` exists with different content, or `staging` has no manifest.
     """
     wanted = read_manifest(staging)
     if final.exists():
         if read_manifest(final).files != wanted.files:
-            raise InvalidInput(f"{final}: exists with other content")
+            raise InvalidInput(f"{final}: exists with different content")
         shutil.rmtree(staging)
         return
     staging.rename(final)

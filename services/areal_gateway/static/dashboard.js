@@ -118,7 +118,7 @@ function drawHeader({ run, trainer, sources, ledger, eta_s: eta }) {
   text("trial", run.trial);
   const gone = trainer && !sources.trainer.ok && !["finished", "failed"].includes(trainer.state);
   if (!trainer) pill($("trainer"), "idle", "No trainer", sources.trainer.error);
-  else if (gone) pill($("trainer"), "warn", "Trainer away", sources.trainer.error);
+  else if (gone) pill($("trainer"), "warn", "Trainer unreachable", sources.trainer.error);
   else pill($("trainer"), ...(TRAINER[trainer.state] ?? TRAINER.unspecified), trainer.detail);
 
   const total = trainer?.total_steps ?? 0;
@@ -148,7 +148,7 @@ function drawBanner(sources, trainer, gone, ledger) {
   }
   if (trainer?.state === "failed") {
     tone = "bad";
-    lines.push(["The trainer has failed. ", trainer.detail || "Its log says more."]);
+    lines.push(["The trainer has failed. ", trainer.detail || "See its log."]);
   } else if (gone) {
     tone = tone === "bad" ? tone : "warn";
     lines.push([`The trainer has not answered since ${clock(sources.trainer.since)}. `, "It resumes from its last checkpoint; no finished task is lost."]);
@@ -163,10 +163,10 @@ function drawBanner(sources, trainer, gone, ledger) {
       lines.push(["The run was stopped: ", ledger.stopped]);
     }
     lines.push([`Workflow or reward fails (${short(worst.attempts)} attempt${worst.attempts === 1 ? "" : "s"}). `,
-      `Task ${worst.task_id}: ${worst.detail} What was given up: areal dead-letters list`]);
+      `Task ${worst.task_id}: ${worst.detail} All failed tasks: areal dead-letters list`]);
   }
   if (!trainer) {
-    lines.push(["No trainer is attached. ", "Tasks with purpose “serve” run at the current policy version; training shows here once a trainer starts."]);
+    lines.push(["No trainer is attached. ", "Tasks with purpose “serve” run at the current policy version; training appears here once a trainer starts."]);
   }
   const key = JSON.stringify([tone, lines]);
   if (banner.dataset.key === key) return;
@@ -201,8 +201,8 @@ function drawTiles({ ledger, versions, rates, run }) {
   }
   text("kpi-samples", short(rates.samples_per_s));
   text("kpi-tokens", short(rates.tokens_per_s));
-  text("kpi-samples-note", ledger ? `${short(ledger.trajectories)} in total` : "ledger away");
-  text("kpi-tokens-note", ledger ? `${short(ledger.generated_tokens)} in total` : "ledger away");
+  text("kpi-samples-note", ledger ? `${short(ledger.trajectories)} in total` : "ledger unreachable");
+  text("kpi-tokens-note", ledger ? `${short(ledger.generated_tokens)} in total` : "ledger unreachable");
 
   const bound = ledger?.max_head_offpolicyness || run.max_head_offpolicyness;
   if (ledger) {
@@ -384,7 +384,7 @@ function drawLive({ ledger, run }) {
 function lettersButton(value) {
   const button = document.createElement("button");
   button.className = "link";
-  button.title = "What was given up, and why";
+  button.title = "Failed tasks, and why";
   button.textContent = short(value);
   button.addEventListener("click", openLetters);
   return button;

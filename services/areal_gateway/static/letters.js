@@ -35,6 +35,6 @@ export async function openLetters() {
     list.replaceChildren(...body.dead_letters.map(entry));
     if (body.dead_letters.length === LIMIT) list.append(line("li", "", `The ${LIMIT} newest; areal dead-letters list --limit 1000 shows more.`));
   } catch (error) {
-    list.replaceChildren(line("li", "", `The ledger did not tell: ${error.message}`));
+    list.replaceChildren(line("li", "", `The ledger did not answer: ${error.message}`));
   }
 }

@@ -58,7 +58,7 @@ class Giving:
             )
         body = await asyncio.to_thread(_read, weights, layout, begin, end)
         if weights.published is not published:
-            return _refusal(404, f"version {name}: not held here any more")
+            return _refusal(404, f"version {name}: no longer held here")
         headers = {"Content-Range": f"bytes {begin}-{end - 1}/{size}"}
         return Response(body, 206, headers, "application/octet-stream")
 

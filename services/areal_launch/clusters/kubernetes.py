@@ -172,7 +172,7 @@ class Release:
 
     def helm(self, *arguments: str) -> str:
         """Returns helm's output; raises ArealError with its message, NotFound without helm."""
-        hint = "`make setup` brings one"
+        hint = "`make setup` installs one"
         return run_command([*self.helm_command, *arguments], hint, timeout=HELM_TIMEOUT_S)
 
     def install(self) -> None:
@@ -273,7 +273,7 @@ class Release:
         target = HTTP_PORT if component == "gateway" else GRPC_PORT
         service = self.services()[component]
         program, *where = self.kubectl_command
-        found = find_program(program, "`make setup` brings one")
+        found = find_program(program, "`make setup` installs one")
         return (found, *where, "port-forward", f"service/{service}", f"{port}:{target}")
 
 

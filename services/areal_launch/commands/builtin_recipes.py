@@ -36,7 +36,7 @@ def find_recipe(recipe: Path, overrides: list[str]) -> tuple[Path, list[str]]:
         return recipe, overrides
     rest = [value for value in values if not value.startswith(_KEY)]
     if len(chosen) > 1 or (not str(recipe).startswith(_KEY) and "=" not in str(recipe)):
-        raise InvalidInput(f"{_KEY}{chosen[-1]}: expected it once, and instead of a recipe")
+        raise InvalidInput(f"{_KEY}{chosen[-1]}: expected once, in place of a recipe")
     if chosen[0] not in RECIPES:
         raise InvalidInput(f"{_KEY}{chosen[0]}: no such recipe{nearest(chosen[0], RECIPES)}")
     file = EXAMPLES / RECIPES[chosen[0]]

@@ -361,7 +361,7 @@ def convert(theirs: Mapping[Any, Any]) -> Converted:
         rule = _rule(key)
         if rule is None:
             out.keys[key] = value
-            out.note(key, "no key of AReaL: kept, for the recipe's own config class")
+            out.note(key, "not a key of AReaL; kept for the recipe's own config class")
         elif isinstance(rule, str):
             if value is not None or rule in _MAY_BE_NULL:
                 out.keys[rule] = value
@@ -383,7 +383,8 @@ def _layout(out: Converted, values: dict[str, Any]) -> None:
     for key, value in backends.items():
         if value:
             out.note(
-                f"{key} {value!r}", "not used: `allocation_mode` needs both halves, or has them"
+                f"{key} {value!r}",
+                "not used: `allocation_mode` is set, or needs both",
             )
 
 
@@ -450,9 +451,9 @@ def converted_yaml(file: Path) -> str:
         section[last] = value
     comments = [f"From {file.name} of AReaL."]
     if problem := _problem(tree):
-        comments += [f"To be mended: {problem}"]
+        comments += [f"To fix: {problem}"]
     if out.notes:
-        comments.append("What has no key here:")
+        comments.append("Keys that have no counterpart here:")
         comments += [f"  {', '.join(keys)}: {instead}" for instead, keys in out.notes.items()]
     written = yaml.safe_dump(tree, sort_keys=False)
     return "".join(f"# {line}\n" for line in comments) + written

@@ -107,7 +107,7 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
             text.append(tokenizer.decode(ids), "bold" if sampled else "bright_black")
         console.print(Panel(text, title=_title(one), title_align="left", border_style="blue"))
     console.print(
-        f"{task_id}, step {group[0].step}: gray was given, bold was sampled", style="bright_black"
+        f"{task_id}, step {group[0].step}: gray: given; bold: sampled", style="bright_black"
     )
 
 

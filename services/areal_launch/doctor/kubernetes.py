@@ -107,7 +107,7 @@ class ClusterDoctor:
         wanted = {(each["apiVersion"], each["kind"]) for each in self._objects}
         absent = sorted((v, k) for v, k in wanted if k not in self._served.get(v, ()))
         if not absent:
-            return ok(f"all {len(wanted)} kinds are served")
+            return ok(f"all {len(wanted)} kinds are known to the cluster")
         fixes = {
             _CRD_SOURCES.get(version.partition("/")[0], "a newer cluster, or other values")
             for version, _ in absent

@@ -93,10 +93,10 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
     """
     shape, training = _shape(config), config if isinstance(config, GRPOConfig) else None
     will_prepare = can_prepare and bool(missing_model(config))
-    tokenizer = "the recipe makes it" if will_prepare else str(config.tokenizer_dir)
+    tokenizer = "the recipe creates it" if will_prepare else str(config.tokenizer_dir)
     rows = (training and training.train_dataset.path) or "the recipe's own"
     longest = training.gconfig.max_new_tokens if training else 0
-    answers = f"at most {longest} tokens, of {config.model.context_length} with the prompt"
+    answers = f"up to {longest} tokens; with the prompt up to {config.model.context_length}"
     devices: dict[str, Check] = {}
     if shape is not None and config.stack.gpus_per_node:
         if training is not None:
@@ -160,8 +160,8 @@ def _gpus(config: BaseExperimentConfig) -> Finding:
         nodes = count_nodes(config).nodes
         if nodes > 1:
             fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
-            return missing(f"one node of the {nodes} that the allocation takes", fix)
-        return ok(f"{devices} here, {wanted} used at most")
+            return missing(f"the allocation takes {nodes} nodes, and this is one", fix)
+        return ok(f"{devices} here, at most {wanted} used")
     if devices:
         return note(f"{devices} here, unused", f"stack.gpus_per_node={devices}")
     return ok("none, and none requested")
@@ -176,7 +176,7 @@ def _ports() -> Finding:
     try:
         port = PortPicker().pick("doctor")
     except OSError as error:
-        return missing(str(error), "stop what listens there")
+        return missing(str(error), "stop the processes that listen there")
     return ok(f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
 
 
@@ -280,7 +280,7 @@ def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
     if not why:
         return ok(config.model.path)
     if can_prepare and config.model.path:
-        return ok(f"made or fetched at start, into {config.model.path}")
+        return ok(f"created or downloaded at the start, into {config.model.path}")
     return missing(why, "model.path=DIRECTORY with config.json and *.safetensors")
 
 
@@ -297,8 +297,8 @@ def _secrets(config: BaseExperimentConfig) -> Finding:
     files = [*(Path(folder).iterdir() if folder else ()), *([Path(tls) / "tls.key"] if tls else ())]
     for file in files:
         if file.stat().st_mode & 0o077:
-            return note(f"security: others may read {file}", f"chmod 600 {file}")
-    return ok("a token" if security.token else "no token: everything on loopback")
+            return note(f"security: other users may read {file}", f"chmod 600 {file}")
+    return ok("a token" if security.token else "no token: everything listens on loopback only")
 
 
 def _config(config: BaseExperimentConfig) -> Finding:

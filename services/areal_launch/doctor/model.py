@@ -33,7 +33,7 @@ def architecture(directory: Path) -> Finding:
     free = psutil.virtual_memory().available
     if needed > free:
         found = f"not tried: about {needed / _GIB:.0f} GiB of memory, {free / _GIB:.0f} available"
-        return note(found, "nothing: a trainer tries it at start")
+        return note(found, "nothing: the trainer runs the same test at its start")
     since = time.monotonic()
     command = [sys.executable, "-m", "areal.engines.model.examine", str(directory)]
     try:

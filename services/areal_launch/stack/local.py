@@ -335,7 +335,7 @@ class LocalStack:
             try:
                 self._write_stack()
             except OSError as error:  # a full disk; it is written again at the next change
-                self.events.report("warning", "stack", f"stack.json is not current: {error}")
+                self.events.report("warning", "stack", f"stack.json could not be updated: {error}")
 
     def _write_stack(self) -> None:
         self.folder.write_stack(

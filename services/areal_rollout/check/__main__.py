@@ -37,7 +37,7 @@ def check(config_file: Path, report: Report, *, model_later: bool) -> None:
     report.found("dataset", "ok", f"first row: {_short(shown.row)}")
     where = str(config.tokenizer_dir)
     if model_later:
-        report.found("tokenizer", "unknown", f"{where}: prepare_model makes it when a run begins")
+        report.found("tokenizer", "unknown", f"{where}: prepare_model creates it when a run begins")
         return
     if not (config.tokenizer_dir / "tokenizer.json").is_file() and config.endpoints.rollout:
         report.found("tokenizer", "unknown", f"{where}: only the rollout service has it")
@@ -56,7 +56,7 @@ def check(config_file: Path, report: Report, *, model_later: bool) -> None:
 
 def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Report) -> None:
     """Runs `main` up to its first batch; reports when it does not get there."""
-    late = f"main had not asked for a batch after {MAIN_S:g} s: not judged"
+    late = f"main had not asked for a batch after {MAIN_S:g} s: not checked"
     try:
         with report.within(MAIN_S, "dataset", "unknown", late), stand_ins.installed():
             module = load_recipe(recipe.source, recipe.file_name)
@@ -68,7 +68,11 @@ def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Re
     except (Exception, SystemExit) as error:
         said = f"main: {describe_failure(error).detail}"
         if _of_trainer(error):
-            report.found("dataset", "unknown", f"{said}: a trainer has it, a check has not")
+            report.found(
+                "dataset",
+                "unknown",
+                f"{said}: only a trainer has this",
+            )
         elif stand_ins.guesses:
             report.found(
                 "dataset", "unknown", f"{said}, after {stand_ins.guesses[0]} of a stand-in"

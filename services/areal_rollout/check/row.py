@@ -65,7 +65,7 @@ class RowCheck:
         engine = EpisodeEngine(policy, scorer, self._tokenizer, group=task.task_id, min_version=0)
         lease = Lease(task, token=1, policy_version=0, time_to_live_s=WORKFLOW_S)
         name = type(workflow).__name__
-        late = f"{name} had not finished a row after {WORKFLOW_S:g} s: not judged"
+        late = f"{name} had not finished a row after {WORKFLOW_S:g} s: not checked"
         try:
             with report.within(WORKFLOW_S, "workflow", "unknown", late):
                 group = asyncio.run(self._episode(workflow, engine, lease))

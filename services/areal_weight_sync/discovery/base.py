@@ -101,7 +101,7 @@ class Discovery:
         """By source: what an earlier life knew, until the source's first listing."""
         for server_id, origin in coordinator.origins().items():
             if origin and origin not in names:
-                self._leave(server_id, "its source is not configured any more")
+                self._leave(server_id, "its source is no longer configured")
             elif origin:
                 self._inherited.setdefault(origin, []).append(server_id)
 
@@ -134,7 +134,7 @@ class Discovery:
             gone = list(before)
         for server_id in gone:
             if not any(server_id in each for each in self._listed.values()):
-                self._leave(server_id, f"{name} does not list it any more")
+                self._leave(server_id, f"{name} no longer lists it")
         for server_id, found in listing.items():
             if server_id not in before:
                 self._coordinator.register(server_id, found.url, origin=name)

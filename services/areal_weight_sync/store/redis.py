@@ -71,7 +71,7 @@ class RedisStore:
                     self._log.info("standby", active=holder)
                 told = holder
             except Unavailable as error:
-                self._log.warning("redis_away", error=str(error))
+                self._log.warning("redis_unreachable", error=str(error))
             # Redis announces no expiry to wait for; a third of the lease keeps takeover short.
             await asyncio.sleep(self._ttl / 3 * random.uniform(0.8, 1.2))  # noqa: S311
 
@@ -86,7 +86,7 @@ class RedisStore:
             try:
                 holder = await self._hold()
             except Unavailable as error:
-                self._log.warning("redis_away", error=str(error))
+                self._log.warning("redis_unreachable", error=str(error))
                 continue
             if holder != self.owner:
                 raise LeaseTaken(f"the active coordinator is {holder}")
@@ -188,7 +188,7 @@ class RedisStore:
                 )
                 pending.clear()
             except Unavailable as error:
-                self._log.warning("redis_away", error=str(error), unsaved=len(pending))
+                self._log.warning("redis_unreachable", error=str(error), unsaved=len(pending))
 
     async def _run(self, script: Any, keys: list[str], arguments: list[Any]) -> Any:
         try:

@@ -173,7 +173,7 @@ def test_return_when_errors_differ_in_their_values_only_then_they_share_a_site()
     assert sites == {"KeyError: … in row … (… s)"}
     assert returned(site=" KeyError at\nr.py:3 ").site == "KeyError at r.py:3"
     assert len(returned(site="x" * 500).site) == 200
-    assert returned(detail="").site == "an error that says nothing"
+    assert returned(detail="").site == "an error without a message"
     assert returned(cause=pb.RETURN_CAUSE_INFRASTRUCTURE, site="server gone").site == ""
 
 

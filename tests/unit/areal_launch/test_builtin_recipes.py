@@ -30,8 +30,8 @@ def test_type_when_not_given_then_the_recipe_is_ones_own() -> None:
     [
         (["trainer.type=stf"], "no such recipe; did you mean 'sft'"),
         (["trainer.type=zzz"], "expected one of distill, dpo, grpo, null, ppo, rw, sft"),
-        (["mine.py", "trainer.type=sft"], "once, and instead of a recipe"),
-        (["trainer.type=sft", "trainer.type=dpo"], "once, and instead of a recipe"),
+        (["mine.py", "trainer.type=sft"], "once, in place of a recipe"),
+        (["trainer.type=sft", "trainer.type=dpo"], "once, in place of a recipe"),
     ],
 )
 def test_type_when_it_makes_no_sense_then_refused_in_one_line(arguments, why) -> None:

@@ -83,7 +83,7 @@ def test_file_when_converted_then_ours_reads_it_with_their_numbers(tmp_path: Pat
         "reward_bias -0.5: the reward function adds it",
         "total_train_epochs: `total_train_steps`",
         "stats_logger: `metrics.jsonl`",
-        "heldout: no key of AReaL",
+        "heldout: not a key of AReaL",
     ):
         assert any(said in line for line in comments), said
 
@@ -231,5 +231,5 @@ def test_result_when_a_value_cannot_be_then_the_first_comment_names_it(tmp_path:
     file = tmp_path / "theirs.yaml"
     file.write_text("actor: {eps_clip: 3.0}")
     text = converted_yaml(file)
-    assert "# To be mended: actor.eps_clip 3.0" in text
+    assert "# To fix: actor.eps_clip 3.0" in text
     assert yaml.safe_load(text)["actor"]["eps_clip"] == 3.0

@@ -114,7 +114,7 @@ async def test_stack_when_its_file_cannot_be_written_then_it_is_said_and_goes_on
     stack._lock = 0  # as an open one
     monkeypatch.setattr(run_folder, "write_json", full)
     events.report("state", "redis", "backoff")
-    assert "stack.json is not current: [Errno 28]" in events.recent[-1].text
+    assert "stack.json could not be updated: [Errno 28]" in events.recent[-1].text
 
 
 def test_write_json_when_the_disk_is_full_then_nothing_is_left(tmp_path: Path) -> None:

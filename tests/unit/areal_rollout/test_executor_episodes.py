@@ -244,7 +244,7 @@ async def test_episode_when_it_cancels_itself_then_workflow_error():
         rig.ledger.add(lease("a"))
         await rig.ended(1)
     assert rig.ledger.returned["a"][0] is ReturnCause.WORKFLOW_ERROR
-    assert "cancelled by itself" in rig.ledger.returned["a"][1]["detail"]
+    assert "cancelled itself" in rig.ledger.returned["a"][1]["detail"]
 
 
 async def test_episode_when_a_later_prompt_is_other_ids_then_counted_and_told_what_to_use():

@@ -67,4 +67,4 @@ def test_model_when_links_were_copied_in_place_of_files_then_it_says_so(model: P
     """So the Hub's cache arrives that is copied as it is."""
     (model / "config.json").unlink()
     (model / "config.json").symlink_to("../../blobs/0123")
-    assert "config.json is a link that leads nowhere" in lacks(model)
+    assert "config.json is a broken link" in lacks(model)

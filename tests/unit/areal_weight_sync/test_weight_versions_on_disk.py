@@ -106,7 +106,7 @@ def test_publish_dir_when_repeated_or_different_then_idempotent_or_refused(tmp_p
     assert read_manifest(Path(version.path)) == version
     other = make_model(staging_dir(tmp_path, 3, 1), fill=4.0)
     write_manifest(build_manifest(other, 3, 1), other)
-    with pytest.raises(InvalidInput, match="other content"):
+    with pytest.raises(InvalidInput, match="different content"):
         publish_dir(other, Path(version.path))
 
 

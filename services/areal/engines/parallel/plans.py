@@ -35,7 +35,7 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
     if unknown := sorted(set(styles.values()) - _COMPUTED):
         raise InvalidInput(
             f"model {type(hf).__name__}: its tensor-parallel plan has {', '.join(unknown)}, which "
-            "is not shown to train right; expected a layout without t"
+            "has not been shown to train correctly; expected a layout without t"
         )
     if mesh.experts is None and any(".experts" in name for name, _ in _matching(hf, plan)):
         raise InvalidInput(

@@ -42,5 +42,5 @@ def test_settle_when_the_volume_is_away_then_its_patience_is_that_of_the_bytes(m
     monkeypatch.setattr(background_publish, "CALL_S", 0.0)
     publishing = BackgroundPublish(Ranks(0, 1))
     publishing.begin(3, Future(), 20)
-    with pytest.raises(WaitTimeout, match=r"publishing version 3.*is the disk full or away\?"):
+    with pytest.raises(WaitTimeout, match=r"publishing version 3.*is the disk full or unmounted\?"):
         publishing.settle()

@@ -66,15 +66,15 @@ def _why_not(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -
 
 def _missing(kernel: str, device: torch.device, compute: torch.dtype) -> str | None:
     if device.type != "cuda":
-        return f"there is no GPU, but a {device.type}"
+        return f"the device is a {device.type}, not a GPU"
     if compute not in (torch.bfloat16, torch.float16):
-        return f"it computes with 16 bits, not {str(compute).removeprefix('torch.')}"
+        return f"it computes only with 16 bits, not {str(compute).removeprefix('torch.')}"
     package = PACKAGES.get(kernel)
     if package is not None and find_spec(package) is None:
         return f"the package {package} is not installed"
     capability = torch.cuda.get_device_capability(device)[0]
     if kernel == FLASH_3 and capability != _HOPPER:
-        return "the GPU is no Hopper"
+        return "the GPU is not a Hopper"
     return "the GPU is older than Ampere" if capability < _AMPERE else None
 
 

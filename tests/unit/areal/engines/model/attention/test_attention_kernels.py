@@ -201,7 +201,7 @@ def test_choose_when_packages_are_installed_then_prefers_hoppers_kernel(
     assert choose(capped, "auto", GPU, torch.bfloat16) == FLASH_2
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert choose(plain, "auto", GPU, torch.bfloat16) == TORCH
-    with pytest.raises(InvalidInput, match="attn_impl=flash_attention_3: the GPU is no Hopper"):
+    with pytest.raises(InvalidInput, match="attn_impl=flash_attention_3: the GPU is not a Hopper"):
         choose(plain, FLASH_3, GPU, torch.bfloat16)
 
 
@@ -220,8 +220,8 @@ def test_choose_when_the_gpu_is_older_than_ampere_then_takes_packed_and_says_why
 @pytest.mark.parametrize(
     ("kernel", "device", "compute", "named"),
     [
-        (TORCH, CPU, torch.bfloat16, "there is no GPU, but a cpu"),
-        (TORCH, GPU, torch.float32, "computes with 16 bits, not float32"),
+        (TORCH, CPU, torch.bfloat16, "the device is a cpu, not a GPU"),
+        (TORCH, GPU, torch.float32, "computes only with 16 bits, not float32"),
         (FLASH_2, GPU, torch.bfloat16, "the package flash_attn is not installed"),
         (FLASH_3, GPU, torch.bfloat16, "the package flash_attn_interface is not installed"),
     ],
