@@ -30,18 +30,18 @@ class _ReturnCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReturnCau
     DESCRIPTOR: _descriptor.EnumDescriptor
     RETURN_CAUSE_UNSPECIFIED: _ReturnCause.ValueType  # 0
     RETURN_CAUSE_DRAIN: _ReturnCause.ValueType  # 1
-    """The worker is leaving; counts against nothing."""
+    """The worker is shutting down; this does not count toward any limit."""
     RETURN_CAUSE_WORKFLOW_ERROR: _ReturnCause.ValueType  # 2
     """arun_episode or reward_fn raised."""
     RETURN_CAUSE_INFRASTRUCTURE: _ReturnCause.ValueType  # 3
     """A server, the reward service or the network failed."""
 
 class ReturnCause(_ReturnCause, metaclass=_ReturnCauseEnumTypeWrapper):
-    """Whose fault the end of an attempt was; each kind has its own limit."""
+    """What ended an attempt; each kind has its own limit."""
 
 RETURN_CAUSE_UNSPECIFIED: ReturnCause.ValueType  # 0
 RETURN_CAUSE_DRAIN: ReturnCause.ValueType  # 1
-"""The worker is leaving; counts against nothing."""
+"""The worker is shutting down; this does not count toward any limit."""
 RETURN_CAUSE_WORKFLOW_ERROR: ReturnCause.ValueType  # 2
 """arun_episode or reward_fn raised."""
 RETURN_CAUSE_INFRASTRUCTURE: ReturnCause.ValueType  # 3
@@ -57,22 +57,22 @@ class _TakeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TakeState.V
     TAKE_STATE_UNSPECIFIED: _TakeState.ValueType  # 0
     TAKE_STATE_TAKEN: _TakeState.ValueType  # 1
     TAKE_STATE_WAITING: _TakeState.ValueType  # 2
-    """Not enough yet; call again. `waiting_for` says for what."""
+    """Not enough groups yet: call again. `waiting_for` says what is missing."""
     TAKE_STATE_CHECKPOINT_FIRST: _TakeState.ValueType  # 3
     """Memory is near its limit: save a checkpoint, commit, then call again."""
     TAKE_STATE_EXHAUSTED: _TakeState.ValueType  # 4
-    """Sealed, and nothing is left."""
+    """The queue is sealed, and no group is left."""
 
 class TakeState(_TakeState, metaclass=_TakeStateEnumTypeWrapper): ...
 
 TAKE_STATE_UNSPECIFIED: TakeState.ValueType  # 0
 TAKE_STATE_TAKEN: TakeState.ValueType  # 1
 TAKE_STATE_WAITING: TakeState.ValueType  # 2
-"""Not enough yet; call again. `waiting_for` says for what."""
+"""Not enough groups yet: call again. `waiting_for` says what is missing."""
 TAKE_STATE_CHECKPOINT_FIRST: TakeState.ValueType  # 3
 """Memory is near its limit: save a checkpoint, commit, then call again."""
 TAKE_STATE_EXHAUSTED: TakeState.ValueType  # 4
-"""Sealed, and nothing is left."""
+"""The queue is sealed, and no group is left."""
 Global___TakeState: _TypeAlias = TakeState  # noqa: Y015
 
 @_typing.final
@@ -83,9 +83,9 @@ class BufferServiceSubmitTasksRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Of the submitting trainer; 0 for everyone else."""
+    """The submitting trainer's incarnation; 0 for all other callers."""
     seal: _builtins.bool
-    """No more train tasks will come: batches may be short, then end."""
+    """No more train tasks will come. Batches may then be short, and finally there are none."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Task]: ...
     def __init__(
@@ -134,8 +134,9 @@ class LeaseTasksRequest(_message.Message):
     worker_id: _builtins.str
     max_tasks: _builtins.int
     boot: _builtins.int
-    """Set by a worker whose id outlives its process: grows with each start. The first call of a newer
-    life returns what the lives before held; an older life is refused (FAILED_PRECONDITION).
+    """The incarnation of a worker whose id outlives its process; it grows with each start. The first
+    call of a newer incarnation returns the leases of the earlier ones; older incarnations are
+    refused (FAILED_PRECONDITION).
     """
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
@@ -184,7 +185,7 @@ class Lease(_message.Message):
 
     @_builtins.property
     def queued_time(self) -> _timestamp_pb2.Timestamp:
-        """Since when it was queued; absent: unknown."""
+        """When the task was queued; absent: unknown."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class LeaseTasksResponse(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """When empty: why ("admission: ...", "queue empty")."""
+    """Why `leases` is empty, if it is ("admission: ...", "queue empty")."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]: ...
     def __init__(
@@ -281,7 +282,7 @@ class RenewLeasesResponse(_message.Message):
     LOST_TASK_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lost_task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Stop working on these."""
+        """The worker must stop working on these."""
 
     def __init__(
         self,
@@ -303,7 +304,9 @@ class Completion(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     group: _builtins.bytes
-    """A serialized TrajectoryGroup, as it is or as one zstd frame; kept and handed out unchanged."""
+    """A serialized TrajectoryGroup, uncompressed or as one zstd frame; the ledger stores and hands
+    out these bytes unchanged.
+    """
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
     def __init__(
@@ -451,8 +454,8 @@ class Return(_message.Message):
     failed_server: _builtins.str
     """The inference server that failed; may be empty."""
     site: _builtins.str
-    """Of a workflow error: what all tasks that fail alike share, e.g. "KeyError at recipe.py:41".
-    Empty: the detail without its numbers and quoted values.
+    """For a workflow error: what all tasks with the same failure have in common, e.g. "KeyError at
+    recipe.py:41". Empty: `detail` without its numbers and quoted values.
     """
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
@@ -553,7 +556,7 @@ class BufferServiceCancelTasksRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     all_of_purpose: _trajectory_pb2.Purpose.ValueType
-    """Instead of ids: every live task of this purpose."""
+    """Set instead of ids to cancel every live task of this purpose."""
     reason: _builtins.str
     incarnation: _builtins.int
     @_builtins.property
@@ -623,7 +626,7 @@ class BufferServiceGetTasksResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     LOOKED_UP_FIELD_NUMBER: _builtins.int
     looked_up: _builtins.int
-    """How many ids, from the first, were looked up; ask again for the rest."""
+    """Number of ids, counted from the first, that were looked up; request the rest in another call."""
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.TaskRecord]: ...
     def __init__(
@@ -648,8 +651,8 @@ class WaitTasksRequest(_message.Message):
     MAX_WAIT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Of the waiting trainer, which is told with ABORTED once its run has been stopped for its
-    recipe's errors; 0 for everyone else.
+    """The waiting trainer's incarnation; 0 for all other callers. The trainer gets ABORTED if its run
+    has been stopped because of recipe errors.
     """
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -677,7 +680,7 @@ class WaitTasksResponse(_message.Message):
     TASK_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that have ended; empty when max_wait passed first."""
+        """The tasks that have ended; empty if max_wait passed first."""
 
     def __init__(
         self,
@@ -709,7 +712,9 @@ class RegisterTrainerRequest(_message.Message):
     """The staleness bound (eta)."""
     max_concurrent_rollouts: _builtins.int
     recipe_digest: _builtins.str
-    """Of its recipe; may be empty. Tasks of this trial's earlier trainers run under it from now on."""
+    """Digest of its recipe; may be empty. Tasks of this trial's earlier trainers run with this recipe
+    from now on.
+    """
     def __init__(
         self,
         *,
@@ -737,10 +742,12 @@ class RegisterTrainerResponse(_message.Message):
     RETRIED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     last_taken_step: _builtins.int
-    """Steps up to this one replay the batches they had."""
+    """Steps up to this one get the same batches as before."""
     last_committed_step: _builtins.int
     retried: _builtins.int
-    """Tasks that the recipe before had failed, or for which the run had been stopped: queued again."""
+    """Number of tasks that are queued again because the previous recipe failed them or because they
+    stopped the run.
+    """
     def __init__(
         self,
         *,
@@ -772,20 +779,20 @@ class TakeBatchRequest(_message.Message):
     step: _builtins.int
     """Finished steps + 1."""
     with_groups: _builtins.bool
-    """The answer brings the first groups along: a lone rank would fetch them next."""
+    """Whether the response includes the first groups, which a lone rank would fetch next."""
     refill_below: _builtins.int
-    """Answer `waiting` at once when fewer train tasks than this are queued and more may come (not
-    sealed): the trainer then submits rows. 0: wait on.
+    """Answer `waiting` at once if fewer train tasks than this are queued and more may come (not
+    sealed), so that the trainer can submit rows. 0: keep waiting.
     """
     confirmed_version: _builtins.int
-    """The newest version that a server serves, while step - 1 is on its way; sets the ledger's policy
-    version. Absent: step - 1 is served.
+    """The newest version that a server serves while version step - 1 is being published; it becomes
+    the ledger's policy version. Absent: step - 1 is served.
     """
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """rollout_batch: exactly these, when all have ended; empty: the oldest B."""
+        """For rollout_batch: exactly these tasks, once all have ended. Empty: the oldest B groups."""
 
     def __init__(
         self,
@@ -816,7 +823,7 @@ class ConfirmVersionRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     version: _builtins.int
-    """At most the last step taken."""
+    """Not above the last step taken."""
     def __init__(
         self,
         *,
@@ -867,7 +874,7 @@ class TakenGroup(_message.Message):
 
     @_builtins.property
     def completed_time(self) -> _timestamp_pb2.Timestamp:
-        """Since when it was completed; absent: unknown."""
+        """When the group was completed; absent: unknown."""
 
     def __init__(
         self,
@@ -900,17 +907,17 @@ class TakeBatchResponse(_message.Message):
     state: Global___TakeState.ValueType
     waiting_for: _builtins.str
     replay: _builtins.bool
-    """True when these groups were handed out before (after a resume)."""
+    """True if these groups were handed out before (after a resume)."""
     queued: _builtins.int
-    """Train tasks now queued and running: how much the trainer need submit."""
+    """Train tasks in each state; the trainer uses them to decide how many rows to submit."""
     running: _builtins.int
     completed: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TakenGroup]: ...
     @_builtins.property
     def first_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """With with_groups: serialized TrajectoryGroups as in FetchGroups, the first in the order of
-        `groups`, as many as fit into a message of moderate size.
+        """If with_groups is set: the first serialized TrajectoryGroups in the order of `groups`, as many
+        as fit into a message of moderate size, as in FetchGroups.
         """
 
     def __init__(
@@ -966,7 +973,9 @@ class FetchGroupsResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Serialized TrajectoryGroups as they were completed with; several at once, in the order asked."""
+        """Serialized TrajectoryGroups, unchanged since their completion; several at once, in the order of
+        the request.
+        """
 
     def __init__(
         self,
@@ -991,7 +1000,9 @@ class CommitStepRequest(_message.Message):
     incarnation: _builtins.int
     step: _builtins.int
     oldest_retained_step: _builtins.int
-    """Payloads of steps up to and including this one are released: the oldest retained checkpoint."""
+    """The step of the oldest checkpoint that is kept. Payloads of steps up to and including this one
+    are released.
+    """
     def __init__(
         self,
         *,
@@ -1100,18 +1111,18 @@ class GetStatsResponse(_message.Message):
     max_head_offpolicyness: _builtins.int
     max_concurrent_rollouts: _builtins.int
     admission_headroom: _builtins.int
-    """Groups that admission would still let start."""
+    """Number of groups that admission would still let start."""
     staleness_mean: _builtins.float
-    """Of taken groups, over the trial."""
+    """Staleness of all groups taken in this trial."""
     staleness_max: _builtins.int
     regenerated: _builtins.int
     """Groups regenerated because they had become too stale."""
     redis_memory_bytes: _builtins.int
-    """What Redis uses, everybody's data together."""
+    """Memory that Redis uses for all trials."""
     trajectories: _builtins.int
     generated_tokens: _builtins.int
     stopped: _builtins.str
-    """Why the run has been stopped: too many tasks ended by such an error. Empty: it has not."""
+    """Why the run was stopped, if too many tasks ended with such an error. Empty: it was not stopped."""
     retried: _builtins.int
     """Dead letters that the registration of the trainer queued again."""
     held_bytes: _builtins.int
@@ -1123,11 +1134,11 @@ class GetStatsResponse(_message.Message):
 
     @_builtins.property
     def train_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
-        """Of purpose train."""
+        """The same for tasks of purpose TRAIN only."""
 
     @_builtins.property
     def oldest_queued_time(self) -> _timestamp_pb2.Timestamp:
-        """The oldest queued task was submitted then."""
+        """When the oldest queued task was submitted."""
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkflowFailure]:
@@ -1172,7 +1183,7 @@ Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
 class WorkflowFailure(_message.Message):
-    """What several attempts failed of alike."""
+    """An error that several attempts have in common."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1184,9 +1195,9 @@ class WorkflowFailure(_message.Message):
     site: _builtins.str
     """E.g. "KeyError at recipe.py:41"."""
     attempts: _builtins.int
-    """Attempts ended by it."""
+    """Number of attempts that ended with it."""
     task_id: _builtins.str
-    """The first one: its task, one line for people, when."""
+    """The first such attempt: its task, a one-line description, and the time."""
     detail: _builtins.str
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
@@ -1446,11 +1457,11 @@ class OpenSessionRequest(_message.Message):
     IDLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def task(self) -> _trajectory_pb2.Task:
-        """Its workflow is for people; it expires by `idle` alone."""
+        """Its workflow is only shown to people. Only `idle` makes it expire."""
 
     @_builtins.property
     def key_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """sha256 in hex of the API key of each attempt: 1 to 64 attempts make the group."""
+        """The SHA-256, in hex, of each attempt's API key. The group has 1 to 64 attempts."""
 
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration: ...
@@ -1500,7 +1511,7 @@ class GetSessionRequest(_message.Message):
     """From 0."""
     @_builtins.property
     def known(self) -> Global___SessionKnown:
-        """Absent: the reader has none of the calls."""
+        """Absent: the reader does not have any calls yet."""
 
     def __init__(
         self,
@@ -1519,7 +1530,7 @@ Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionKnown(_message.Message):
-    """The calls that a reader has: the first so many."""
+    """The calls that a reader already has, always the first ones."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1533,7 +1544,7 @@ class SessionKnown(_message.Message):
     """
     @_builtins.property
     def unanswered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Those of them that have no answer yet."""
+        """Numbers of those calls that have no answer yet."""
 
     def __init__(
         self,
@@ -1559,14 +1570,16 @@ class SessionPrompt(_message.Message):
     RETRY_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
     extends: _builtins.int
-    """The call whose prompt and answer come first; absent: none."""
+    """Number of the call that this prompt extends: it begins with that call's prompt and answer.
+    Absent: none.
+    """
     retry: _builtins.bool
-    """The client's SDK says that it asked before."""
+    """Whether the client's SDK marked the request as a retry."""
     call_id: _builtins.str
     """Unique to this request, which makes `SessionBegin` idempotent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What follows."""
+        """The token ids after that beginning."""
 
     def __init__(
         self,
@@ -1600,9 +1613,9 @@ class SessionAnswer(_message.Message):
     stop_reason: _builtins.str
     text: _builtins.str
     turn: _builtins.str
-    """Digest of the conversation that it ends; may be empty."""
+    """Digest of the conversation that this answer ends; may be empty."""
     kept: _builtins.str
-    """JSON: what of that conversation is new since the call that it extends; empty: not kept."""
+    """JSON: the part of that conversation that is new since the extended call. Empty: not stored."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1660,19 +1673,19 @@ class SessionCall(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """In the order of arrival, from 0."""
+    """Numbers start at 0, in the order of arrival."""
     reward: _builtins.float
     @_builtins.property
     def prompt(self) -> Global___SessionPrompt:
-        """Absent: that of the call before, or the reader knows it."""
+        """Absent: the same as the previous call's, or the reader already has it."""
 
     @_builtins.property
     def answer(self) -> Global___SessionAnswer:
-        """Absent: there is none yet, the call failed, or the reader knows it."""
+        """Absent: there is none yet, the call failed, or the reader already has it."""
 
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the reward is made of, before weights; may be empty."""
+        """The parts of the reward, before weights; may be empty."""
 
     def __init__(
         self,
@@ -1731,7 +1744,7 @@ class GetSessionResponse(_message.Message):
     """No request may start on a server below this version."""
     key_digest: _builtins.str
     attempts: _builtins.int
-    """Attempts of the task."""
+    """Number of attempts of the task."""
     ended: _builtins.bool
     """Whether this attempt has ended."""
     outcome: _builtins.float
@@ -1748,7 +1761,7 @@ class GetSessionResponse(_message.Message):
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionCall]: ...
     @_builtins.property
     def outcome_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What `outcome` is made of, before weights; may be empty."""
+        """The parts of `outcome`, before weights; may be empty."""
 
     def __init__(
         self,
@@ -1808,7 +1821,7 @@ class SessionRecord(_message.Message):
     CALL_ID_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     call_id: _builtins.str
-    """Of its prompt."""
+    """`SessionPrompt.call_id` of its prompt."""
     @_builtins.property
     def answer(self) -> Global___SessionAnswer: ...
     def __init__(
@@ -1858,7 +1871,7 @@ class SessionReward(_message.Message):
     value: _builtins.float
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What it is made of, before weights, by name; may be empty."""
+        """The parts of the reward by name, before weights; may be empty."""
 
     def __init__(
         self,
@@ -1940,9 +1953,9 @@ class UpdateSessionResponse(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     OPEN_ATTEMPTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """begin: the number of the first answer."""
+    """For `begin`: the number of the first answer."""
     open_attempts: _builtins.int
-    """Attempts that have not ended."""
+    """Number of attempts that have not ended."""
     def __init__(
         self,
         *,

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class BufferServiceStub:
-    """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
-    Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
-    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
+    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
+    lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
+    metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
     """
 
     def __init__(self, channel):
@@ -156,10 +156,10 @@ class BufferServiceStub:
 
 
 class BufferServiceServicer:
-    """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
-    Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
-    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
+    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
+    lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
+    metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
     """
 
     def SubmitTasks(self, request, context):
@@ -170,37 +170,38 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LeaseTasks(self, request, context):
-        """Leases up to max_tasks, as far as admission allows; waits up to max_wait for the first.
+        """Leases up to max_tasks tasks, as far as admission allows; waits up to max_wait for the first
+        one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLeases(self, request, context):
-        """Extends leases; names those that are lost (expired and re-leased, cancelled, ended).
+        """Extends leases; returns those that are lost (expired and leased again, cancelled, or ended).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompleteTasks(self, request, context):
-        """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
-        ended.
+        """Completes tasks with their groups, each one independently. Idempotent. A completion counts
+        after its lease has expired, unless the task was leased again or has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RejectTask(self, request, context):
-        """The workflow chose to drop the task (arun_episode returned None).
+        """Records that the workflow dropped the task (arun_episode returned None).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReturnTasks(self, request, context):
-        """Returns leases, each by itself: drain, an error of the workflow, or a failure of
-        infrastructure. Idempotent.
+        """Returns leases, each one independently, after a drain, a workflow error or an infrastructure
+        failure. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,35 +215,40 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTasks(self, request, context):
-        """Reads records in the order asked, as many as a message holds; unknown ids are left out.
+        """Reads records in the order of the request, as many as fit into a message; unknown ids are left
+        out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitTasks(self, request, context):
-        """Waits until one of the tasks has ended (for train tasks: completed counts), at most max_wait.
+        """Waits up to max_wait until one of the tasks has ended. A train task counts as ended once it is
+        completed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterTrainer(self, request, context):
-        """A trainer starts or resumes; hands out its incarnation and fences off the one before.
+        """Registers a trainer that starts or resumes: returns its incarnation and fences off the previous
+        one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeBatch(self, request, context):
-        """The batch of a step, oldest first. The same step returns the same groups until released.
+        """Returns the batch of a step, oldest group first. The same step returns the same groups until
+        they are released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmVersion(self, request, context):
-        """A server serves a version: groups are leased from it on. Idempotent; never goes back.
+        """Reports that a server serves a version: new leases require at least this version. Idempotent;
+        the version never decreases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,14 +262,14 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """Everything up to a step is safely in a checkpoint. Cumulative, idempotent.
+        """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counters and gauges of the ledger.
+        """Returns counters and gauges of the ledger.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,51 +283,53 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRecipe(self, request, context):
-        """NOT_FOUND for an unknown digest.
+        """Returns a recipe's source; NOT_FOUND for an unknown digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDeadLetters(self, request, context):
-        """Dead-lettered tasks with cause and traceback, newest first.
+        """Returns dead-lettered tasks with cause and traceback, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetryDeadLetters(self, request, context):
-        """Queues dead letters again with fresh attempts.
+        """Queues dead letters again; each gets its full number of attempts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropDeadLetters(self, request, context):
-        """Takes dead letters off the list for good; they stay counted as dead-lettered.
+        """Removes dead letters from the list permanently; they stay counted as dead-lettered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
-        admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
-        under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+        """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
+        if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
+        CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
+        run again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """One attempt of such a task, with its model calls.
+        """Returns one attempt of such a task, with its model calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSession(self, request, context):
-        """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended.
+        """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION if the attempt
+        has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -454,10 +462,10 @@ def add_BufferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BufferService:
-    """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
-    Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
-    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
+    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
+    lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
+    metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
     """
 
     @staticmethod

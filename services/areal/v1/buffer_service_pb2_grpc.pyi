@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BufferServiceStub:
-    """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
-    Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
-    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
+    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
+    lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
+    metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
     """
 
     @_typing.overload
@@ -40,125 +40,155 @@ class BufferServiceStub:
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceSubmitTasksRequest, _buffer_service_pb2.BufferServiceSubmitTasksResponse]
     """Queues tasks. Idempotent by task_id and by dataset position."""
     LeaseTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.LeaseTasksRequest, _buffer_service_pb2.LeaseTasksResponse]
-    """Leases up to max_tasks, as far as admission allows; waits up to max_wait for the first."""
+    """Leases up to max_tasks tasks, as far as admission allows; waits up to max_wait for the first
+    one.
+    """
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RenewLeasesRequest, _buffer_service_pb2.RenewLeasesResponse]
-    """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
+    """Extends leases; returns those that are lost (expired and leased again, cancelled, or ended)."""
     CompleteTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTasksRequest, _buffer_service_pb2.CompleteTasksResponse]
-    """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
-    ended.
+    """Completes tasks with their groups, each one independently. Idempotent. A completion counts
+    after its lease has expired, unless the task was leased again or has ended.
     """
     RejectTask: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]
-    """The workflow chose to drop the task (arun_episode returned None)."""
+    """Records that the workflow dropped the task (arun_episode returned None)."""
     ReturnTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTasksRequest, _buffer_service_pb2.ReturnTasksResponse]
-    """Returns leases, each by itself: drain, an error of the workflow, or a failure of
-    infrastructure. Idempotent.
+    """Returns leases, each one independently, after a drain, a workflow error or an infrastructure
+    failure. Idempotent.
     """
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]
     """Cancels named tasks, or every live task of a purpose."""
     GetTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceGetTasksRequest, _buffer_service_pb2.BufferServiceGetTasksResponse]
-    """Reads records in the order asked, as many as a message holds; unknown ids are left out."""
+    """Reads records in the order of the request, as many as fit into a message; unknown ids are left
+    out.
+    """
     WaitTasks: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.WaitTasksRequest, _buffer_service_pb2.WaitTasksResponse]
-    """Waits until one of the tasks has ended (for train tasks: completed counts), at most max_wait."""
+    """Waits up to max_wait until one of the tasks has ended. A train task counts as ended once it is
+    completed.
+    """
     RegisterTrainer: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RegisterTrainerRequest, _buffer_service_pb2.RegisterTrainerResponse]
-    """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
+    """Registers a trainer that starts or resumes: returns its incarnation and fences off the previous
+    one.
+    """
     TakeBatch: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]
-    """The batch of a step, oldest first. The same step returns the same groups until released."""
+    """Returns the batch of a step, oldest group first. The same step returns the same groups until
+    they are released.
+    """
     ConfirmVersion: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ConfirmVersionRequest, _buffer_service_pb2.ConfirmVersionResponse]
-    """A server serves a version: groups are leased from it on. Idempotent; never goes back."""
+    """Reports that a server serves a version: new leases require at least this version. Idempotent;
+    the version never decreases.
+    """
     FetchGroups: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]
     """Streams the groups of a taken step."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]
-    """Everything up to a step is safely in a checkpoint. Cumulative, idempotent."""
+    """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]
-    """Counters and gauges of the ledger."""
+    """Returns counters and gauges of the ledger."""
     PutRecipe: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PutRecipeRequest, _buffer_service_pb2.PutRecipeResponse]
     """Stores a recipe's source under its digest. Idempotent."""
     GetRecipe: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetRecipeRequest, _buffer_service_pb2.GetRecipeResponse]
-    """NOT_FOUND for an unknown digest."""
+    """Returns a recipe's source; NOT_FOUND for an unknown digest."""
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ListDeadLettersRequest, _buffer_service_pb2.ListDeadLettersResponse]
-    """Dead-lettered tasks with cause and traceback, newest first."""
+    """Returns dead-lettered tasks with cause and traceback, newest first."""
     RetryDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.RetryDeadLettersRequest, _buffer_service_pb2.RetryDeadLettersResponse]
-    """Queues dead letters again with fresh attempts."""
+    """Queues dead letters again; each gets its full number of attempts."""
     DropDeadLetters: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]
-    """Takes dead letters off the list for good; they stay counted as dead-lettered."""
+    """Removes dead letters from the list permanently; they stay counted as dead-lettered."""
     OpenSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]
-    """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
-    admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
-    under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+    """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
+    if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
+    CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
+    run again.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetSessionRequest, _buffer_service_pb2.GetSessionResponse]
-    """One attempt of such a task, with its model calls."""
+    """Returns one attempt of such a task, with its model calls."""
     UpdateSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.UpdateSessionRequest, _buffer_service_pb2.UpdateSessionResponse]
-    """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended."""
+    """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION if the attempt
+    has ended.
+    """
 
 @_typing.type_check_only
 class BufferServiceAsyncStub(BufferServiceStub):
-    """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
-    Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
-    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
+    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
+    lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
+    metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceSubmitTasksRequest, _buffer_service_pb2.BufferServiceSubmitTasksResponse]  # type: ignore[assignment]
     """Queues tasks. Idempotent by task_id and by dataset position."""
     LeaseTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.LeaseTasksRequest, _buffer_service_pb2.LeaseTasksResponse]  # type: ignore[assignment]
-    """Leases up to max_tasks, as far as admission allows; waits up to max_wait for the first."""
+    """Leases up to max_tasks tasks, as far as admission allows; waits up to max_wait for the first
+    one.
+    """
     RenewLeases: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RenewLeasesRequest, _buffer_service_pb2.RenewLeasesResponse]  # type: ignore[assignment]
-    """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
+    """Extends leases; returns those that are lost (expired and leased again, cancelled, or ended)."""
     CompleteTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CompleteTasksRequest, _buffer_service_pb2.CompleteTasksResponse]  # type: ignore[assignment]
-    """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
-    ended.
+    """Completes tasks with their groups, each one independently. Idempotent. A completion counts
+    after its lease has expired, unless the task was leased again or has ended.
     """
     RejectTask: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RejectTaskRequest, _buffer_service_pb2.RejectTaskResponse]  # type: ignore[assignment]
-    """The workflow chose to drop the task (arun_episode returned None)."""
+    """Records that the workflow dropped the task (arun_episode returned None)."""
     ReturnTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ReturnTasksRequest, _buffer_service_pb2.ReturnTasksResponse]  # type: ignore[assignment]
-    """Returns leases, each by itself: drain, an error of the workflow, or a failure of
-    infrastructure. Idempotent.
+    """Returns leases, each one independently, after a drain, a workflow error or an infrastructure
+    failure. Idempotent.
     """
     CancelTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceCancelTasksRequest, _buffer_service_pb2.BufferServiceCancelTasksResponse]  # type: ignore[assignment]
     """Cancels named tasks, or every live task of a purpose."""
     GetTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BufferServiceGetTasksRequest, _buffer_service_pb2.BufferServiceGetTasksResponse]  # type: ignore[assignment]
-    """Reads records in the order asked, as many as a message holds; unknown ids are left out."""
+    """Reads records in the order of the request, as many as fit into a message; unknown ids are left
+    out.
+    """
     WaitTasks: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.WaitTasksRequest, _buffer_service_pb2.WaitTasksResponse]  # type: ignore[assignment]
-    """Waits until one of the tasks has ended (for train tasks: completed counts), at most max_wait."""
+    """Waits up to max_wait until one of the tasks has ended. A train task counts as ended once it is
+    completed.
+    """
     RegisterTrainer: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RegisterTrainerRequest, _buffer_service_pb2.RegisterTrainerResponse]  # type: ignore[assignment]
-    """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
+    """Registers a trainer that starts or resumes: returns its incarnation and fences off the previous
+    one.
+    """
     TakeBatch: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]  # type: ignore[assignment]
-    """The batch of a step, oldest first. The same step returns the same groups until released."""
+    """Returns the batch of a step, oldest group first. The same step returns the same groups until
+    they are released.
+    """
     ConfirmVersion: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ConfirmVersionRequest, _buffer_service_pb2.ConfirmVersionResponse]  # type: ignore[assignment]
-    """A server serves a version: groups are leased from it on. Idempotent; never goes back."""
+    """Reports that a server serves a version: new leases require at least this version. Idempotent;
+    the version never decreases.
+    """
     FetchGroups: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]  # type: ignore[assignment]
     """Streams the groups of a taken step."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]  # type: ignore[assignment]
-    """Everything up to a step is safely in a checkpoint. Cumulative, idempotent."""
+    """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent."""
     GetStats: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Counters and gauges of the ledger."""
+    """Returns counters and gauges of the ledger."""
     PutRecipe: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PutRecipeRequest, _buffer_service_pb2.PutRecipeResponse]  # type: ignore[assignment]
     """Stores a recipe's source under its digest. Idempotent."""
     GetRecipe: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetRecipeRequest, _buffer_service_pb2.GetRecipeResponse]  # type: ignore[assignment]
-    """NOT_FOUND for an unknown digest."""
+    """Returns a recipe's source; NOT_FOUND for an unknown digest."""
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ListDeadLettersRequest, _buffer_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
-    """Dead-lettered tasks with cause and traceback, newest first."""
+    """Returns dead-lettered tasks with cause and traceback, newest first."""
     RetryDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.RetryDeadLettersRequest, _buffer_service_pb2.RetryDeadLettersResponse]  # type: ignore[assignment]
-    """Queues dead letters again with fresh attempts."""
+    """Queues dead letters again; each gets its full number of attempts."""
     DropDeadLetters: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.DropDeadLettersRequest, _buffer_service_pb2.DropDeadLettersResponse]  # type: ignore[assignment]
-    """Takes dead letters off the list for good; they stay counted as dead-lettered."""
+    """Removes dead letters from the list permanently; they stay counted as dead-lettered."""
     OpenSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
-    admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
-    under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+    """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
+    if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
+    CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
+    run again.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetSessionRequest, _buffer_service_pb2.GetSessionResponse]  # type: ignore[assignment]
-    """One attempt of such a task, with its model calls."""
+    """Returns one attempt of such a task, with its model calls."""
     UpdateSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.UpdateSessionRequest, _buffer_service_pb2.UpdateSessionResponse]  # type: ignore[assignment]
-    """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended."""
+    """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION if the attempt
+    has ended.
+    """
 
 class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The ledger: the one authority over tasks, leases, batches and staleness. All state is in Redis.
-    Errors: INVALID_ARGUMENT malformed input; FAILED_PRECONDITION stale incarnation, lost lease or
-    wrong step; RESOURCE_EXHAUSTED memory limit, which says when to try again (trailing metadata
-    retry-after: seconds); UNAVAILABLE Redis is away, retry the call.
+    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
+    lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
+    metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
     """
 
     @_abc_1.abstractmethod
@@ -175,7 +205,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.LeaseTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.LeaseTasksResponse, _abc.Awaitable[_buffer_service_pb2.LeaseTasksResponse]]:
-        """Leases up to max_tasks, as far as admission allows; waits up to max_wait for the first."""
+        """Leases up to max_tasks tasks, as far as admission allows; waits up to max_wait for the first
+        one.
+        """
 
     @_abc_1.abstractmethod
     def RenewLeases(
@@ -183,7 +215,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.RenewLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.RenewLeasesResponse, _abc.Awaitable[_buffer_service_pb2.RenewLeasesResponse]]:
-        """Extends leases; names those that are lost (expired and re-leased, cancelled, ended)."""
+        """Extends leases; returns those that are lost (expired and leased again, cancelled, or ended)."""
 
     @_abc_1.abstractmethod
     def CompleteTasks(
@@ -191,8 +223,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.CompleteTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.CompleteTasksResponse, _abc.Awaitable[_buffer_service_pb2.CompleteTasksResponse]]:
-        """Completes tasks with their groups, each by itself. Idempotent. Counts after expiry unless re-leased or
-        ended.
+        """Completes tasks with their groups, each one independently. Idempotent. A completion counts
+        after its lease has expired, unless the task was leased again or has ended.
         """
 
     @_abc_1.abstractmethod
@@ -201,7 +233,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.RejectTaskRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.RejectTaskResponse, _abc.Awaitable[_buffer_service_pb2.RejectTaskResponse]]:
-        """The workflow chose to drop the task (arun_episode returned None)."""
+        """Records that the workflow dropped the task (arun_episode returned None)."""
 
     @_abc_1.abstractmethod
     def ReturnTasks(
@@ -209,8 +241,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.ReturnTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.ReturnTasksResponse, _abc.Awaitable[_buffer_service_pb2.ReturnTasksResponse]]:
-        """Returns leases, each by itself: drain, an error of the workflow, or a failure of
-        infrastructure. Idempotent.
+        """Returns leases, each one independently, after a drain, a workflow error or an infrastructure
+        failure. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -227,7 +259,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.BufferServiceGetTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.BufferServiceGetTasksResponse, _abc.Awaitable[_buffer_service_pb2.BufferServiceGetTasksResponse]]:
-        """Reads records in the order asked, as many as a message holds; unknown ids are left out."""
+        """Reads records in the order of the request, as many as fit into a message; unknown ids are left
+        out.
+        """
 
     @_abc_1.abstractmethod
     def WaitTasks(
@@ -235,7 +269,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.WaitTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.WaitTasksResponse, _abc.Awaitable[_buffer_service_pb2.WaitTasksResponse]]:
-        """Waits until one of the tasks has ended (for train tasks: completed counts), at most max_wait."""
+        """Waits up to max_wait until one of the tasks has ended. A train task counts as ended once it is
+        completed.
+        """
 
     @_abc_1.abstractmethod
     def RegisterTrainer(
@@ -243,7 +279,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.RegisterTrainerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.RegisterTrainerResponse, _abc.Awaitable[_buffer_service_pb2.RegisterTrainerResponse]]:
-        """A trainer starts or resumes; hands out its incarnation and fences off the one before."""
+        """Registers a trainer that starts or resumes: returns its incarnation and fences off the previous
+        one.
+        """
 
     @_abc_1.abstractmethod
     def TakeBatch(
@@ -251,7 +289,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.TakeBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.TakeBatchResponse, _abc.Awaitable[_buffer_service_pb2.TakeBatchResponse]]:
-        """The batch of a step, oldest first. The same step returns the same groups until released."""
+        """Returns the batch of a step, oldest group first. The same step returns the same groups until
+        they are released.
+        """
 
     @_abc_1.abstractmethod
     def ConfirmVersion(
@@ -259,7 +299,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.ConfirmVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.ConfirmVersionResponse, _abc.Awaitable[_buffer_service_pb2.ConfirmVersionResponse]]:
-        """A server serves a version: groups are leased from it on. Idempotent; never goes back."""
+        """Reports that a server serves a version: new leases require at least this version. Idempotent;
+        the version never decreases.
+        """
 
     @_abc_1.abstractmethod
     def FetchGroups(
@@ -275,7 +317,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.CommitStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.CommitStepResponse, _abc.Awaitable[_buffer_service_pb2.CommitStepResponse]]:
-        """Everything up to a step is safely in a checkpoint. Cumulative, idempotent."""
+        """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent."""
 
     @_abc_1.abstractmethod
     def GetStats(
@@ -283,7 +325,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.GetStatsResponse, _abc.Awaitable[_buffer_service_pb2.GetStatsResponse]]:
-        """Counters and gauges of the ledger."""
+        """Returns counters and gauges of the ledger."""
 
     @_abc_1.abstractmethod
     def PutRecipe(
@@ -299,7 +341,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.GetRecipeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.GetRecipeResponse, _abc.Awaitable[_buffer_service_pb2.GetRecipeResponse]]:
-        """NOT_FOUND for an unknown digest."""
+        """Returns a recipe's source; NOT_FOUND for an unknown digest."""
 
     @_abc_1.abstractmethod
     def ListDeadLetters(
@@ -307,7 +349,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.ListDeadLettersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.ListDeadLettersResponse, _abc.Awaitable[_buffer_service_pb2.ListDeadLettersResponse]]:
-        """Dead-lettered tasks with cause and traceback, newest first."""
+        """Returns dead-lettered tasks with cause and traceback, newest first."""
 
     @_abc_1.abstractmethod
     def RetryDeadLetters(
@@ -315,7 +357,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.RetryDeadLettersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.RetryDeadLettersResponse, _abc.Awaitable[_buffer_service_pb2.RetryDeadLettersResponse]]:
-        """Queues dead letters again with fresh attempts."""
+        """Queues dead letters again; each gets its full number of attempts."""
 
     @_abc_1.abstractmethod
     def DropDeadLetters(
@@ -323,7 +365,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.DropDeadLettersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.DropDeadLettersResponse, _abc.Awaitable[_buffer_service_pb2.DropDeadLettersResponse]]:
-        """Takes dead letters off the list for good; they stay counted as dead-lettered."""
+        """Removes dead letters from the list permanently; they stay counted as dead-lettered."""
 
     @_abc_1.abstractmethod
     def OpenSession(
@@ -331,9 +373,10 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.OpenSessionResponse, _abc.Awaitable[_buffer_service_pb2.OpenSessionResponse]]:
-        """Begins a task that an outside agent runs: submitted and leased at once. RESOURCE_EXHAUSTED where
-        admission would let no episode start. Idempotent by task_id and keys. It ends by CompleteTasks
-        under its lease, or expires when no call of its agent comes for `idle`; it is never run again.
+        """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
+        if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
+        CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
+        run again.
         """
 
     @_abc_1.abstractmethod
@@ -342,7 +385,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.GetSessionResponse, _abc.Awaitable[_buffer_service_pb2.GetSessionResponse]]:
-        """One attempt of such a task, with its model calls."""
+        """Returns one attempt of such a task, with its model calls."""
 
     @_abc_1.abstractmethod
     def UpdateSession(
@@ -350,6 +393,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.UpdateSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.UpdateSessionResponse, _abc.Awaitable[_buffer_service_pb2.UpdateSessionResponse]]:
-        """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION: it has ended."""
+        """Records what an agent did, and renews the lease. Idempotent. FAILED_PRECONDITION if the attempt
+        has ended.
+        """
 
 def add_BufferServiceServicer_to_server(servicer: BufferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

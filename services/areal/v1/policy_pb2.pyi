@@ -28,30 +28,30 @@ class _ServerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerSta
     DESCRIPTOR: _descriptor.EnumDescriptor
     SERVER_STATE_UNSPECIFIED: _ServerState.ValueType  # 0
     SERVER_STATE_JOINING: _ServerState.ValueType  # 1
-    """Known; not yet at a version it has confirmed."""
+    """Known, but no version has been confirmed on it yet."""
     SERVER_STATE_SYNCING: _ServerState.ValueType  # 2
     """Weights are being updated."""
     SERVER_STATE_SERVING: _ServerState.ValueType  # 3
     """Takes traffic at `version`."""
     SERVER_STATE_DRAINING: _ServerState.ValueType  # 4
-    """Takes no new traffic; leaves when empty or past its deadline."""
+    """Takes no new traffic; leaves when its requests have ended or its deadline has passed."""
     SERVER_STATE_QUARANTINED: _ServerState.ValueType  # 5
-    """Failed a probe or an update; retried with backoff, takes no traffic."""
+    """Failed a probe or an update; takes no traffic and is retried with backoff."""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
-    """An inference server's place in life."""
+    """The state of an inference server."""
 
 SERVER_STATE_UNSPECIFIED: ServerState.ValueType  # 0
 SERVER_STATE_JOINING: ServerState.ValueType  # 1
-"""Known; not yet at a version it has confirmed."""
+"""Known, but no version has been confirmed on it yet."""
 SERVER_STATE_SYNCING: ServerState.ValueType  # 2
 """Weights are being updated."""
 SERVER_STATE_SERVING: ServerState.ValueType  # 3
 """Takes traffic at `version`."""
 SERVER_STATE_DRAINING: ServerState.ValueType  # 4
-"""Takes no new traffic; leaves when empty or past its deadline."""
+"""Takes no new traffic; leaves when its requests have ended or its deadline has passed."""
 SERVER_STATE_QUARANTINED: ServerState.ValueType  # 5
-"""Failed a probe or an update; retried with backoff, takes no traffic."""
+"""Failed a probe or an update; takes no traffic and is retried with backoff."""
 Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
@@ -67,7 +67,9 @@ class WeightFile(_message.Message):
     """Relative to PolicyVersion.path."""
     size_bytes: _builtins.int
     digest: _builtins.str
-    """xxh3-128 hex; of a safetensors file: of its header and its tensors' digests."""
+    """The xxh3-128 of the file, in hex; for a safetensors file, of its header and its tensors'
+    digests.
+    """
     def __init__(
         self,
         *,
@@ -93,9 +95,9 @@ class WeightTensor(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
-    """safetensors name: F32, BF16, F16, F64."""
+    """The safetensors name of the dtype: F32, BF16, F16, F64."""
     digest: _builtins.str
-    """xxh3-128 of its bytes, hex."""
+    """The xxh3-128 of the tensor's bytes, in hex."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -116,7 +118,7 @@ Global___WeightTensor: _TypeAlias = WeightTensor  # noqa: Y015
 
 @_typing.final
 class WeightDelta(_message.Message):
-    """What changed since an earlier version."""
+    """A file of the differences from an earlier version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -125,12 +127,12 @@ class WeightDelta(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     base: _builtins.str
-    """Folder name of the version it starts from."""
+    """Folder name of the earlier version."""
     base_digest: _builtins.str
-    """Digest over that version's tensors."""
+    """Digest of that version's tensors."""
     size_bytes: _builtins.int
     digest: _builtins.str
-    """xxh3-128 hex of the file."""
+    """The xxh3-128 of the file, in hex."""
     def __init__(
         self,
         *,
@@ -163,7 +165,7 @@ class PolicyVersion(_message.Message):
     version: _builtins.int
     """Finished train steps; 0 = initial weights."""
     incarnation: _builtins.int
-    """Of the trainer that published it; 0 for the configured model."""
+    """The incarnation of the trainer that published it; 0 for the configured model."""
     path: _builtins.str
     """A Hugging Face model directory."""
     @_builtins.property
@@ -174,7 +176,7 @@ class PolicyVersion(_message.Message):
     def publish_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def delta(self) -> Global___WeightDelta:
-        """Beside the files, or instead of those that can be made from it."""
+        """Published in addition to the files, or instead of files that can be rebuilt from it."""
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ class InferenceServer(_message.Message):
     cause: _builtins.str
     """Why it is quarantined, or the last error."""
     aborted_requests: _builtins.int
-    """Times a request of this server was interrupted by an update (aborted, not paused)."""
+    """Number of this server's requests that updates aborted (pauses do not count)."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(

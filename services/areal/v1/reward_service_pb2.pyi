@@ -29,9 +29,11 @@ class _ScoreErrorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreError
     SCORE_ERROR_FUNCTION: _ScoreError.ValueType  # 1
     """The function raised, or returned something that is not a finite number."""
     SCORE_ERROR_TIMEOUT: _ScoreError.ValueType  # 2
-    """Longer than the time limit; the worker was ended."""
+    """The call took longer than its time limit; the worker was killed."""
     SCORE_ERROR_CRASH: _ScoreError.ValueType  # 3
-    """The worker died (memory limit, crash), or what the function needs is away (Unavailable)."""
+    """The worker died (memory limit, crash), or a service that the function needs does not answer
+    (Unavailable).
+    """
     SCORE_ERROR_INVALID: _ScoreError.ValueType  # 4
     """Unknown function or recipe, or arguments that do not fit."""
 
@@ -42,9 +44,11 @@ SCORE_ERROR_UNSPECIFIED: ScoreError.ValueType  # 0
 SCORE_ERROR_FUNCTION: ScoreError.ValueType  # 1
 """The function raised, or returned something that is not a finite number."""
 SCORE_ERROR_TIMEOUT: ScoreError.ValueType  # 2
-"""Longer than the time limit; the worker was ended."""
+"""The call took longer than its time limit; the worker was killed."""
 SCORE_ERROR_CRASH: ScoreError.ValueType  # 3
-"""The worker died (memory limit, crash), or what the function needs is away (Unavailable)."""
+"""The worker died (memory limit, crash), or a service that the function needs does not answer
+(Unavailable).
+"""
 SCORE_ERROR_INVALID: ScoreError.ValueType  # 4
 """Unknown function or recipe, or arguments that do not fit."""
 Global___ScoreError: _TypeAlias = ScoreError  # noqa: Y015
@@ -57,7 +61,7 @@ class RewardSpec(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     KWARGS_JSON_FIELD_NUMBER: _builtins.int
     recipe_digest: _builtins.str
-    """sha256 hex of the recipe's source; empty for a built-in."""
+    """The SHA-256 of the recipe's source, in hex; empty for a built-in reward."""
     name: _builtins.str
     """Function in the recipe, or a built-in: "math", "multiple_choice", "regex"."""
     kwargs_json: _builtins.str
@@ -97,7 +101,7 @@ class ScoreItem(_message.Message):
     def completion_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]:
-        """A group, which a function that compares samples scores in one call; instead of `completion`."""
+        """Set instead of `completion` for a function that scores all samples of a group in one call."""
 
     def __init__(
         self,
@@ -225,7 +229,7 @@ class ScoreResult(_message.Message):
     def group(self) -> Global___GroupReward: ...
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the reward is made of, before weights; for people."""
+        """The parts of the reward, before weights."""
 
     def __init__(
         self,
@@ -252,7 +256,7 @@ class GroupReward(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleReward]:
-        """One for each sample, in order."""
+        """One reward for each sample, in order."""
 
     def __init__(
         self,

@@ -47,7 +47,8 @@ class RewardServiceServicer:
     """
 
     def Score(self, request, context):
-        """Scores a batch; results in order. A bad item is its own result's error, never the call's.
+        """Scores a batch and returns the results in order. A bad item fails only its own result, never
+        the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

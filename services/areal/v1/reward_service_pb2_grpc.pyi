@@ -34,7 +34,9 @@ class RewardServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_service_pb2.ScoreRequest, _reward_service_pb2.ScoreResponse]
-    """Scores a batch; results in order. A bad item is its own result's error, never the call's."""
+    """Scores a batch and returns the results in order. A bad item fails only its own result, never
+    the call.
+    """
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
@@ -42,7 +44,9 @@ class RewardServiceAsyncStub(RewardServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_service_pb2.ScoreRequest, _reward_service_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Scores a batch; results in order. A bad item is its own result's error, never the call's."""
+    """Scores a batch and returns the results in order. A bad item fails only its own result, never
+    the call.
+    """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """Scores completions in worker processes with limits on time and memory."""
@@ -53,6 +57,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_service_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_service_pb2.ScoreResponse, _abc.Awaitable[_reward_service_pb2.ScoreResponse]]:
-        """Scores a batch; results in order. A bad item is its own result's error, never the call's."""
+        """Scores a batch and returns the results in order. A bad item fails only its own result, never
+        the call.
+        """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -219,7 +219,7 @@ class CallSessionRequest(_message.Message):
     session_id: _builtins.str
     method: _builtins.str
     path: _builtins.str
-    """After /sessions/ID."""
+    """The part of the path after /sessions/ID."""
     content: _builtins.bytes
     @_builtins.property
     def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -242,7 +242,9 @@ Global___CallSessionRequest: _TypeAlias = CallSessionRequest  # noqa: Y015
 
 @_typing.final
 class CallSessionResponse(_message.Message):
-    """The first has all but, perhaps, the whole body; the others have its further parts."""
+    """The first message has status, headers and the beginning of the body; later ones continue the
+    body.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

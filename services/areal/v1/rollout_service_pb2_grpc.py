@@ -68,36 +68,36 @@ class RolloutServiceServicer:
 
     def SubmitTasks(self, request, context):
         """Validates and queues tasks; idempotent by task_id. INVALID_ARGUMENT names the bad task, field
-        and value; nothing of the call is queued then.
+        and value; then no task of the call is queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTasks(self, request, context):
-        """Reads task records, with trajectories when asked.
+        """Reads task records, with trajectories if requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchTasks(self, request, context):
-        """Streams each named task once, when it has ended; ends when all have.
+        """Streams each named task once, when it has ended; the stream ends after the last one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTasks(self, request, context):
-        """Cancels live tasks; ended ones are left as they are.
+        """Cancels live tasks; tasks that have ended do not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CallSession(self, request, context):
-        """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
-        A cancelled call stops its generation.
+        """Handles an outside agent's HTTP request in one session. The RPC status is always OK: errors are
+        in the HTTP status. Canceling the call stops its generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,17 +35,17 @@ class RolloutServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.SubmitTasksRequest, _rollout_service_pb2.SubmitTasksResponse]
     """Validates and queues tasks; idempotent by task_id. INVALID_ARGUMENT names the bad task, field
-    and value; nothing of the call is queued then.
+    and value; then no task of the call is queued.
     """
     GetTasks: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetTasksRequest, _rollout_service_pb2.GetTasksResponse]
-    """Reads task records, with trajectories when asked."""
+    """Reads task records, with trajectories if requested."""
     WatchTasks: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchTasksRequest, _rollout_service_pb2.WatchTasksResponse]
-    """Streams each named task once, when it has ended; ends when all have."""
+    """Streams each named task once, when it has ended; the stream ends after the last one."""
     CancelTasks: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelTasksRequest, _rollout_service_pb2.CancelTasksResponse]
-    """Cancels live tasks; ended ones are left as they are."""
+    """Cancels live tasks; tasks that have ended do not change."""
     CallSession: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]
-    """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
-    A cancelled call stops its generation.
+    """Handles an outside agent's HTTP request in one session. The RPC status is always OK: errors are
+    in the HTTP status. Canceling the call stops its generation.
     """
 
 @_typing.type_check_only
@@ -55,17 +55,17 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.SubmitTasksRequest, _rollout_service_pb2.SubmitTasksResponse]  # type: ignore[assignment]
     """Validates and queues tasks; idempotent by task_id. INVALID_ARGUMENT names the bad task, field
-    and value; nothing of the call is queued then.
+    and value; then no task of the call is queued.
     """
     GetTasks: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetTasksRequest, _rollout_service_pb2.GetTasksResponse]  # type: ignore[assignment]
-    """Reads task records, with trajectories when asked."""
+    """Reads task records, with trajectories if requested."""
     WatchTasks: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchTasksRequest, _rollout_service_pb2.WatchTasksResponse]  # type: ignore[assignment]
-    """Streams each named task once, when it has ended; ends when all have."""
+    """Streams each named task once, when it has ended; the stream ends after the last one."""
     CancelTasks: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelTasksRequest, _rollout_service_pb2.CancelTasksResponse]  # type: ignore[assignment]
-    """Cancels live tasks; ended ones are left as they are."""
+    """Cancels live tasks; tasks that have ended do not change."""
     CallSession: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.CallSessionRequest, _rollout_service_pb2.CallSessionResponse]  # type: ignore[assignment]
-    """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
-    A cancelled call stops its generation.
+    """Handles an outside agent's HTTP request in one session. The RPC status is always OK: errors are
+    in the HTTP status. Canceling the call stops its generation.
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -78,7 +78,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.SubmitTasksResponse, _abc.Awaitable[_rollout_service_pb2.SubmitTasksResponse]]:
         """Validates and queues tasks; idempotent by task_id. INVALID_ARGUMENT names the bad task, field
-        and value; nothing of the call is queued then.
+        and value; then no task of the call is queued.
         """
 
     @_abc_1.abstractmethod
@@ -87,7 +87,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetTasksResponse, _abc.Awaitable[_rollout_service_pb2.GetTasksResponse]]:
-        """Reads task records, with trajectories when asked."""
+        """Reads task records, with trajectories if requested."""
 
     @_abc_1.abstractmethod
     def WatchTasks(
@@ -95,7 +95,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WatchTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchTasksResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchTasksResponse]]:
-        """Streams each named task once, when it has ended; ends when all have."""
+        """Streams each named task once, when it has ended; the stream ends after the last one."""
 
     @_abc_1.abstractmethod
     def CancelTasks(
@@ -103,7 +103,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CancelTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CancelTasksResponse, _abc.Awaitable[_rollout_service_pb2.CancelTasksResponse]]:
-        """Cancels live tasks; ended ones are left as they are."""
+        """Cancels live tasks; tasks that have ended do not change."""
 
     @_abc_1.abstractmethod
     def CallSession(
@@ -111,8 +111,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CallSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.CallSessionResponse], _abc.AsyncIterator[_rollout_service_pb2.CallSessionResponse]]:
-        """An HTTP request of an outside agent, for one session. Always OK: errors are in the answer's status.
-        A cancelled call stops its generation.
+        """Handles an outside agent's HTTP request in one session. The RPC status is always OK: errors are
+        in the HTTP status. Canceling the call stops its generation.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

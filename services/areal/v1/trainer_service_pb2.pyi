@@ -142,12 +142,12 @@ class GetStatusResponse(_message.Message):
     incarnation: _builtins.int
     world_size: _builtins.int
     detail: _builtins.str
-    """What it waits for now, or why it failed."""
+    """What the trainer waits for now, or why it failed."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
     @_builtins.property
     def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evaluation]:
-        """In the order in which they were made; of a resumed run the last one of each name."""
+        """In chronological order; after a resume, only the last one of each name."""
 
     def __init__(
         self,

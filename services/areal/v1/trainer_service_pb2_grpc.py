@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """What a running trainer tells of itself (rank 0).
+    """The status of a running trainer, served by rank 0.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """What a running trainer tells of itself (rank 0).
+    """The status of a running trainer, served by rank 0.
     """
 
     def GetStatus(self, request, context):
-        """Status, and the step rows after `after_step`; waits up to max_wait for a new row.
+        """Returns the status and the step rows after `after_step`; waits up to max_wait for a new row.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """What a running trainer tells of itself (rank 0).
+    """The status of a running trainer, served by rank 0.
     """
 
     @staticmethod

@@ -27,25 +27,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """What a running trainer tells of itself (rank 0)."""
+    """The status of a running trainer, served by rank 0."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.GetStatusRequest, _trainer_service_pb2.GetStatusResponse]
-    """Status, and the step rows after `after_step`; waits up to max_wait for a new row."""
+    """Returns the status and the step rows after `after_step`; waits up to max_wait for a new row."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """What a running trainer tells of itself (rank 0)."""
+    """The status of a running trainer, served by rank 0."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetStatusRequest, _trainer_service_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Status, and the step rows after `after_step`; waits up to max_wait for a new row."""
+    """Returns the status and the step rows after `after_step`; waits up to max_wait for a new row."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What a running trainer tells of itself (rank 0)."""
+    """The status of a running trainer, served by rank 0."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -53,6 +53,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_service_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.GetStatusResponse, _abc.Awaitable[_trainer_service_pb2.GetStatusResponse]]:
-        """Status, and the step rows after `after_step`; waits up to max_wait for a new row."""
+        """Returns the status and the step rows after `after_step`; waits up to max_wait for a new row."""
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

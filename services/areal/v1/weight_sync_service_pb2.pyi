@@ -30,8 +30,8 @@ class PublishVersionRequest(_message.Message):
     def version(self) -> _policy_pb2.PolicyVersion: ...
     @_builtins.property
     def offer(self) -> Global___BroadcastOffer:
-        """The trainer will broadcast it from here: the version has no files yet, and is published once
-        more when it is stored.
+        """Set if the trainer will broadcast the version. It then has no files yet, and is published again
+        once it is stored.
         """
 
     def __init__(
@@ -57,7 +57,7 @@ class BroadcastOffer(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Of the rendezvous."""
+    """Where the members of the group meet."""
     port: _builtins.int
     backend: _builtins.str
     """gloo or nccl."""
@@ -88,9 +88,11 @@ class PublishVersionResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     current_version: _builtins.int
     group: _builtins.str
-    """Answers an offer: the group offered when it is kept, else the name of a new one."""
+    """The answer to an offer: the offered group if it is kept, otherwise the name of a new one."""
     world_size: _builtins.int
-    """Of the group, with the trainer; 0: no one takes part, and the version is not current."""
+    """Number of members of the group, including the trainer. 0: no server takes part, and the version
+    is not current.
+    """
     def __init__(
         self,
         *,
@@ -135,20 +137,22 @@ class WatchVersionsResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     UNSTORED_FIELD_NUMBER: _builtins.int
     confirmed_servers: _builtins.int
-    """Servers SERVING at the current version, and all that are not draining."""
+    """The number of servers SERVING at the current version, and of all servers that are not draining."""
     servers: _builtins.int
     confirmed_version: _builtins.int
     """Highest version that at least one server has confirmed; -1 before the first."""
     updates: _builtins.int
-    """Over the trial: versions published, mean seconds from pause to continue per server update,
-    and requests aborted by updates.
+    """Totals of the trial: published versions, mean seconds from pause to continue of a server
+    update, and requests aborted by updates.
     """
     update_seconds_mean: _builtins.float
     aborted_requests: _builtins.int
     draining: _builtins.int
-    """Servers that leave, so that a watcher sees when the last one has gone."""
+    """Number of servers that are leaving, so that a watcher sees when the last one is gone."""
     unstored: _builtins.bool
-    """The current version is only in servers' memory; its trainer is storing it, or has died."""
+    """Whether the current version is only in servers' memory, because its trainer is still storing it
+    or has died.
+    """
     @_builtins.property
     def current(self) -> _policy_pb2.PolicyVersion: ...
     def __init__(
@@ -213,7 +217,7 @@ class ListServersRequest(_message.Message):
 
     AS_OF_FIELD_NUMBER: _builtins.int
     as_of: _builtins.str
-    """Of an earlier answer: tell only what has changed since. Empty: tell everything."""
+    """`as_of` of an earlier response, to get only what has changed since. Empty: get everything."""
     def __init__(
         self,
         *,
@@ -238,9 +242,11 @@ class ListServersResponse(_message.Message):
     GONE_SERVER_IDS_FIELD_NUMBER: _builtins.int
     current_version: _builtins.int
     as_of: _builtins.str
-    """For the next request; means nothing else."""
+    """An opaque value for the next request."""
     changes_only: _builtins.bool
-    """`servers` are those that have changed, and `gone_server_ids` are known no longer."""
+    """Whether `servers` has only the servers that have changed. `gone_server_ids` are no longer
+    known.
+    """
     @_builtins.property
     def servers(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.InferenceServer]:
         """Every known server, or those that have changed."""

@@ -77,50 +77,52 @@ class WeightSyncServiceServicer:
     """
 
     def PublishVersion(self, request, context):
-        """Makes a version current and starts bringing every server to it; returns at once. Idempotent;
-        FAILED_PRECONDITION for a stale incarnation or a version not above the current one.
+        """Makes a version current, starts updating every server to it, and returns at once. Idempotent;
+        FAILED_PRECONDITION for a stale incarnation or a version that is not above the current one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchVersions(self, request, context):
-        """The current state, then each change of it.
+        """Streams the current state, then each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """Every version that is kept, with its manifest; oldest first.
+        """Returns every stored version with its manifest, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListServers(self, request, context):
-        """Every known server.
+        """Returns every known server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterServer(self, request, context):
-        """A server joins (local stack and tests; on Kubernetes membership is discovered). Idempotent by url.
+        """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
+        url.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainServer(self, request, context):
-        """No new traffic from now on; forgotten when empty or when the deadline has passed.
+        """Stops new traffic to a server, and forgets it when its requests have ended or the deadline has
+        passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportServer(self, request, context):
-        """A client saw a server fail: probe it now.
+        """Reports that a client saw a server fail; weight-sync probes it at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

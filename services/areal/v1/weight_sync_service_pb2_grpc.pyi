@@ -34,21 +34,25 @@ class WeightSyncServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightSyncServiceAsyncStub: ...
     PublishVersion: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.PublishVersionRequest, _weight_sync_service_pb2.PublishVersionResponse]
-    """Makes a version current and starts bringing every server to it; returns at once. Idempotent;
-    FAILED_PRECONDITION for a stale incarnation or a version not above the current one.
+    """Makes a version current, starts updating every server to it, and returns at once. Idempotent;
+    FAILED_PRECONDITION for a stale incarnation or a version that is not above the current one.
     """
     WatchVersions: _grpc.UnaryStreamMultiCallable[_weight_sync_service_pb2.WatchVersionsRequest, _weight_sync_service_pb2.WatchVersionsResponse]
-    """The current state, then each change of it."""
+    """Streams the current state, then each change."""
     ListVersions: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListVersionsRequest, _weight_sync_service_pb2.ListVersionsResponse]
-    """Every version that is kept, with its manifest; oldest first."""
+    """Returns every stored version with its manifest, oldest first."""
     ListServers: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListServersRequest, _weight_sync_service_pb2.ListServersResponse]
-    """Every known server."""
+    """Returns every known server."""
     RegisterServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.RegisterServerRequest, _weight_sync_service_pb2.RegisterServerResponse]
-    """A server joins (local stack and tests; on Kubernetes membership is discovered). Idempotent by url."""
+    """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
+    url.
+    """
     DrainServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.DrainServerRequest, _weight_sync_service_pb2.DrainServerResponse]
-    """No new traffic from now on; forgotten when empty or when the deadline has passed."""
+    """Stops new traffic to a server, and forgets it when its requests have ended or the deadline has
+    passed.
+    """
     ReportServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ReportServerRequest, _weight_sync_service_pb2.ReportServerResponse]
-    """A client saw a server fail: probe it now."""
+    """Reports that a client saw a server fail; weight-sync probes it at once."""
 
 @_typing.type_check_only
 class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
@@ -56,21 +60,25 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PublishVersion: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.PublishVersionRequest, _weight_sync_service_pb2.PublishVersionResponse]  # type: ignore[assignment]
-    """Makes a version current and starts bringing every server to it; returns at once. Idempotent;
-    FAILED_PRECONDITION for a stale incarnation or a version not above the current one.
+    """Makes a version current, starts updating every server to it, and returns at once. Idempotent;
+    FAILED_PRECONDITION for a stale incarnation or a version that is not above the current one.
     """
     WatchVersions: _aio.UnaryStreamMultiCallable[_weight_sync_service_pb2.WatchVersionsRequest, _weight_sync_service_pb2.WatchVersionsResponse]  # type: ignore[assignment]
-    """The current state, then each change of it."""
+    """Streams the current state, then each change."""
     ListVersions: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListVersionsRequest, _weight_sync_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
-    """Every version that is kept, with its manifest; oldest first."""
+    """Returns every stored version with its manifest, oldest first."""
     ListServers: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListServersRequest, _weight_sync_service_pb2.ListServersResponse]  # type: ignore[assignment]
-    """Every known server."""
+    """Returns every known server."""
     RegisterServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.RegisterServerRequest, _weight_sync_service_pb2.RegisterServerResponse]  # type: ignore[assignment]
-    """A server joins (local stack and tests; on Kubernetes membership is discovered). Idempotent by url."""
+    """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
+    url.
+    """
     DrainServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.DrainServerRequest, _weight_sync_service_pb2.DrainServerResponse]  # type: ignore[assignment]
-    """No new traffic from now on; forgotten when empty or when the deadline has passed."""
+    """Stops new traffic to a server, and forgets it when its requests have ended or the deadline has
+    passed.
+    """
     ReportServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ReportServerRequest, _weight_sync_service_pb2.ReportServerResponse]  # type: ignore[assignment]
-    """A client saw a server fail: probe it now."""
+    """Reports that a client saw a server fail; weight-sync probes it at once."""
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
     """Policy versions, and which inference server serves which."""
@@ -81,8 +89,8 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.PublishVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.PublishVersionResponse, _abc.Awaitable[_weight_sync_service_pb2.PublishVersionResponse]]:
-        """Makes a version current and starts bringing every server to it; returns at once. Idempotent;
-        FAILED_PRECONDITION for a stale incarnation or a version not above the current one.
+        """Makes a version current, starts updating every server to it, and returns at once. Idempotent;
+        FAILED_PRECONDITION for a stale incarnation or a version that is not above the current one.
         """
 
     @_abc_1.abstractmethod
@@ -91,7 +99,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.WatchVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weight_sync_service_pb2.WatchVersionsResponse], _abc.AsyncIterator[_weight_sync_service_pb2.WatchVersionsResponse]]:
-        """The current state, then each change of it."""
+        """Streams the current state, then each change."""
 
     @_abc_1.abstractmethod
     def ListVersions(
@@ -99,7 +107,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.ListVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.ListVersionsResponse, _abc.Awaitable[_weight_sync_service_pb2.ListVersionsResponse]]:
-        """Every version that is kept, with its manifest; oldest first."""
+        """Returns every stored version with its manifest, oldest first."""
 
     @_abc_1.abstractmethod
     def ListServers(
@@ -107,7 +115,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.ListServersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.ListServersResponse, _abc.Awaitable[_weight_sync_service_pb2.ListServersResponse]]:
-        """Every known server."""
+        """Returns every known server."""
 
     @_abc_1.abstractmethod
     def RegisterServer(
@@ -115,7 +123,9 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.RegisterServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.RegisterServerResponse, _abc.Awaitable[_weight_sync_service_pb2.RegisterServerResponse]]:
-        """A server joins (local stack and tests; on Kubernetes membership is discovered). Idempotent by url."""
+        """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
+        url.
+        """
 
     @_abc_1.abstractmethod
     def DrainServer(
@@ -123,7 +133,9 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.DrainServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.DrainServerResponse, _abc.Awaitable[_weight_sync_service_pb2.DrainServerResponse]]:
-        """No new traffic from now on; forgotten when empty or when the deadline has passed."""
+        """Stops new traffic to a server, and forgets it when its requests have ended or the deadline has
+        passed.
+        """
 
     @_abc_1.abstractmethod
     def ReportServer(
@@ -131,6 +143,6 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.ReportServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.ReportServerResponse, _abc.Awaitable[_weight_sync_service_pb2.ReportServerResponse]]:
-        """A client saw a server fail: probe it now."""
+        """Reports that a client saw a server fail; weight-sync probes it at once."""
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
