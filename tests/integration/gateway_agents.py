@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,9 +53,18 @@ class Refused(Exception):
 
 
 async def request(
-    urls: list[str], method: str, path: str, key: str = "", body: Any = None, tries: int = 200
+    urls: list[str],
+    method: str,
+    path: str,
+    key: str = "",
+    body: Any = None,
+    tries: int = 200,
+    seen: Counter[str] | None = None,
 ) -> Any:
-    """As a careful client asks: any gateway, again while that may help."""
+    """As a careful client asks: any gateway, again while that may help.
+
+    `seen` counts what kept it from an answer, by status.
+    """
     last = ""
     for number in range(tries):
         headers = {"x-stainless-retry-count": str(number)}
@@ -66,11 +76,15 @@ async def request(
                 reply = await http.request(method, url, json=body, headers=headers)
         except httpx.HTTPError as error:
             last = repr(error)
+            status = "connection"
         else:
             if reply.status_code == 200:
                 return reply.json()
             last = f"{reply.status_code} {reply.text}"
+            status = str(reply.status_code)
             if reply.status_code not in RETRYABLE:
                 raise Refused(last)
+        if seen is not None:
+            seen[status] += 1
         await asyncio.sleep(0.3)
     raise AssertionError(f"{method} {path}: {last}")

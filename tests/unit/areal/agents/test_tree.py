@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.areal.agents import slow_reference
 
 from areal.agents.tree import Call, merge
 from areal.errors import InvalidInput, WorkflowError
@@ -105,47 +106,6 @@ def test_session_when_no_reward_or_no_token_then_refused():
 # ---------------------------------------------------------------- a slow reference
 
 
-def reference(calls):
-    """(owned calls, whole ids) of each trajectory, and the orphans, by trying everything."""
-    wholes = [c.response.input_tokens + c.response.output_tokens for c in calls]
-
-    def extends(later, earlier):
-        whole = wholes[earlier]
-        return (
-            earlier < later
-            and bool(calls[earlier].response.output_tokens)
-            and calls[later].response.input_tokens[: len(whole)] == whole
-        )
-
-    parent = {}
-    for i in range(len(calls)):
-        options = [j for j in range(i) if extends(i, j)]
-        parent[i] = max(options, key=lambda j: (len(wholes[j]), j)) if options else None
-    used = set(parent.values())
-    orphans = []
-    for i, c in enumerate(calls):
-        options = [
-            j
-            for j in range(i)
-            if calls[j].response.input_tokens == c.response.input_tokens
-            and j not in used
-            and j not in orphans
-        ]
-        if c.retry and options:
-            orphans.append(max(options, key=lambda j: (not calls[j].delivered, j)))
-    alive = [i for i, c in enumerate(calls) if c.response.output_tokens and i not in orphans]
-
-    def path(i):
-        return [*path(parent[i]), i] if parent[i] is not None else [i]
-
-    leaves = [i for i in alive if not any(parent[j] == i for j in alive)]
-    owned, trained = [], set()
-    for one in sorted(path(i) for i in leaves):  # the first child of a fork comes first
-        owned.append(([i for i in one if i not in trained], wholes[one[-1]]))
-        trained.update(one)
-    return sorted(owned, key=lambda each: each[0][0]), sorted(orphans)
-
-
 @st.composite
 def sessions(draw):
     """Few different ids and short answers, so that all kinds of coincidence occur."""
@@ -172,7 +132,7 @@ def sessions(draw):
 @settings(max_examples=2500, deadline=None)
 @given(sessions())
 def test_random_sessions_when_merged_then_equal_to_the_slow_reference(calls):
-    expected, orphans = reference(calls)
+    expected, orphans = slow_reference.merged(calls)
     if not expected:
         with pytest.raises(WorkflowError):
             merge(calls, 1.0)
