@@ -1,11 +1,12 @@
-"""An agent that knows Anthropic's API, and nothing of training, is trained on two-digit addition.
+"""Trains an agent that uses Anthropic's API, and knows nothing of training, on two-digit addition.
 
     areal run examples/anthropic_agent.py                  # trains on a laptop's CPU
-    areal run examples/anthropic_agent.py control=true     # rewards dealt at random: must not learn
+    areal run examples/anthropic_agent.py control=true     # shuffled rewards: must not learn
 
-`agent` is what you have already: it calls a model with the `anthropic` package, reads the answer,
-and asks again when it is wrong. `run` gives it a base URL and a key, and returns the reward. Every
-call is recorded with the token ids that the model sampled; what is trained are exactly those.
+`agent` stands for code that you already have: it calls a model with the `anthropic` package, reads
+the answer, and asks again if it is wrong. `run` gives it a base URL and a key, and returns the
+reward. Every call is recorded with the token ids that the model sampled, and training uses exactly
+these ids.
 """
 
 from dataclasses import dataclass
@@ -32,18 +33,18 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random: held-out accuracy must then stay where it was."""
+    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 300
     warm_start_steps: int = 250
-    """Supervised, before the first version: about a third of the answers are then right."""
+    """Supervised steps before version 0; after them about a third of the answers are right."""
 
 
-# -- the agent: no import of ours --------------------------------------------------------------
+# -- the agent: imports nothing of areal -------------------------------------------------------
 
 
 async def agent(client: anthropic.AsyncAnthropic, question: str, right: str) -> int:
-    """Asks at most twice; returns which try was right, 0 for none."""
+    """Asks at most twice; returns the number of the try that was right, or 0."""
     messages = [{"role": "user", "content": question}]
     for attempt in (1, 2):
         message = await client.messages.create(model="any", max_tokens=8, messages=messages)
@@ -61,8 +62,8 @@ async def agent(client: anthropic.AsyncAnthropic, question: str, right: str) -> 
 
 
 async def run(task, base_url, api_key):
-    """One attempt at a row; its reward. Runs in a rollout worker."""
-    # Plain HTTP: certificates would only cost 50 ms of CPU a run to load.
+    """Makes one attempt at a row and returns its reward. Runs in a rollout worker."""
+    # The URL is plain HTTP: loading certificates would only cost 50 ms of CPU per run.
     http = anthropic.DefaultAsyncHttpxClient(verify=False)
     async with anthropic.AsyncAnthropic(
         base_url=base_url, api_key=api_key, http_client=http
@@ -99,11 +100,11 @@ def main(argv):
     rollout.evaluate(heldout, one_run, name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a 0.6 M parameter Qwen2 and teaches it the form, and some of the sums."""
+    """Creates a Qwen2 of 0.6 M parameters and teaches it the format and some of the sums."""
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig

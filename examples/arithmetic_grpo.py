@@ -1,9 +1,9 @@
-"""GRPO on two-digit addition: a tiny model, made on the spot, learns to add on a laptop's CPU.
+"""GRPO on two-digit addition: a tiny model, created at the start, learns to add on a laptop's CPU.
 
     areal run examples/arithmetic_grpo.py                  # learns
-    areal run examples/arithmetic_grpo.py control=true     # rewards dealt at random: must not learn
+    areal run examples/arithmetic_grpo.py control=true     # shuffled rewards: must not learn
 
-One file is the whole experiment. `prepare_model` makes the model and warms it up with a few
+One file is the whole experiment. `prepare_model` creates the model and warms it up with a few
 supervised steps; `reward_fn` scores one answer; `AdditionWorkflow` turns a problem into a group of
 samples; `main` is the training loop. Rollout and reward workers load this same file, without torch.
 """
@@ -32,13 +32,13 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random: held-out accuracy must then stay where it was."""
+    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 500
     warm_start_loss: float = 0.4
-    """Supervised steps end there: about 2 of 5 sampled answers are right."""
+    """The warm-up ends at this loss, at which about 2 of 5 sampled answers are right."""
     warm_start_steps: int = 600
-    """Or here."""
+    """The warm-up ends after this many steps at the latest."""
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:
@@ -66,7 +66,7 @@ class AdditionWorkflow(RolloutWorkflow):
         self.gconfig = gconfig
 
     async def arun_episode(self, engine, data):
-        """One problem in, one group of scored trajectories out."""
+        """Turns one problem into one group of scored trajectories."""
         prompt_ids = engine.tokenizer.apply_chat_template(data["messages"])
         responses = await engine.agenerate_group(LLMRequest(prompt_ids, self.gconfig))
         outputs = [response.output_tokens for response in responses]
@@ -103,11 +103,11 @@ def main(argv):
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes the 0.6 M parameter Qwen2 and teaches it the form, and some of the sums."""
+    """Creates a Qwen2 of 0.6 M parameters and teaches it the format and some of the sums."""
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig

@@ -1,13 +1,13 @@
 r"""Code: a tiny model writes a Python expression that passes the tests it is shown.
 
-    apt-get install bubblewrap                       # what it writes runs in a box
+    apt-get install bubblewrap                       # the model's code runs in a box
     areal run examples/code_rl.py                    # on a laptop's CPU
-    areal run examples/code_rl.py control=true       # rewards dealt at random: must not learn
+    areal run examples/code_rl.py control=true       # shuffled rewards: must not learn
 
-The model reads f(0) and f(1) of a function, and writes its body, e.g. `3*x+4`. Unit tests call it
-with other numbers too. It runs without files, network or other processes (docs/isolation.md); code
-that loops, fails or prints too much has a reward of 0. 120 steps raise held-out accuracy from 0.64
-to 0.87 (seed 0).
+The model reads f(0) and f(1) of a function, and writes its body, e.g. `3*x+4`. Unit tests call the
+function with other numbers too. It runs without files, network or other processes
+(docs/isolation.md); code that loops, fails or prints too much gets a reward of 0. 120 steps raise
+held-out accuracy from 0.64 to 0.87 (seed 0).
 """
 
 import asyncio
@@ -37,26 +37,26 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random: held-out accuracy must then stay where it was."""
+    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
     heldout_problems: int = 200
     warm_start_loss: float = 0.15
-    """Supervised steps end there: about 3 of 5 expressions are right."""
+    """The warm-up ends at this loss, at which about 3 of 5 expressions are right."""
     warm_start_steps: int = 400
-    """Or here."""
+    """The warm-up ends after this many steps at the latest."""
 
 
-# -- reward: what passes its tests --------------------------------------------------------------
+# -- reward: does the code pass its tests? -------------------------------------------------------
 
 
 @cache
 def box() -> Sandbox:
-    """Made once in each reward worker."""
+    """Returns the box, which each reward worker creates once."""
     return Sandbox()
 
 
 @group_reward
 async def reward_fn(prompt, completions, prompt_ids, completion_ids, tests, **data) -> list[float]:
-    """1 for each expression that passes, else 0; those that are the same run once."""
+    """1 for each expression that passes, else 0; equal expressions run only once."""
     different = list(dict.fromkeys(completions))
     limits = Limits(seconds=2, memory_mb=128, processes=4, output_kb=16, disk_mb=1)
     scores = await asyncio.gather(
@@ -81,7 +81,7 @@ def problems(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def row(a: int, b: int) -> dict:
-    """One problem; `body` is what a supervised answer says, and only tests judge others."""
+    """One problem. `body` is the answer for the warm-up; in training only the tests decide."""
     return {
         "prompt": f"f(0)={b:2} f(1)={a + b:3}",
         "tests": "\n".join(f"assert f({x}) == {a * x + b}" for x in (0, 1, 2, 5, -3)),
@@ -92,7 +92,7 @@ def row(a: int, b: int) -> dict:
 def main(argv):
     config, _ = load_expr_config(argv, Config)
     train, heldout = problems(config)
-    asyncio.run(box().run("pass"))  # no bubblewrap here: say so now
+    asyncio.run(box().run("pass"))  # fails now if there is no bubblewrap
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)
@@ -112,11 +112,11 @@ def main(argv):
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes the 0.6 M parameter Qwen2 and teaches it the form, and some of the functions."""
+    """Creates a Qwen2 of 0.6 M parameters and teaches it the format and some of the functions."""
     from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.engines.sft import FSDPLMEngine, pack_examples
     from areal.models.tiny import make_tiny_model

@@ -1,4 +1,4 @@
-r"""Distillation: a student learns what its teacher would say; no server, no rollout.
+r"""Distillation: a student learns what its teacher would say, without servers or rollouts.
 
     areal run examples/distill.py                          # two tiny models, generated rows, a CPU
     areal run examples/distill.py model.path=Qwen/Qwen2.5-0.5B teacher=/models/Qwen2.5-7B-Instruct \
@@ -6,8 +6,8 @@ r"""Distillation: a student learns what its teacher would say; no server, no rol
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
 Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. On the
-assistant's turns the student learns the teacher's `k` likeliest tokens, not the row's one. Both
-models have one vocabulary; the teacher is frozen, in the trainer.
+assistant's turns the student learns the teacher's `k` likeliest tokens, not the token in the row.
+Both models have the same vocabulary. The teacher is a frozen model in the trainer.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class Config(GRPOConfig):
     teacher: str = "runs/models/distill-teacher"
     """A Hugging Face folder."""
     teacher_steps: int = 300
-    """Supervised steps of a teacher that is made here."""
+    """Supervised steps of a teacher that this recipe creates."""
     k: int = 16
-    """Ids of each token that the student learns."""
+    """Number of teacher tokens that the student learns at each position."""
     direction: Literal["forward", "reverse"] = "forward"
     heldout_rows: int = 200
 
 
 def units_of(config: Config, model: str) -> tuple[list, list]:
-    """Train and held-out rows in the ids of a model."""
+    """Train and held-out rows as token ids."""
     tokenizer = Tokenizer.load(Path(model))
     path = config.train_dataset.path
     rows = generated(config.seed) if path == GENERATED else load_rows(path)
@@ -45,7 +45,7 @@ def units_of(config: Config, model: str) -> tuple[list, list]:
 
 
 def generated(seed: int) -> list[dict]:
-    """Four digits, and the same in order."""
+    """Rows of four digits, and the same digits sorted."""
     return [
         {
             "messages": [
@@ -81,11 +81,11 @@ def main(argv):
     model.save()
 
 
-# -- models that take no download --------------------------------------------------------------
+# -- models that need no download --------------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a Qwen2 model of 0.6 M parameters, and a teacher that has learned from the rows."""
+    """Creates a Qwen2 of 0.6 M parameters, and a teacher that has learned from the rows."""
     import random
 
     from areal.algorithms.packing import pack

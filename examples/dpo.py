@@ -1,4 +1,4 @@
-r"""DPO, IPO or SimPO: a model learns from pairs of answers; no server, no rollout.
+r"""DPO, IPO or SimPO: a model learns from pairs of answers, without servers or rollouts.
 
     areal run examples/dpo.py                              # a tiny model, generated pairs, a CPU
     areal run examples/dpo.py loss=simpo                   # dpo, ipo or simpo
@@ -29,9 +29,9 @@ class Config(GRPOConfig):
 
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float = 0.1
-    """How close the policy stays to the reference: closer with a larger one."""
+    """How close the policy stays to the reference; a larger value keeps it closer."""
     gamma: float = 0.5
-    """The margin that SimPO asks for."""
+    """SimPO's target margin."""
     heldout_rows: int = 200
 
 
@@ -56,7 +56,7 @@ def main(argv):
     train, heldout = units[: -config.heldout_rows], units[-config.heldout_rows :]
 
     def compare(batch) -> None:
-        """Adds what the frozen model says of the answers."""
+        """Adds the frozen model's logprobs of the answers."""
         if preference.needs_reference:
             with model.engine.without_adapters() if adapted else nullcontext():
                 batch["reference_logprobs"] = reference.forward(batch)
@@ -74,7 +74,7 @@ def main(argv):
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a Qwen2 model of 0.6 M parameters."""
+    """Creates a Qwen2 of 0.6 M parameters."""
     from areal.models.tiny import make_tiny_model
 
     make_tiny_model(Path(config.model.path), seed=config.seed)

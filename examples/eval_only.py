@@ -1,4 +1,4 @@
-r"""Evaluation alone: a model answers rows, a reward judges; nothing is trained.
+r"""Evaluation only: a model answers rows and a reward function scores the answers.
 
     areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct                         # GSM8K's test split
     areal eval model.path=runs/gsm8k/trial0/model rows=200 gconfig.n_samples=4
@@ -20,7 +20,7 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     rows: int = 0
-    """At most this many of the split; 0: all."""
+    """Maximum number of rows of the split; 0: all."""
     split: str = "test"
     reward_name: str = "math"
     """A built-in reward: math, multiple_choice, regex."""

@@ -5,9 +5,9 @@ r"""GRPO on GSM8K: an instruct model learns to reason about grade-school mathema
         allocation_mode=sglang:d1+fsdp:d1 train_dataset.batch_size=4 gconfig.n_samples=4 \
         gconfig.max_new_tokens=96 model.context_length=512 heldout_rows=0       # on a CPU
 
-The rows are openai/gsm8k of the Hub, or a folder with train.jsonl and test.jsonl of
-https://github.com/openai/grade-school-math, where `train_dataset.path` says. The reward is 1 for
-an answer that math-verify finds equal to the right one, else 0.
+The rows are those of openai/gsm8k on the Hub, or of a folder `train_dataset.path` with train.jsonl
+and test.jsonl from https://github.com/openai/grade-school-math. The reward is 1 for an answer that
+math-verify finds equal to the right one, else 0.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     heldout_rows: int = 200
-    """Of the test split: answered once each before and after; 0: none."""
+    """Number of rows of the test split to evaluate on, before and after training; 0: none."""
 
 
 def main(argv):

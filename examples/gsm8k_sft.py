@@ -1,4 +1,4 @@
-r"""Fine-tuning on worked answers to grade-school mathematics: no server, no rollout.
+r"""Fine-tuning on worked answers to grade-school mathematics, without servers or rollouts.
 
     areal run examples/gsm8k_sft.py                        # a tiny model, generated problems, a CPU
     areal run examples/gsm8k_sft.py model.path=Qwen/Qwen2.5-0.5B \
@@ -6,7 +6,8 @@ r"""Fine-tuning on worked answers to grade-school mathematics: no server, no rol
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
 Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The loss
-is on the assistant's turns. The model is in runs/…/model, as transformers and servers read it.
+is on the assistant's turns. The model is written to runs/…/model, in the format of transformers and
+SGLang.
 """
 
 import random
@@ -26,13 +27,13 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     heldout_rows: int = 200
-    """Of the test split."""
+    """Number of rows of the test split to evaluate on."""
     evaluate_steps: int = 50
     """Steps between two evaluations."""
 
 
 def messages_of(row: dict) -> list[dict]:
-    """The chat of a row of GSM8K, or the row's own."""
+    """Converts a row of GSM8K to a chat; a row that is a chat does not change."""
     if "messages" in row:
         return row["messages"]
     question = {"role": "user", "content": row["question"]}
@@ -66,11 +67,11 @@ def main(argv):
     model.save()
 
 
-# -- data and model that take no download ------------------------------------------------------
+# -- data and model that need no download ------------------------------------------------------
 
 
 def rows_of(path: str, split: str, seed: int) -> list[dict]:
-    """Rows of a file, a folder, the Hub, or generated ones in the form of GSM8K."""
+    """Reads rows from a file, a folder or the Hub, or generates rows in GSM8K's format."""
     if path != GENERATED:
         return load_rows(path, split)
     generator = random.Random(f"{seed} {split}")
@@ -88,7 +89,7 @@ def rows_of(path: str, split: str, seed: int) -> list[dict]:
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a Qwen2 model of 0.6 M parameters."""
+    """Creates a Qwen2 of 0.6 M parameters."""
     from areal.models.tiny import make_tiny_model
 
     make_tiny_model(Path(config.model.path), seed=config.seed)

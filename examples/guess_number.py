@@ -1,11 +1,11 @@
 """An environment in the recipe file: a tiny model guesses a digit in four tries.
 
     areal run examples/guess_number.py                  # on a laptop's CPU
-    areal run examples/guess_number.py control=true     # rewards dealt at random
+    areal run examples/guess_number.py control=true     # shuffled rewards: must not learn
 
-`GuessNumber` is the world: it answers each guess with "more" or "less". Four different digits find
-4 of 10 secrets; halving what is left finds all. 150 steps raise what is found from 0.36 to 0.64
-of the digits (seed 0); dealt rewards do not.
+`GuessNumber` is the environment: it answers each guess with "more" or "less". Guessing four
+different digits finds 4 of 10 secrets; bisection finds all. In 150 steps the share of digits found
+rises from 0.36 to 0.64 (seed 0); with shuffled rewards it does not rise.
 """
 
 import random
@@ -32,22 +32,22 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random, so that they teach nothing."""
+    """Control experiment: shuffle each batch's rewards, so that they teach nothing."""
     heldout_games: int = 200
     warm_start_steps: int = 150
-    """Supervised: the model then knows the form, and listens now and then."""
+    """Supervised steps that teach the format, and to use the replies now and then."""
 
 
 class GuessNumber:
-    """The world of one game. Lives in a rollout worker; one is made for each episode."""
+    """The environment of one game, created in a rollout worker for each episode."""
 
     def reset(self, data):
-        """What the model reads first; the row says which digit it is."""
+        """Starts a game with the row's digit; returns what the model reads first."""
         self.secret = data["secret"]
         return "digit?"
 
     def step(self, action):
-        """(what the model reads next, reward, whether the game is over)."""
+        """Returns (what the model reads next, reward, whether the game is over)."""
         text = action.strip()
         if not text.isdecimal():
             return "a digit!", 0.0, False
@@ -58,7 +58,7 @@ class GuessNumber:
 
 
 def games(count: int, seed: int) -> list[dict]:
-    """Rows; nothing of the secret is in what the model reads, so none can be learned."""
+    """Rows. The model reads nothing of the secret, so it cannot learn the secrets by heart."""
     draw = random.Random(seed)
     return [{"game": number, "secret": draw.randrange(10)} for number in range(count)]
 
@@ -86,11 +86,11 @@ def main(argv):
     rollout.evaluate(heldout, one_game, name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
 
 
 def warm_game(draw: random.Random) -> list[dict]:
-    """The messages of a game; half of its guesses fit what the world has said, half are random."""
+    """The messages of a game: half of its guesses fit the earlier replies, half are random."""
     world, low, high = GuessNumber(), 0, 9
     messages = [{"role": "user", "content": world.reset({"secret": draw.randrange(10)})}]
     for _ in range(TRIES):
@@ -108,7 +108,7 @@ def warm_game(draw: random.Random) -> list[dict]:
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a 0.6 M parameter Qwen2 and teaches it to say a digit."""
+    """Creates a Qwen2 of 0.6 M parameters and teaches it to answer with a digit."""
     from areal.algorithms.packing import pack
     from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.datasets.chats import chat_unit

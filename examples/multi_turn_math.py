@@ -1,11 +1,12 @@
-"""Several tries: a tiny model adds, reads whether it said too little or too much, and adds again.
+"""Several tries: a tiny model adds, reads whether its sum was too low or too high, and tries again.
 
     areal run examples/multi_turn_math.py                  # on a laptop's CPU
-    areal run examples/multi_turn_math.py control=true     # rewards dealt at random: must not learn
-    areal run examples/multi_turn_math.py turn_discount=1  # a late answer is worth as much
+    areal run examples/multi_turn_math.py control=true     # shuffled rewards: must not learn
+    areal run examples/multi_turn_math.py turn_discount=1  # the second try is worth as much as the
+    first
 
-The reward is 1 for the right sum at the first try, and `turn_discount` of that at the second. The
-loss covers both answers, and not the feedback between them.
+The reward is 1 for the right sum at the first try, and `turn_discount` at the second. The loss
+covers both answers, not the feedback between them.
 """
 
 from dataclasses import dataclass
@@ -30,16 +31,16 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random: held-out reward must then stay where it was."""
+    """Control experiment: shuffle the rewards of each batch, so that the reward cannot rise."""
     tries: int = 2
     turn_discount: float = 0.7
-    """What a right answer loses for each try before it."""
+    """Factor on the reward for each earlier try."""
     train_problems: int = 6000
     heldout_problems: int = 500
     warm_start_loss: float = 0.4
-    """Supervised steps end there: about 2 of 5 first answers are right."""
+    """The warm-up ends at this loss, at which about 2 of 5 first answers are right."""
     warm_start_steps: int = 800
-    """Or here."""
+    """The warm-up ends after this many steps at the latest."""
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:
@@ -92,11 +93,11 @@ def main(argv):
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
 
 
 def warm_prompt(row: dict, draw) -> list[dict]:
-    """What comes before the right answer: the problem, at times a wrong answer and feedback too."""
+    """The context of the right answer: the problem, sometimes with a wrong answer and feedback."""
     if draw.random() < 0.5:
         return row["messages"]
     right = int(row["answer"])
@@ -110,7 +111,7 @@ def warm_prompt(row: dict, draw) -> list[dict]:
 
 
 def prepare_model(config: Config) -> None:
-    """Makes the 0.6 M parameter Qwen2 and teaches it the form, and some of the sums."""
+    """Creates a Qwen2 of 0.6 M parameters and teaches it the format and some of the sums."""
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig
@@ -127,7 +128,7 @@ def prepare_model(config: Config) -> None:
     tokenizer, draw = Tokenizer.load(fresh), random.Random(config.seed)
     rows, loss = problems(config)[0], 5.0
     for step in range(config.warm_start_steps):
-        examples = [  # the loss is on the last answer; no wrong one is taught
+        examples = [  # the loss is on the last answer, so no wrong answer is taught
             (
                 tokenizer.apply_chat_template(warm_prompt(row, draw)),
                 [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],

@@ -4,9 +4,10 @@ r"""On-policy distillation: a student answers, and learns what its teacher would
     areal run examples/on_policy_distill.py teacher=http://gpu-7:30000 \
         model.path=Qwen/Qwen3-0.6B actor.optimizer.lr=1e-5 gconfig.max_new_tokens=1024
 
-The student's servers sample its answers; on their tokens it learns the teacher's `k` likeliest
-ones. The teacher is a folder, frozen in the trainer, or the URL of an SGLang server or of `areal
-serve`, with the same vocabulary. No reward is needed: the sums here are only scored to be seen.
+Servers sample the student's answers; at each of their tokens the student learns the teacher's `k`
+likeliest ones. The teacher is a folder, loaded as a frozen model in the trainer, or the URL of an
+SGLang server or of `areal serve`. Both models have the same vocabulary. No reward is needed: here
+the sums are scored only to show the progress.
 """
 
 from dataclasses import dataclass
@@ -33,16 +34,16 @@ class Config(GRPOConfig):
     teacher: str = ""
     """A Hugging Face folder, or a server's URL."""
     k: int = 16
-    """Ids of each token that the student learns."""
+    """Number of teacher tokens that the student learns at each position."""
     direction: Literal["forward", "reverse"] = "reverse"
     train_problems: int = 6000
     heldout_problems: int = 300
     warm_start_loss: float = 0.5
-    """Supervised steps of the student end there: it then knows the form, and some of the sums."""
+    """The student's warm-up ends at this loss; it then knows the format and some of the sums."""
     teacher_loss: float = 0.06
-    """Those of the teacher, there."""
+    """The teacher's supervised training ends at this loss."""
     warm_start_steps: int = 1500
-    """Or here."""
+    """Both end after this many steps at the latest."""
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:
@@ -82,18 +83,18 @@ def main(argv):
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 
-# -- models: made on the spot, once ------------------------------------------------------------
+# -- models: created once, at the start ---------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes two Qwen2 models of 0.6 M parameters, one of which has learned more."""
+    """Creates two Qwen2 models of 0.6 M parameters and trains the teacher longer."""
     teach(config, config.model.path, config.warm_start_loss)
     if "://" not in config.teacher:
         teach(config, config.teacher, config.teacher_loss)
 
 
 def teach(config: Config, path: str, until: float) -> None:
-    """Supervised steps on the sums' answers, until the loss is low enough."""
+    """Takes supervised steps on the sums until the loss is low enough."""
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig

@@ -1,22 +1,22 @@
-"""Agents that we do not start train a model: they open sessions at the gateway.
+"""Trains a model with agents that the run does not start: they open sessions at the gateway.
 
     areal run examples/outside_agents.py                                  # waits for agents
     python examples/outside_agents.py http://127.0.0.1:PORT $(areal token)   # beside it: agents
 
-`areal run` prints the gateway's address: it is that of the dashboard. `attempt` is what you have
-already: it calls a model with the `openai` package. `play` opens a session for each attempt, posts
-the rewards and ends it. Here the reward is the share of digits in an answer, which a model learns.
+`areal run` prints the gateway's address, which is also the dashboard's. `attempt` stands for code
+that you already have: it calls a model with the `openai` package. `play` opens a session for each
+attempt, posts the rewards and ends the sessions. The reward is the share of digits in an answer.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-# -- beside the run: agents, with no import of ours ----------------------------------------------
+# -- outside the run: agents that import nothing of areal ------------------------------------------
 
 
 async def attempt(base_url: str, api_key: str) -> float:
-    """One attempt, two calls; its reward."""
+    """Makes one attempt with two calls; returns its reward."""
     import openai
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=10) as client:
@@ -29,11 +29,11 @@ async def attempt(base_url: str, api_key: str) -> float:
 
 
 async def play(gateway: str, token: str, attempts: int) -> None:
-    """Opens a group of attempts, makes them, and ends each with its reward."""
+    """Opens sessions for a group of attempts, makes the attempts, and ends each with its reward."""
     import httpx
 
     async def ask(path: str, key: str, body: dict) -> httpx.Response:
-        """Again while the answer says that this may help: full, or away for a moment."""
+        """Repeats the request while that may help: the run is full or briefly unreachable."""
         while True:
             try:
                 headers = {"Authorization": f"Bearer {key}"}
@@ -55,7 +55,7 @@ async def play(gateway: str, token: str, attempts: int) -> None:
 
 
 async def play_on(gateway: str, token: str, at_once: int = 8, attempts: int = 4) -> None:
-    """Groups, several at once, until it is stopped."""
+    """Plays groups, several at once, until it is stopped."""
     import httpx
     import openai
 
@@ -66,7 +66,7 @@ async def play_on(gateway: str, token: str, at_once: int = 8, attempts: int = 4)
             except (openai.APIStatusError, httpx.HTTPStatusError) as error:
                 if error.response.status_code != 410:
                     raise
-                print(error, flush=True)  # its session has ended: the run is over, or it was late
+                print(error, flush=True)  # the session has ended, or the run is over
 
     await asyncio.gather(*(player() for _ in range(at_once)))
 
@@ -94,7 +94,7 @@ def main(argv):
 
 
 def prepare_model(config) -> None:
-    """A 0.6 M parameter Qwen2 that knows nothing."""
+    """Creates an untrained Qwen2 of 0.6 M parameters."""
     from areal.models.tiny import make_tiny_model
 
     if not (Path(config.model.path) / "model.safetensors").exists():

@@ -2,12 +2,12 @@ r"""A task of reasoning-gym, from easy questions to hard ones.
 
     pip install reasoning-gym==0.1.25
     areal run examples/reasoning_gym.py                    # sums of two or three digits, on a CPU
-    areal run examples/reasoning_gym.py control=true       # rewards dealt at random: must not learn
+    areal run examples/reasoning_gym.py control=true       # shuffled rewards: must not learn
     areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
         task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
 
-reasoning-gym makes the questions and scores the answers. Any of its tasks will do; `difficulty`
-says which questions come first.
+reasoning-gym creates the questions and scores the answers. Any of its tasks works; `difficulty`
+decides which questions come first.
 """
 
 from dataclasses import dataclass, field
@@ -33,20 +33,20 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random: held-out reward must then stay where it was."""
+    """Control experiment: shuffle the rewards of each batch, so that the reward cannot rise."""
     task: str = "chain_sum"
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the task, as reasoning-gym calls them."""
+    """Options of the task, under reasoning-gym's names."""
     train_questions: int = 1500
     heldout_questions: int = 200
     warm_start_loss: float = 1.0
-    """Supervised steps on answers end there: the model then knows the form."""
+    """The warm-up ends at this loss; the model then knows the format."""
     warm_start_steps: int = 400
-    """Or here."""
+    """The warm-up ends after this many steps at the latest."""
 
 
 def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
-    """Train and held-out rows; no question is in both."""
+    """Returns train and held-out rows; no question is in both."""
     return reasoning_gym_rows(
         config.task,
         train=config.train_questions,
@@ -57,7 +57,7 @@ def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def difficulty(row: dict) -> float:
-    """Longer questions are harder ones, here."""
+    """Here, longer questions are harder."""
     return len(row["prompt"])
 
 
@@ -83,11 +83,11 @@ def main(argv):
     rollout.evaluate(heldout, EnvWorkflow(environment, once), name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes the 0.6 M parameter Qwen2 and teaches it what an answer looks like."""
+    """Creates a Qwen2 of 0.6 M parameters and teaches it what an answer looks like."""
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig

@@ -1,4 +1,4 @@
-r"""A reward model from pairs of answers (Bradley-Terry); no server, no rollout.
+r"""A reward model trained on pairs of answers (Bradley-Terry), without servers or rollouts.
 
     areal run examples/reward_model.py                     # a tiny model, generated pairs, a CPU
     areal run examples/reward_model.py model.path=Qwen/Qwen2.5-0.5B \
@@ -6,7 +6,7 @@ r"""A reward model from pairs of answers (Bradley-Terry); no server, no rollout.
     areal run examples/reward_model.py actor.lora={} actor.optimizer.lr=3e-3
 
 Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. The last rows of the file
-are held out. The model is in runs/…/model: a sequence classifier of one class.
+are held out. The model is written to runs/…/model: a sequence classifier with one class.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def main(argv):
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a Qwen2 model of 0.6 M parameters."""
+    """Creates a Qwen2 of 0.6 M parameters."""
     from areal.models.tiny import make_tiny_model
 
     make_tiny_model(Path(config.model.path), seed=config.seed)

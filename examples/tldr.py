@@ -1,11 +1,12 @@
-"""Summaries judged by a reward model: GRPO against what people prefer, not against a rule.
+"""Summaries scored by a reward model: GRPO with people's preferences instead of a rule.
 
     areal run examples/tldr.py                             # two tiny models, on a laptop's CPU
     areal run examples/tldr.py model.path=… judge=runs/reward-model/trial0/model
 
-`prepare_model` makes the writer, which knows the form of a summary, and the judge: a reward model
-of pairs, as examples/reward_model.py trains one. The loop sees the judge's scores alone; whether
-the summaries are right is asked before and after, of posts that neither model has read.
+`prepare_model` creates the writer, which knows the format of a summary, and the judge, a reward
+model trained on pairs as in examples/reward_model.py. The loop sees only the judge's scores. Before
+and after training, the recipe measures how many summaries are right, on posts that neither model
+has read.
 """
 
 from dataclasses import dataclass
@@ -33,11 +34,11 @@ class Config(GRPOConfig):
     train_posts: int = 4000
     heldout_posts: int = 300
     warm_start_loss: float = 0.5
-    """Supervised steps of the writer end there: three of four summaries are right then."""
+    """The writer's warm-up ends at this loss, at which three of four summaries are right."""
     warm_start_steps: int = 300
-    """Or here."""
+    """The warm-up ends after this many steps at the latest."""
     judge_steps: int = 500
-    """On pairs, of the judge."""
+    """Steps in which the judge is trained on pairs."""
 
 
 def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
@@ -47,7 +48,7 @@ def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def is_right(prompt, completions, prompt_ids, completion_ids, summary, **data) -> float:
-    """Whether the summary is the right one. Only asked of held-out posts."""
+    """Whether the summary is the right one. Only used on held-out posts."""
     return float(completions.strip() == summary)
 
 
@@ -58,7 +59,8 @@ def main(argv):
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)
-    reference = FSDPPPOActor(config.ref)  # the writer as it was: it should not learn to flatter
+    # The writer before training: it should not learn to flatter the judge.
+    reference = FSDPPPOActor(config.ref)
     workflow = RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": config.judge})
     once = GenerationHyperparameters(max_new_tokens=12)
     judged = RLVRWorkflow("reward_model", once, reward_kwargs={"path": config.judge})
@@ -78,11 +80,11 @@ def main(argv):
     rollout.evaluate(unseen, judged, name="score_after")
 
 
-# -- models: made on the spot, once ------------------------------------------------------------
+# -- models: created once, at the start ---------------------------------------------------------
 
 
 def prepare_model(config: Config) -> None:
-    """Makes two Qwen2 models of 0.6 M parameters: the judge and the writer."""
+    """Creates two Qwen2 models of 0.6 M parameters: the judge and the writer."""
     from areal.models.tiny import make_tiny_model
 
     for path, teach in ((config.judge, teach_judge), (config.model.path, teach_writer)):
@@ -92,7 +94,7 @@ def prepare_model(config: Config) -> None:
 
 
 def teach_judge(config: Config, fresh: Path, path: str) -> None:
-    """A reward model of pairs of summaries (Bradley-Terry)."""
+    """Trains a reward model on pairs of summaries (Bradley-Terry)."""
     import random
 
     import torch
@@ -121,7 +123,7 @@ def teach_judge(config: Config, fresh: Path, path: str) -> None:
 
 
 def teach_writer(config: Config, fresh: Path, path: str) -> None:
-    """A few supervised steps: the writer then knows what a summary looks like."""
+    """Takes a few supervised steps that teach the writer what a summary looks like."""
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig

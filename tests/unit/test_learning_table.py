@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tools.learn import __main__ as learn
 from tools.learn import page
-from tools.learn.table import ROOT, ROWS, Measure, Row
+from tools.learn.table import ROOT, ROWS, Measure, Row, code_alone
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.recipe import find_config_class, load_recipe
@@ -59,6 +59,16 @@ def test_measure_when_a_run_ends_then_its_bounds_say_whether_it_is_met(
     measure: Measure, value: float, met: bool
 ) -> None:
     assert measure.holds(value) is met
+
+
+def test_code_alone_when_only_words_change_then_it_stays_the_same() -> None:
+    recipe = (
+        '"""Adds."""\nSTEPS = 3  # enough\ndef add(a, b):\n    """A sum."""\n    return a + b\n'
+    )
+    reworded = recipe.replace("Adds", "Sums up").replace("enough", "all it needs")
+    assert code_alone(recipe) == code_alone(reworded)
+    assert code_alone(recipe) != code_alone(recipe.replace("a + b", "a - b"))
+    assert "STEPS = 3" in code_alone(recipe)
 
 
 def test_results_when_settings_change_then_the_run_is_old_and_shown_as_such(

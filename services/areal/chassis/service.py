@@ -328,8 +328,10 @@ def run_service(
     parser = argparse.ArgumentParser(prog=f"areal-{name}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="The experiment file.")
     parser.add_argument("--listen", required=True, help="host:port to serve on.")
-    parser.add_argument("--metrics", default="", help="host:port of /metrics and /healthz.")
-    parser.add_argument("--grace", type=float, default=20.0, help="Seconds to drain in.")
+    parser.add_argument("--metrics", default="", help="host:port for /metrics and /healthz.")
+    parser.add_argument(
+        "--grace", type=float, default=20.0, help="Seconds to finish after SIGTERM."
+    )
     parser.add_argument("--log-text", action="store_true", help="Plain log lines, not JSON.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_intermixed_args()
