@@ -29,12 +29,28 @@ def check_kept(run_dir: Path, steps: int) -> dict[int, list[str]]:
     kept = folder.read()
     twice = [name for name, count in Counter(k.trajectory_id for k in kept).items() if count > 1]
     assert not twice, f"kept more than once: {twice}"
+    check_discarded(folder)
     digests: dict[int, list[str]] = {}
     for step, task_ids in given.items():
         groups = folder.groups(step)
         assert sorted(groups) == sorted(task_ids), f"step {step}"
         digests[step] = sorted(map(_digest, groups.values()))
     return digests
+
+
+def check_discarded(folder: RolloutFolder) -> dict[str, list[str]]:
+    """What was not trained on is there once, with a cause; returns the tasks by outcome."""
+    found = folder.discarded()
+    ends = Counter((one.trajectory_id, one.outcome) for one in found)
+    twice = [name for name, count in ends.items() if count > 1]
+    assert not twice, f"discarded more than once: {twice}"
+    assert all(one.cause for one in found)
+    trained = {one.trajectory_id for one in folder.read()}
+    assert trained.isdisjoint(one.trajectory_id for one in found)
+    tasks: dict[str, set[str]] = {}
+    for one in found:
+        tasks.setdefault(one.outcome, set()).add(one.task_id)
+    return {outcome: sorted(ids) for outcome, ids in tasks.items()}
 
 
 def _digest(group: list[Kept]) -> str:

@@ -149,6 +149,7 @@ def ledger_config(url: str, **changes: object) -> BufferConfig:
         "max_group_bytes": 1_000_000,
         "kept_place_ms": 10**9,
         "max_memory_bytes": 2**40,
+        "spare_bytes": 2**36,
     }
     return BufferConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -269,6 +270,8 @@ class Book:
                 fields = await self.redis.hgetall(each)
                 parts += [value for name, value in fields.items() if name != b"calls"]
             held[task[b"purpose"]] += RECORD_BYTES + sum(map(len, parts)) + group
+        for key in await self.redis.keys(f"{self.prefix}spare:*"):
+            held[b"train"] += await self.redis.strlen(key)
         return held[b"train"], held[b"serve"]
 
     async def counts(self) -> dict[str, int]:

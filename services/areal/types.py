@@ -135,6 +135,8 @@ class LLMResponse:
     """Times the request was continued after an abort, drain or dead server."""
     images: tuple[bytes, ...] = ()
     """The images of the request."""
+    servers: list[str] = field(default_factory=list)
+    """URLs of the servers that sampled its tokens, in the order of their first ones."""
 
 
 class Score(float):
@@ -214,6 +216,10 @@ class Trajectory:
     trajectories of a group have the same images."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The parts of its reward before weighting (`areal.rubric`); for people and metrics."""
+    generation_s: float = 0.0
+    """Seconds that its answers took, interruptions included."""
+    servers: tuple[str, ...] = ()
+    """URLs of the servers that sampled its tokens."""
 
     @property
     def reward(self) -> float:
@@ -234,6 +240,12 @@ class TrajectoryGroup:
     task_id: str
     trajectories: list[Trajectory]
     traceparent: str = ""
+    queued_s: float = 0.0
+    """Seconds from its submission, or from the end of an earlier attempt, to its lease."""
+    episode_s: float = 0.0
+    """Seconds that the workflow ran."""
+    score_s: float = 0.0
+    """Seconds that it waited for rewards; calls at the same time add up."""
 
     @property
     def images(self) -> tuple[bytes, ...]:

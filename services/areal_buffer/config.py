@@ -8,6 +8,9 @@ from areal.config.experiment import GRPOConfig
 from areal.protocol.trajectories import MAX_GROUP_BYTES
 from areal_buffer.records import RECORD_BYTES
 
+# Groups that no step trains on may have this part of the ledger's memory.
+_SPARE_PART = 10
+
 
 @dataclass(frozen=True)
 class BufferConfig:
@@ -24,6 +27,9 @@ class BufferConfig:
     """Two of these without a sweep count as an outage, and leases are extended."""
     max_failure_ratio: float
     max_memory_bytes: int
+    spare_bytes: int = 0
+    """Of these, for groups that no step trains on and the trainer keeps with its rollouts; 0: it
+    keeps none."""
     straggler_deadline_ms: int = 30_000
     """How long a batch waits for groups that would become too stale."""
     max_attempts: int = 3
@@ -54,6 +60,9 @@ class BufferConfig:
             sweep_interval_ms=min(5_000, lease_ttl_ms // 4),
             max_failure_ratio=rollout.max_failure_ratio,
             max_memory_bytes=config.buffer.max_memory_mb * 1024 * 1024,
+            spare_bytes=config.buffer.max_memory_mb * 1024 * 1024 // _SPARE_PART
+            if config.checkpoint.rollouts_gib
+            else 0,
         )
 
     def as_lua(self) -> str:
@@ -71,6 +80,7 @@ class BufferConfig:
             "max_regenerations",
             "serve_result_ttl_ms",
             "kept_place_ms",
+            "spare_bytes",
         )
         numbers = {name: getattr(self, name) for name in names} | {"record_bytes": RECORD_BYTES}
         return "{" + ",".join(f"{name}={number}" for name, number in numbers.items()) + "}"

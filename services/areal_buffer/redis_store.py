@@ -191,9 +191,12 @@ class RedisStore:
                 results.append(result)
         return results
 
-    async def reject(self, task_id: str, token: int, reason: str) -> None:
-        """Ends a task by its workflow's choice."""
-        await self._scripts.run("reject", task_id, token, reason)
+    async def reject(self, task_id: str, token: int, reason: str, group: bytes = b"") -> None:
+        """Ends a task by its workflow's choice; `group`: what it made, if it did."""
+        if group:
+            await self._scripts.run_with("reject", [group], task_id, token, reason)
+        else:
+            await self._scripts.run("reject", task_id, token, reason)
 
     async def return_leases(
         self, ends: Sequence[pb.Return], *, limit: int
@@ -285,6 +288,24 @@ class RedisStore:
             if payload is None:
                 raise errors.NotFound(f"task {task_id}: its group of step {step} was released")
         return cast("list[bytes]", found)
+
+    async def discarded(
+        self, incarnation: int, step: int, start: int
+    ) -> tuple[int, list[pb.Discarded]]:
+        """How many train tasks ended untrained before a step's batch, and some of them."""
+        total, entries = await self._scripts.run(
+            "discarded", incarnation, step, start, _CHUNK_BYTES
+        )
+        found = [replies.discarded(entry) for entry in entries]
+        if found:
+            names = [f"{self._prefix}spare:{each.task_id}/{each.token}" for each in found]
+            try:
+                payloads = cast("list[bytes | None]", await self._redis.mget(names))
+            except RedisError as error:
+                raise translate(error) from None
+            for each, payload in zip(found, payloads, strict=True):
+                each.group = payload or b""  # released for room
+        return int(total), found
 
     async def commit(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
         """Ends steps as trained, releases payloads; returns the last committed step."""

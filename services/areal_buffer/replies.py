@@ -84,6 +84,13 @@ def dead_letter(task_id: str, row: Row) -> pb.DeadLetter:
     )
 
 
+def discarded(entry: bytes) -> pb.Discarded:
+    """Reads an entry of the list of train tasks that ended untrained, or lost a group."""
+    name, outcome, reason = text(entry).split("\n", 2)
+    task_id, _, token = name.rpartition("/")
+    return pb.Discarded(task_id=task_id, token=int(token), outcome=outcome, reason=reason)
+
+
 def take(reply: Sequence[Any]) -> Take:
     """Builds the result of one attempt to take a batch."""
     state, why, replay, queued, running, completed, wanted, payloads, entries = reply

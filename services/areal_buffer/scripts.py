@@ -57,6 +57,7 @@ NAMES = (
     "take",
     "confirm",
     "fetch",
+    "discarded",
     "commit",
     "sweep",
     "retry",

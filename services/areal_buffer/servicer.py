@@ -126,7 +126,11 @@ class BufferService(BufferServiceServicer):
         self, request: pb.RejectTaskRequest, context: Context
     ) -> pb.RejectTaskResponse:
         """Ends a task by its workflow's choice."""
-        await self._store.reject(*self._lease(request.lease), check.line(request.reason))
+        task_id, token = self._lease(request.lease)
+        if request.group:
+            completion = pb.Completion(lease=request.lease, group=request.group)
+            check.check_group(completion, self._config.max_group_bytes, self._codec)
+        await self._store.reject(task_id, token, check.line(request.reason), request.group)
         return pb.RejectTaskResponse()
 
     async def ReturnTasks(
@@ -253,6 +257,17 @@ class BufferService(BufferServiceServicer):
         ids = check.check_task_ids(request.task_ids)
         async for payloads in self._store.fetch(incarnation, step, ids):
             yield pb.FetchGroupsResponse(groups=payloads)
+
+    async def FetchDiscarded(
+        self, request: pb.FetchDiscardedRequest, context: Context
+    ) -> pb.FetchDiscardedResponse:
+        """Returns what was not trained on, as much as a message of moderate size holds."""
+        total, found = await self._store.discarded(
+            check.check_number(request.incarnation, "incarnation", 1),
+            check.check_step(request.step, "step", 1),
+            check.check_number(request.start, "start", 0),
+        )
+        return pb.FetchDiscardedResponse(total=total, discarded=found)
 
     async def CommitStep(
         self, request: pb.CommitStepRequest, context: Context

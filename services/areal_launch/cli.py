@@ -348,13 +348,16 @@ def submit(
 def show(
     task: Annotated[str, typer.Argument(help="A task id; default: the groups of a step.")] = "",
     step: Annotated[int | None, typer.Option(help="Default: the newest stored step.")] = None,
+    discarded: Annotated[
+        bool, typer.Option("--discarded", help="Groups that were not trained on, and why.")
+    ] = False,
     run: Run = None,
     json: Json = False,
 ) -> int:
     """Show what a step trained on: its groups, or one task's texts, tokens, and rewards."""
     from areal_launch.commands.rollouts import show as show_rollouts
 
-    return show_rollouts(run, task, step, as_json=json)
+    return show_rollouts(run, task, step, discarded=discarded, as_json=json)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ class EpisodeEngine:
         "_min_version",
         "_replay",
         "_running",
+        "_score_s",
         "_scorer",
         "_seen",
         "_tokenizer",
@@ -69,6 +71,7 @@ class EpisodeEngine:
         self._seen: Counter[str] = Counter()
         self._calls: list[tuple[LLMRequest, LLMResponse]] = []
         self._running: set[asyncio.Task[Any]] = set()
+        self._score_s = 0.0
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,8 +132,10 @@ class EpisodeEngine:
                 ScoreItem(prompt, each.completion, prompt_ids, each.completion_ids, data)
                 for each in samples
             ]
+        began = time.monotonic()
         with tracing.span("score", {"areal.reward": name, "areal.completions": len(samples)}):
             outcomes = await self._scorer.score(name, digest, kwargs or {}, items)
+        self._score_s += time.monotonic() - began
         rewards: list[float] = []
         for outcome in outcomes:
             if isinstance(outcome, ScoreFailure):
@@ -145,6 +150,11 @@ class EpisodeEngine:
     def interrupted(self) -> bool:
         """Whether some call was started and not finished."""
         return any(response.stop_reason is StopReason.ABORT for _, response in self._calls)
+
+    @property
+    def score_s(self) -> float:
+        """Seconds that calls of `score` took, added up."""
+        return self._score_s
 
     @property
     def generated_tokens(self) -> int:

@@ -43,7 +43,7 @@ from areal_rollout.failures import describe_failure, leading_error, where_it_wai
 from areal_rollout.interfaces import Buffer, Generation, Observer, Scorer, Workflows
 from areal_rollout.journal import CallKey, decode
 from areal_rollout.lease_trace import traced
-from areal_rollout.results import RETRYABLE, End, Results, group_of, judge
+from areal_rollout.results import RETRYABLE, End, Results, group_of, judge, note_times
 
 _RENEW_CHUNK = 2000
 # Whom the lease loop waits for, by the reason.
@@ -307,6 +307,9 @@ class Executor:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
             group = group_of(result, lease, workflow.arun_episode)
+            if group is not None:
+                ran_s = time.monotonic() - episode.began
+                note_times(group, lease, ran_s, episode.engine.score_s)
             return judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:

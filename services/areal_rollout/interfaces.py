@@ -32,8 +32,10 @@ class Buffer(Protocol):
         """Completes a task with its group."""
         ...
 
-    async def reject_task(self, task_id: str, token: int, reason: str) -> None:
-        """Reports that the workflow drops the task."""
+    async def reject_task(
+        self, task_id: str, token: int, reason: str, group: TrajectoryGroup | None
+    ) -> None:
+        """Reports that the task is dropped, with what its workflow made."""
         ...
 
     def return_task(self, task_id: str, token: int, end: Return) -> Awaitable[object]:

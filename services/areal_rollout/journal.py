@@ -63,6 +63,8 @@ def encode(
                 versions=response.output_versions,
                 stop_reason=response.stop_reason,
                 interruptions=response.interruptions,
+                latency_s=response.latency_s,
+                servers=response.servers,
             )
     packed = (codec or GroupCodec()).compress(journal.SerializeToString())
     return packed if len(packed) <= max_bytes else b""
@@ -94,6 +96,8 @@ def decode(
             output_versions=list(call.versions),
             stop_reason=StopReason(call.stop_reason),
             interruptions=call.interruptions + 1,
+            latency_s=call.latency_s,
+            servers=list(call.servers),
         )
         count = len(response.output_tokens)
         if count != len(response.output_logprobs) or count != len(response.output_versions):

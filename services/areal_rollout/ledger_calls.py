@@ -74,6 +74,8 @@ class LedgerCalls:
             text=text,
             turn=turn,
             kept=kept,
+            latency_s=response.latency_s,
+            servers=response.servers,
         )
         record = pb.SessionRecord(number=number, answer=answer, call_id=self._call_id)
         await self._update(record=record)
@@ -134,6 +136,8 @@ class LedgerCalls:
                     output_logprobs=list(call.answer.logprobs),
                     output_versions=list(call.answer.versions),
                     stop_reason=StopReason(call.answer.stop_reason or StopReason.ABORT),
+                    latency_s=call.answer.latency_s,
+                    servers=list(call.answer.servers),
                 ),
                 retry=self._cached.prompt(call.number).retry,
                 delivered=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -31,7 +31,7 @@ RETRYABLE = (Unavailable, CapacityExceeded, WaitTimeout)
 
 
 class Rejected(StrEnum):
-    """Why a task ends without a group; the value is the outcome's name."""
+    """Why a task is dropped; the value is the outcome's name."""
 
     BY_WORKFLOW = "rejected"
     EQUAL_REWARDS = "equal_rewards"
@@ -44,8 +44,17 @@ class Rejected(StrEnum):
         return "all samples have the same reward"
 
 
+@dataclass(frozen=True)
+class Rejection:
+    """The end of a task that is dropped."""
+
+    why: Rejected
+    group: TrajectoryGroup | None = None
+    """What the workflow made, for those who look at it later."""
+
+
 # What an episode comes to.
-End = TrajectoryGroup | Return | Rejected
+End = TrajectoryGroup | Return | Rejection
 
 
 class Results:
@@ -73,7 +82,9 @@ class Results:
                 self._log.info("end_refused", task_id=task_id, error=str(error))
                 return "lost"
             except InvalidInput as error:
-                if not isinstance(end, Return):
+                if isinstance(end, Rejection) and end.group is not None:
+                    end = Rejection(end.why)
+                elif not isinstance(end, Return):
                     detail = f"the ledger refuses the group: {error}"
                     end = Return(ReturnCause.WORKFLOW_ERROR, detail)
                 elif end.partial is not bytes:
@@ -95,9 +106,9 @@ class Results:
         if isinstance(end, TrajectoryGroup):
             await self._buffer.complete_task(task_id, token, end, self._worker_id)
             return "completed"
-        if isinstance(end, Rejected):
-            await self._buffer.reject_task(task_id, token, end.reason)
-            return end.value
+        if isinstance(end, Rejection):
+            await self._buffer.reject_task(task_id, token, end.why.reason, end.group)
+            return end.why.value
         if end.cause is not ReturnCause.DRAIN:
             self._log.warning(
                 "episode_returned", task_id=task_id, cause=end.cause.value, detail=end.detail
@@ -136,14 +147,21 @@ def group_of(result: object, lease: Lease, episode: Callable[..., Any]) -> Traje
     return TrajectoryGroup(task_id, trajectories, lease.task.traceparent)
 
 
+def note_times(group: TrajectoryGroup, lease: Lease, ran_s: float, score_s: float) -> None:
+    """Writes down how long a group took, for those who look at it later."""
+    if lease.queued_time:
+        group.queued_s = max(0.0, time.time() - ran_s - lease.queued_time)
+    group.episode_s, group.score_s = ran_s, score_s
+
+
 def judge(group: TrajectoryGroup | None, lease: Lease, *, dynamic_sampling: bool) -> End:
     """Returns the end of an episode that returned `group`.
 
     With `dynamic_sampling`, several samples to train on that all have the same reward are rejected.
     """
     if group is None:
-        return Rejected.BY_WORKFLOW
+        return Rejection(Rejected.BY_WORKFLOW)
     if dynamic_sampling and lease.task.purpose is Purpose.TRAIN and len(group.trajectories) > 1:
         rewards = {trajectory.reward for trajectory in group.trajectories}
-        return Rejected.EQUAL_REWARDS if len(rewards) == 1 else group
+        return Rejection(Rejected.EQUAL_REWARDS, group) if len(rewards) == 1 else group
     return group

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ from areal.workflows.rendering import TemplateRenderer
 from areal_rollout.config import RolloutConfig
 from areal_rollout.interfaces import Buffer, Generation
 from areal_rollout.ledger_calls import LedgerCalls
-from areal_rollout.results import Rejected, judge
+from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
 
 _DONE = (TaskState.COMPLETED, TaskState.BATCHED, TaskState.TRAINED, TaskState.DELIVERED)
@@ -172,10 +173,11 @@ class Sessions:
         for index, trajectory in enumerate(trajectories):
             trajectory.trajectory_id = f"{task_id}.{token}.{index}"
         group = TrajectoryGroup(task_id, trajectories, task.traceparent)
+        group.episode_s = max(0.0, time.time() - found.record.submit_time.ToMilliseconds() / 1000)
         lease = Lease(task, token, found.policy_version, 0.0)
         end = judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
-        if isinstance(end, Rejected):
-            await self._buffer.reject_task(task_id, token, end.reason)
+        if isinstance(end, Rejection):
+            await self._buffer.reject_task(task_id, token, end.why.reason, end.group)
             return TaskState.REJECTED.value
         try:
             await self._buffer.complete_task(task_id, token, group, _WORKER)

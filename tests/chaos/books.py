@@ -111,6 +111,7 @@ def check_books(
     )
     yield from _check_batches(ledger, read_lines(run_dir / "batches.jsonl"), steps, batch)
     yield _check_kept(ledger, RolloutFolder(run_dir))
+    yield _check_discarded(ledger, RolloutFolder(run_dir))
     yield from _check_epochs(ledger, problems)
     staleness = max(int(row["staleness/max"]) for row in rows)
     staleness = max(staleness, int(ledger.meta.get("staleness_max", 0)))
@@ -166,6 +167,29 @@ def _check_kept(ledger: Ledger, folder: RolloutFolder) -> Check:
         "each group that was trained is kept once",
         sorted(found) == sorted(trained) and not twice,
         f"{len(found)} kept, {len(set(found) ^ trained)} differ; trajectories twice: {twice[:5]}",
+    )
+
+
+def _check_discarded(ledger: Ledger, folder: RolloutFolder) -> Check:
+    """The run folder's Parquet has each task that ended untrained, once a lease, with its cause."""
+    found = folder.discarded()
+    ends = Counter((one.trajectory_id, one.outcome) for one in found)
+    twice = [name for name, n in ends.items() if n > 1]
+    wrong: list[str] = []
+    for state in ("rejected", "expired", "dead_lettered"):
+        kept = {one.task_id for one in found if one.outcome == state and one.cause}
+        ended = {
+            id_
+            for id_, task in ledger.tasks.items()
+            if task["state"] == state and task["purpose"] == "train"
+        }
+        # A dead letter that was tried again is there, and ended in another way later.
+        wrong += sorted(ended - kept if state == "dead_lettered" else ended ^ kept)
+    return Check(
+        "each task that ended untrained is kept once with its cause",
+        not twice and not wrong,
+        f"{len({one.task_id for one in found})} kept, {len(wrong)} differ: {wrong[:5]}; "
+        f"twice: {twice[:5]}",
     )
 
 

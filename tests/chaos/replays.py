@@ -7,7 +7,9 @@ from typing import Any
 
 from tests.chaos.trainer_rig import BATCH, TrainerProcess, TrainerRig
 from tests.integration.stack_tools import eventually
-from tests.kept import check_kept
+from tests.kept import check_discarded, check_kept
+
+from areal.training.rollouts.reader import RolloutFolder
 
 
 def prefilled(model: Path, steps: int) -> tuple[str, ...]:
@@ -70,8 +72,10 @@ def assert_trained_once(rig: TrainerRig, steps: int) -> None:
 
 
 def assert_kept_once(rig: TrainerRig, steps: int) -> None:
-    """The Parquet files hold each group that was trained on, once, as the trainer saw it."""
+    """The Parquet files hold each group once: those trained on as the trainer saw them."""
     kept = check_kept(rig.run_dir, steps)
+    rejected = check_discarded(RolloutFolder(rig.run_dir)).get("rejected", [])
+    assert rejected == sorted(rig.rejected)
     for (incarnation, step), (groups, whole) in batches_of(rig).items():
         assert not whole or kept[step] == groups, f"incarnation {incarnation}, step {step}"
 

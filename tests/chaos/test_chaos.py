@@ -48,6 +48,7 @@ def arguments(token: Path) -> list[str]:
         "heldout_problems=50",
         f"rollout.max_head_offpolicyness={ETA}",
         "rollout.max_concurrent_rollouts=128",
+        "rollout.dynamic_sampling=true",
         "rollout.lease_ttl_s=10",
         "reward.workers=2",
         "checkpoint.freq_steps=5",

@@ -125,6 +125,8 @@ class TrainerRig:
             f"endpoints.trainer={self.trainer_address}",
             *overrides,
         )
+        self.rejected: list[str] = []
+        """Tasks that `prefill` gave a group which was rejected."""
         self._trainers: list[TrainerProcess] = []
         self._launcher: subprocess.Popen[bytes] | None = None
 
@@ -172,14 +174,20 @@ class TrainerRig:
         assert code == 0, self.trainer_log[-4000:]
 
     def prefill(self, count: int) -> list[str]:
-        """Submits and completes tasks as a rollout worker would; returns their digests in order."""
+        """Submits and completes tasks as a rollout worker would; returns their digests in order.
+
+        Some more it rejects.
+        """
         return asyncio.run(self._prefill(count))
 
     async def _prefill(self, count: int) -> list[str]:
         client = BufferClient(self.stack.address("buffer"), self.stack.security)
         ids = [f"e0-{number}" for number in range(count)]
         spec = WorkflowSpec(name="rlvr")
+        self.rejected = [f"x-{number}" for number in range(count // 4)]
+        others = [Task(i, Purpose.TRAIN, spec, {}) for i in self.rejected]
         try:
+            await client.submit_tasks(others)
             await client.submit_tasks(
                 [
                     Task(task_id=i, purpose=Purpose.TRAIN, workflow=spec, data={}, position=(0, n))
@@ -192,6 +200,10 @@ class TrainerRig:
                 assert leases, f"{len(digests)} of {count} leased: {reason}"
                 for lease in leases:
                     task_id = lease.task.task_id
+                    if task_id in self.rejected:
+                        group = synthetic_group(task_id, 0)
+                        await client.reject_task(task_id, lease.token, "too easy", group)
+                        continue
                     group = synthetic_group(task_id, int(task_id.removeprefix("e0-")))
                     digests[task_id] = digest_of(group)
                     await client.complete_task(task_id, lease.token, group, "prefill")

@@ -61,6 +61,8 @@ class Model:
         self.staleness: list[int] = []
         self.published = (-1, 0)
         self.boots: dict[str, int] = {}
+        self.discarded: dict[int, list[tuple[str, int, str]]] = {}
+        """By step what ended untrained before its batch; under 0 what did since the last."""
         self.kept = {"train": 0, "serve": 0}
         """1: a place is kept for the next session; -1: a session had the last place."""
 
@@ -213,12 +215,24 @@ class Model:
         task.state = "completed" if task.purpose == "train" else "delivered"
         return True
 
+    def discard(self, task: T, outcome: str) -> None:
+        if task.purpose == "train":
+            self.discarded.setdefault(0, []).append((task.id, task.token, outcome))
+
+    def fetch_discarded(self, incarnation: int, step: int) -> list[tuple[str, int, str]]:
+        self.fence(incarnation)
+        if step <= self.let_go:
+            raise WrongStep
+        key = step if step <= self.last else 0 if step == self.last + 1 else -1
+        return sorted(self.discarded.get(key, []))
+
     def reject(self, task_id: str, token: int) -> None:
         task = self.find(task_id)
         if task.state == "rejected" and task.token == token:
             return
         self.check(task, token)
         task.state = "rejected"
+        self.discard(task, "rejected")
 
     def open(self, task_id: str, purpose: str, full: bool) -> int:
         if known := self.tasks.get(task_id):
@@ -266,6 +280,7 @@ class Model:
     def end_attempt(self, task: T, cause: str) -> None:
         if task.session:
             task.state, task.partial = "expired", b""
+            self.discard(task, "expired")
             return
         task.attempts += cause == "workflow_error"
         task.infra += cause == "infrastructure"
@@ -275,6 +290,8 @@ class Model:
             "infrastructure": task.infra >= MAX_INFRA,
             "too_stale": task.regen > MAX_REGENERATIONS,
         }.get(cause, False)
+        if dead or task.state == "completed":
+            self.discard(task, "dead_lettered" if dead else "too_stale")
         task.state = "dead_lettered" if dead else "queued"
         if dead:
             task.partial = b""
@@ -387,6 +404,7 @@ class Model:
         self.staleness += [step - 1 - t.head for t in tasks]
         for task in tasks:
             task.state = "batched"
+        self.discarded[step] = self.discarded.pop(0, [])
         self.batches[step] = [t.id for t in tasks]
         self.batch_incarnation[step] = self.incarnation
         self.last, self.want = step, ""
@@ -435,6 +453,8 @@ class Model:
         found = [self.tasks[i] for i in ids if i in self.tasks]
         live = [t for t in found if t.state in ("queued", "running", "completed")]
         for task in live:
+            if task.state == "completed":
+                self.discard(task, "cancelled")
             task.state = "cancelled"
         return len(live)
 

@@ -33,6 +33,7 @@ from tests.ledger_support import (
 
 from areal.chassis.waits import Waits
 from areal.errors import ArealError
+from areal.protocol.trajectories import unpack_group
 from areal.types import Purpose
 from areal.v1 import buffer_service_pb2 as pb
 from areal.weights.manifest import PolicyVersion
@@ -260,8 +261,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 4))
     def reject(self, at: int) -> None:
         task_id, token = self.lease_at(at)
+        group = finished(task_id, 0).payload
         self.same(
-            lambda: self.model.reject(task_id, token), self.store.reject(task_id, token, "no")
+            lambda: self.model.reject(task_id, token),
+            self.store.reject(task_id, token, "no", group),
         )
 
     @precondition(lambda self: self.issued)
@@ -348,7 +351,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return take.state, [group.task_id for group in take.groups], take.replay
 
         train, serve = self.run(self.book.held())
-        helps = train >= serve  # what a commit would released is most of it
+        spare = int(self.run(self.book.redis.hget(f"{self.book.prefix}meta", "bytes:spare")) or 0)
+        helps = train - spare >= serve  # what a commit would release is most of it
         return self.same(
             lambda: self.model.take(incarnation, step, ids, near, helps, confirmed), call()
         )
@@ -388,6 +392,20 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart_trainer(self, back: int, size: int, eta: int, concurrent: int) -> None:
         # The bound may not shrink within a run: groups taken under the old one are replayed.
         self.register(max(0, self.model.last - back), size, max(eta, self.model.eta), concurrent)
+
+    @rule(offset=st.integers(-3, 2), old=seldom)
+    def fetch_discarded(self, offset: int, old: bool) -> None:
+        """Once each, with the step whose batch came next; groups are whole, or were released."""
+        incarnation, step = self.model.incarnation - old, max(1, self.model.last + offset)
+
+        async def call() -> list[tuple[str, int, str]]:
+            total, found = await self.store.discarded(incarnation, step, 0)
+            assert total == len(found)
+            for each in found:
+                assert not each.group or unpack_group(each.group).task_id == each.task_id
+            return sorted((each.task_id, each.token, each.outcome) for each in found)
+
+        self.same(lambda: self.model.fetch_discarded(incarnation, step), call())
 
     @rule(ahead=st.integers(-2, 1), old=seldom)
     def publish(self, ahead: int, old: bool) -> None:

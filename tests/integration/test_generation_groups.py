@@ -87,6 +87,7 @@ async def test_group_when_an_answer_is_unusable_then_all_of_it_is_asked_elsewher
     for response in responses:
         check(response, 6)
         assert response.interruptions == 1
+        assert response.servers == [good.url]  # the other one gave no token
 
 
 async def test_group_when_a_stream_breaks_then_what_had_ended_stays_ended():
@@ -105,6 +106,8 @@ async def test_group_when_a_stream_breaks_then_what_had_ended_stays_ended():
     assert [response.interruptions for response in responses] == [1, 0, 1]
     assert [len(ids) for ids in good.requests[0]["input_ids"]] == [len(PROMPT) + 40] * 2
     assert client.observer.kept == [680]
+    both = [dying.url, good.url]
+    assert [response.servers for response in responses] == [both, [dying.url], both]
 
 
 async def test_group_when_streamed_then_every_answer_is_whole():

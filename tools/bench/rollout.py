@@ -45,6 +45,7 @@ from areal.types import (
     Purpose,
     StopReason,
     Task,
+    TrajectoryGroup,
     WorkflowSpec,
 )
 from areal.weights.servers import InferenceServer, ServerState
@@ -88,7 +89,9 @@ class _Ledger:
             self.completed.set()
         return True
 
-    async def reject_task(self, task_id: str, token: int, reason: str) -> None:
+    async def reject_task(
+        self, task_id: str, token: int, reason: str, group: TrajectoryGroup | None
+    ) -> None:
         raise AssertionError(reason)
 
     async def return_task(self, task_id: str, token: int, end: Any) -> None:

@@ -138,8 +138,8 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(1)] = 2
     """Number of checkpoints to keep. One more than this number of published versions is kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
-    """GiB of groups that were trained on to keep in the run folder, newest steps first, for
-    `areal show` and `areal export`; 0 keeps none."""
+    """GiB of groups to keep in the run folder, newest steps first, for `areal show` and
+    `areal export`; 0 keeps none."""
 
 
 @dataclass

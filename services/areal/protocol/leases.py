@@ -170,6 +170,20 @@ class WorkflowFailure:
 
 
 @dataclass(frozen=True)
+class Discarded:
+    """A train task that ended without being trained on, or a group that was dropped."""
+
+    task_id: str
+    token: int
+    """Of its last lease; 0: it had none."""
+    outcome: str
+    """rejected, expired, dead_lettered, cancelled; too_stale: it was queued again."""
+    reason: str
+    group: TrajectoryGroup | None = None
+    """None: there was none, or the ledger had no room for it."""
+
+
+@dataclass(frozen=True)
 class LedgerStats:
     """Counters and gauges of the ledger. Times in seconds since the epoch."""
 

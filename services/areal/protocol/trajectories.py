@@ -115,7 +115,13 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     """
     # Submessages are added in place: one that is made apart is copied into its parent by being
     # serialized and parsed.
-    message = pb.TrajectoryGroup(task_id=group.task_id, traceparent=group.traceparent)
+    message = pb.TrajectoryGroup(
+        task_id=group.task_id,
+        traceparent=group.traceparent,
+        queued_s=group.queued_s,
+        episode_s=group.episode_s,
+        score_s=group.score_s,
+    )
     trajectories = group.trajectories
     if not trajectories:
         return message
@@ -135,6 +141,8 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
             finish_reason=trajectory.finish_reason,
             completion_text=trajectory.completion_text,
             reward_parts=trajectory.reward_parts,
+            generation_s=trajectory.generation_s,
+            servers=trajectory.servers,
         )
     for name, dtype in _ARRAY_DTYPES.items():
         arrays: list[Any] = [
@@ -186,9 +194,18 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
                 each.completion_text,
                 images,
                 dict(each.reward_parts),
+                each.generation_s,
+                tuple(each.servers),
             )
         )
-    return TrajectoryGroup(message.task_id, trajectories, message.traceparent)
+    return TrajectoryGroup(
+        message.task_id,
+        trajectories,
+        message.traceparent,
+        message.queued_s,
+        message.episode_s,
+        message.score_s,
+    )
 
 
 def pack_group(group: TrajectoryGroup, codec: GroupCodec | None = None) -> bytes:

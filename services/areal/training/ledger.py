@@ -7,12 +7,12 @@ Every call is synchronous, and all ranks make the same calls in the same order, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.config.experiment import GRPOConfig
-from areal.protocol.leases import Registration, Take, TaskRecord
+from areal.protocol.leases import Discarded, Registration, Take, TaskRecord
 from areal.recipe import Recipe
 from areal.training.bridge import CALL_S, AsyncBridge
 from areal.training.ranks import Ranks
@@ -139,6 +139,20 @@ class TrainerLedger:
             f"{len(task_ids)} groups of step {step}",
             on=self.name,
         )
+
+    def discarded(self, step: int) -> Iterator[list[Discarded]]:
+        """What ended untrained before a step's batch was taken, some at once (in any thread)."""
+        start, total = 0, 1
+        while start < total:
+            found, total = self._bridge.call(
+                self.buffer.fetch_discarded(self.incarnation, step, start),
+                f"what was not trained on before step {step}",
+                on=self.name,
+            )
+            if not found:
+                return
+            yield found
+            start += len(found)
 
     def wait_ended(self, task_ids: Sequence[str], max_wait_s: float, what: str) -> list[str]:
         """Returns those of at most 10,000 tasks that have ended; waits for the first of them.

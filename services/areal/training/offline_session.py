@@ -29,6 +29,9 @@ class OfflineSession(TrainerSession):
     def _commit(self, step: int) -> None:
         """No one else counts steps."""
 
+    def _discarded(self, step: int) -> None:
+        """Rows are trained on, all of them."""
+
     def _finish(self) -> None:
         if self.rank == 0:
             self._log.info("finished", step=self.step)

@@ -35,7 +35,7 @@ from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.allocation import Layout
 from areal.config.experiment import GRPOConfig
-from areal.protocol.leases import Take
+from areal.protocol.leases import Discarded, Take
 from areal.recipe import Recipe
 from areal.security import Security
 from areal.training.background_publish import BackgroundPublish
@@ -238,6 +238,14 @@ class TrainerSession(Ranks):
     def _finish(self) -> None:
         """The recipe has returned, and its last step is saved."""
         cancelled = self.ledger.cancel_train_tasks("run finished")
+        self._rollouts.keep(
+            [],
+            step=self.step + 1,
+            incarnation=self.incarnation,
+            advantages=None,
+            discarded=self._discarded(self.step + 1),
+        )
+        self._rollouts.settle()
         if self.rank == 0:
             self._log.info("finished", step=self.step, surplus_cancelled=cancelled)
 
@@ -400,6 +408,7 @@ class TrainerSession(Ranks):
             step=self.step,
             incarnation=self.incarnation,
             advantages=self.advantages,
+            discarded=self._discarded(self.step),
         )
         self._checkpoints.settle(wait=False)
         frequency = self.config.checkpoint.freq_steps
@@ -419,6 +428,10 @@ class TrainerSession(Ranks):
         # Not before its row: a run that resumes from it finds all rows up to it.
         self._checkpoints.seal()
         self.raise_if_stopped()
+
+    def _discarded(self, step: int) -> Callable[[], Iterator[list[Discarded]]] | None:
+        """What a thread of rank 0 asks for what ended untrained before a step's batch."""
+        return (lambda: self.ledger.discarded(step)) if self.rank == 0 else None
 
     def raise_if_stopped(self) -> None:
         """Unwinds the recipe on every rank once one has seen SIGTERM."""

@@ -401,7 +401,10 @@ class RejectTaskRequest(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    group: _builtins.bytes
+    """What it made, as in Completion, for those who look at it later; may be empty."""
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
     def __init__(
@@ -409,10 +412,11 @@ class RejectTaskRequest(_message.Message):
         *,
         lease: Global___LeaseRef | None = ...,
         reason: _builtins.str = ...,
+        group: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "lease", b"lease", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -989,6 +993,93 @@ class FetchGroupsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchGroupsResponse: _TypeAlias = FetchGroupsResponse  # noqa: Y015
+
+@_typing.final
+class FetchDiscardedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    step: _builtins.int
+    """Those since the batch before it was taken, until its own was; of the step to take next: until now."""
+    start: _builtins.int
+    """How many of them to pass over."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "start", b"start", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchDiscardedRequest: _TypeAlias = FetchDiscardedRequest  # noqa: Y015
+
+@_typing.final
+class Discarded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    token: _builtins.int
+    """Of its last lease; 0: it had none."""
+    outcome: _builtins.str
+    """rejected, expired, dead_lettered, cancelled; too_stale: it was queued again."""
+    reason: _builtins.str
+    group: _builtins.bytes
+    """As in FetchGroups. Empty: there was none, or no room for it."""
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        token: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        group: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "outcome", b"outcome", "reason", b"reason", "task_id", b"task_id", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Discarded: _TypeAlias = Discarded  # noqa: Y015
+
+@_typing.final
+class FetchDiscardedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    DISCARDED_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Of the step."""
+    @_builtins.property
+    def discarded(self) -> _containers.RepeatedCompositeFieldContainer[Global___Discarded]:
+        """From `start` on, as many as a message of moderate size holds."""
+
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        discarded: _abc.Iterable[Global___Discarded] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discarded", b"discarded", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchDiscardedResponse: _TypeAlias = FetchDiscardedResponse  # noqa: Y015
 
 @_typing.final
 class CommitStepRequest(_message.Message):
@@ -1610,12 +1701,15 @@ class SessionAnswer(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
     text: _builtins.str
     turn: _builtins.str
     """Digest of the conversation that this answer ends; may be empty."""
     kept: _builtins.str
     """JSON: the part of that conversation that is new since the extended call. Empty: not stored."""
+    latency_s: _builtins.float
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1624,6 +1718,8 @@ class SessionAnswer(_message.Message):
 
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1634,10 +1730,12 @@ class SessionAnswer(_message.Message):
         text: _builtins.str = ...,
         turn: _builtins.str = ...,
         kept: _builtins.str = ...,
+        latency_s: _builtins.float = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,6 +103,11 @@ class BufferServiceStub:
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.FetchGroupsRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_buffer__service__pb2.FetchGroupsResponse.FromString,
                 _registered_method=True)
+        self.FetchDiscarded = channel.unary_unary(
+                '/areal.v1.BufferService/FetchDiscarded',
+                request_serializer=areal_dot_v1_dot_buffer__service__pb2.FetchDiscardedRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_buffer__service__pb2.FetchDiscardedResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/areal.v1.BufferService/CommitStep',
                 request_serializer=areal_dot_v1_dot_buffer__service__pb2.CommitStepRequest.SerializeToString,
@@ -261,6 +266,13 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchDiscarded(self, request, context):
+        """Returns train tasks that ended untrained, and groups that were dropped, between two steps' batches.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CommitStep(self, request, context):
         """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent.
         """
@@ -402,6 +414,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.FetchGroups,
                     request_deserializer=areal_dot_v1_dot_buffer__service__pb2.FetchGroupsRequest.FromString,
                     response_serializer=areal_dot_v1_dot_buffer__service__pb2.FetchGroupsResponse.SerializeToString,
+            ),
+            'FetchDiscarded': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchDiscarded,
+                    request_deserializer=areal_dot_v1_dot_buffer__service__pb2.FetchDiscardedRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_buffer__service__pb2.FetchDiscardedResponse.SerializeToString,
             ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
@@ -809,6 +826,33 @@ class BufferService:
             '/areal.v1.BufferService/FetchGroups',
             areal_dot_v1_dot_buffer__service__pb2.FetchGroupsRequest.SerializeToString,
             areal_dot_v1_dot_buffer__service__pb2.FetchGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchDiscarded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.BufferService/FetchDiscarded',
+            areal_dot_v1_dot_buffer__service__pb2.FetchDiscardedRequest.SerializeToString,
+            areal_dot_v1_dot_buffer__service__pb2.FetchDiscardedResponse.FromString,
             options,
             channel_credentials,
             insecure,

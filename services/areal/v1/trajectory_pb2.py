@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61real/v1/trajectory.proto\x12\x08\x61real.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"=\n\x0bNamedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x06tensor\x18\x02 \x01(\x0b\x32\x10.areal.v1.Tensor\"H\n\x0cWorkflowSpec\x12\x15\n\rrecipe_digest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bkwargs_json\x18\x03 \x01(\t\"/\n\x0f\x44\x61tasetPosition\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\x03\"\xc3\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\"\n\x07purpose\x18\x02 \x01(\x0e\x32\x11.areal.v1.Purpose\x12(\n\x08workflow\x18\x03 \x01(\x0b\x32\x16.areal.v1.WorkflowSpec\x12\x11\n\tdata_json\x18\x04 \x01(\t\x12\x30\n\x08position\x18\x05 \x01(\x0b\x32\x19.areal.v1.DatasetPositionH\x00\x88\x01\x01\x12\x34\n\x0ctime_to_live\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x08 \x01(\x03H\x02\x88\x01\x01\x42\x0b\n\t_positionB\x0f\n\r_time_to_liveB\x11\n\x0f_policy_version\"\xe4\x01\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x17\n\x0f\x63ompletion_text\x18\x05 \x01(\t\x12;\n\x0creward_parts\x18\x06 \x03(\x0b\x32%.areal.v1.Trajectory.RewardPartsEntry\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9b\x01\n\x0fTrajectoryGroup\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12*\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x14.areal.v1.Trajectory\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12&\n\x07tensors\x18\x04 \x03(\x0b\x32\x15.areal.v1.NamedTensor\x12\x0e\n\x06images\x18\x06 \x03(\x0c\"\xc9\x02\n\nTaskRecord\x12\x1c\n\x04task\x18\x01 \x01(\x0b\x32\x0e.areal.v1.Task\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.areal.v1.TaskState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\x05\x12\x1f\n\x17infrastructure_attempts\x18\x05 \x01(\x05\x12/\n\x0bsubmit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x12-\n\x05group\x18\x08 \x01(\x0b\x32\x19.areal.v1.TrajectoryGroupH\x01\x88\x01\x01\x12\x0c\n\x04step\x18\t \x01(\x03\x42\x0b\n\t_end_timeB\x08\n\x06_group\"1\n\x0cSubmitResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"\x9b\x01\n\rJournaledCall\x12\x16\n\x0erequest_digest\x18\x01 \x01(\t\x12\x12\n\noccurrence\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x10\n\x08logprobs\x18\x04 \x03(\x01\x12\x10\n\x08versions\x18\x05 \x03(\x05\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x15\n\rinterruptions\x18\x07 \x01(\x05\"1\n\x07Journal\x12&\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x17.areal.v1.JournaledCall*H\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x11\n\rPURPOSE_SERVE\x10\x02*\xa3\x02\n\tTaskState\x12\x1a\n\x16TASK_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11TASK_STATE_QUEUED\x10\x01\x12\x16\n\x12TASK_STATE_RUNNING\x10\x02\x12\x18\n\x14TASK_STATE_COMPLETED\x10\x03\x12\x16\n\x12TASK_STATE_BATCHED\x10\x04\x12\x16\n\x12TASK_STATE_TRAINED\x10\x05\x12\x18\n\x14TASK_STATE_DELIVERED\x10\x06\x12\x17\n\x13TASK_STATE_REJECTED\x10\x07\x12\x18\n\x14TASK_STATE_CANCELLED\x10\x08\x12\x16\n\x12TASK_STATE_EXPIRED\x10\t\x12\x1c\n\x18TASK_STATE_DEAD_LETTERED\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61real/v1/trajectory.proto\x12\x08\x61real.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"=\n\x0bNamedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x06tensor\x18\x02 \x01(\x0b\x32\x10.areal.v1.Tensor\"H\n\x0cWorkflowSpec\x12\x15\n\rrecipe_digest\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bkwargs_json\x18\x03 \x01(\t\"/\n\x0f\x44\x61tasetPosition\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\x03\"\xc3\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\"\n\x07purpose\x18\x02 \x01(\x0e\x32\x11.areal.v1.Purpose\x12(\n\x08workflow\x18\x03 \x01(\x0b\x32\x16.areal.v1.WorkflowSpec\x12\x11\n\tdata_json\x18\x04 \x01(\t\x12\x30\n\x08position\x18\x05 \x01(\x0b\x32\x19.areal.v1.DatasetPositionH\x00\x88\x01\x01\x12\x34\n\x0ctime_to_live\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x08 \x01(\x03H\x02\x88\x01\x01\x42\x0b\n\t_positionB\x0f\n\r_time_to_liveB\x11\n\x0f_policy_version\"\x8b\x02\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x17\n\x0f\x63ompletion_text\x18\x05 \x01(\t\x12;\n\x0creward_parts\x18\x06 \x03(\x0b\x32%.areal.v1.Trajectory.RewardPartsEntry\x12\x14\n\x0cgeneration_s\x18\x07 \x01(\x02\x12\x0f\n\x07servers\x18\x08 \x03(\t\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd1\x01\n\x0fTrajectoryGroup\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12*\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x14.areal.v1.Trajectory\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12&\n\x07tensors\x18\x04 \x03(\x0b\x32\x15.areal.v1.NamedTensor\x12\x0e\n\x06images\x18\x06 \x03(\x0c\x12\x10\n\x08queued_s\x18\x07 \x01(\x02\x12\x11\n\tepisode_s\x18\x08 \x01(\x02\x12\x0f\n\x07score_s\x18\t \x01(\x02\"\xc9\x02\n\nTaskRecord\x12\x1c\n\x04task\x18\x01 \x01(\x0b\x32\x0e.areal.v1.Task\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.areal.v1.TaskState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\x05\x12\x1f\n\x17infrastructure_attempts\x18\x05 \x01(\x05\x12/\n\x0bsubmit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x12-\n\x05group\x18\x08 \x01(\x0b\x32\x19.areal.v1.TrajectoryGroupH\x01\x88\x01\x01\x12\x0c\n\x04step\x18\t \x01(\x03\x42\x0b\n\t_end_timeB\x08\n\x06_group\"1\n\x0cSubmitResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"\xbf\x01\n\rJournaledCall\x12\x16\n\x0erequest_digest\x18\x01 \x01(\t\x12\x12\n\noccurrence\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x10\n\x08logprobs\x18\x04 \x03(\x01\x12\x10\n\x08versions\x18\x05 \x03(\x05\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x15\n\rinterruptions\x18\x07 \x01(\x05\x12\x11\n\tlatency_s\x18\x08 \x01(\x01\x12\x0f\n\x07servers\x18\t \x03(\t\"1\n\x07Journal\x12&\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x17.areal.v1.JournaledCall*H\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x11\n\rPURPOSE_SERVE\x10\x02*\xa3\x02\n\tTaskState\x12\x1a\n\x16TASK_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11TASK_STATE_QUEUED\x10\x01\x12\x16\n\x12TASK_STATE_RUNNING\x10\x02\x12\x18\n\x14TASK_STATE_COMPLETED\x10\x03\x12\x16\n\x12TASK_STATE_BATCHED\x10\x04\x12\x16\n\x12TASK_STATE_TRAINED\x10\x05\x12\x18\n\x14TASK_STATE_DELIVERED\x10\x06\x12\x17\n\x13TASK_STATE_REJECTED\x10\x07\x12\x18\n\x14TASK_STATE_CANCELLED\x10\x08\x12\x16\n\x12TASK_STATE_EXPIRED\x10\t\x12\x1c\n\x18TASK_STATE_DEAD_LETTERED\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAJECTORY_REWARDPARTSENTRY']._loaded_options = None
   _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_options = b'8\001'
-  _globals['_PURPOSE']._serialized_start=1651
-  _globals['_PURPOSE']._serialized_end=1723
-  _globals['_TASKSTATE']._serialized_start=1726
-  _globals['_TASKSTATE']._serialized_end=2017
+  _globals['_PURPOSE']._serialized_start=1780
+  _globals['_PURPOSE']._serialized_end=1852
+  _globals['_TASKSTATE']._serialized_start=1855
+  _globals['_TASKSTATE']._serialized_end=2146
   _globals['_TENSOR']._serialized_start=104
   _globals['_TENSOR']._serialized_end=156
   _globals['_NAMEDTENSOR']._serialized_start=158
@@ -50,17 +50,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASK']._serialized_start=345
   _globals['_TASK']._serialized_end=668
   _globals['_TRAJECTORY']._serialized_start=671
-  _globals['_TRAJECTORY']._serialized_end=899
-  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=849
-  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=899
-  _globals['_TRAJECTORYGROUP']._serialized_start=902
-  _globals['_TRAJECTORYGROUP']._serialized_end=1057
-  _globals['_TASKRECORD']._serialized_start=1060
-  _globals['_TASKRECORD']._serialized_end=1389
-  _globals['_SUBMITRESULT']._serialized_start=1391
-  _globals['_SUBMITRESULT']._serialized_end=1440
-  _globals['_JOURNALEDCALL']._serialized_start=1443
-  _globals['_JOURNALEDCALL']._serialized_end=1598
-  _globals['_JOURNAL']._serialized_start=1600
-  _globals['_JOURNAL']._serialized_end=1649
+  _globals['_TRAJECTORY']._serialized_end=938
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=888
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=938
+  _globals['_TRAJECTORYGROUP']._serialized_start=941
+  _globals['_TRAJECTORYGROUP']._serialized_end=1150
+  _globals['_TASKRECORD']._serialized_start=1153
+  _globals['_TASKRECORD']._serialized_end=1482
+  _globals['_SUBMITRESULT']._serialized_start=1484
+  _globals['_SUBMITRESULT']._serialized_end=1533
+  _globals['_JOURNALEDCALL']._serialized_start=1536
+  _globals['_JOURNALEDCALL']._serialized_end=1727
+  _globals['_JOURNAL']._serialized_start=1729
+  _globals['_JOURNAL']._serialized_end=1778
 # @@protoc_insertion_point(module_scope)

@@ -281,6 +281,8 @@ class Trajectory(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     COMPLETION_TEXT_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
+    GENERATION_S_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     length: _builtins.int
     """Tokens (L), prompt and answer."""
@@ -290,9 +292,15 @@ class Trajectory(_message.Message):
     """stop, length, abort or tool_calls."""
     completion_text: _builtins.str
     """Decoded generation, for people; may be empty."""
+    generation_s: _builtins.float
+    """Seconds that its answers took."""
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of its reward by name, before weights; may be empty."""
+
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """URLs of the servers that sampled its tokens."""
 
     def __init__(
         self,
@@ -303,10 +311,12 @@ class Trajectory(_message.Message):
         finish_reason: _builtins.str = ...,
         completion_text: _builtins.str = ...,
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        generation_s: _builtins.float = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "servers", b"servers", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,8 +333,16 @@ class TrajectoryGroup(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    QUEUED_S_FIELD_NUMBER: _builtins.int
+    EPISODE_S_FIELD_NUMBER: _builtins.int
+    SCORE_S_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     traceparent: _builtins.str
+    queued_s: _builtins.float
+    """Seconds from its submission, or from the end of an earlier attempt, to its lease."""
+    episode_s: _builtins.float
+    """Seconds that the workflow ran, and those that it waited for rewards (calls at once add up)."""
+    score_s: _builtins.float
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]: ...
     @_builtins.property
@@ -349,10 +367,13 @@ class TrajectoryGroup(_message.Message):
         traceparent: _builtins.str = ...,
         tensors: _abc.Iterable[Global___NamedTensor] | None = ...,
         images: _abc.Iterable[_builtins.bytes] | None = ...,
+        queued_s: _builtins.float = ...,
+        episode_s: _builtins.float = ...,
+        score_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "task_id", b"task_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode_s", b"episode_s", "images", b"images", "queued_s", b"queued_s", "score_s", b"score_s", "task_id", b"task_id", "tensors", b"tensors", "traceparent", b"traceparent", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,6 +478,8 @@ class JournaledCall(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
     INTERRUPTIONS_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     request_digest: _builtins.str
     """Digest of the prompt and the sampling parameters."""
     occurrence: _builtins.int
@@ -464,6 +487,7 @@ class JournaledCall(_message.Message):
     stop_reason: _builtins.str
     """`abort` means that the call had not ended."""
     interruptions: _builtins.int
+    latency_s: _builtins.float
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -472,6 +496,8 @@ class JournaledCall(_message.Message):
 
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -482,10 +508,12 @@ class JournaledCall(_message.Message):
         versions: _abc.Iterable[_builtins.int] | None = ...,
         stop_reason: _builtins.str = ...,
         interruptions: _builtins.int = ...,
+        latency_s: _builtins.float = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interruptions", b"interruptions", "logprobs", b"logprobs", "occurrence", b"occurrence", "request_digest", b"request_digest", "stop_reason", b"stop_reason", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interruptions", b"interruptions", "latency_s", b"latency_s", "logprobs", b"logprobs", "occurrence", b"occurrence", "request_digest", b"request_digest", "servers", b"servers", "stop_reason", b"stop_reason", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -228,6 +228,8 @@ def assemble_trajectory(
         completion_text=completion_text,
         images=turns[-1][1].images,
         reward_parts=_parts([reward] if isinstance(reward, (int, float)) else reward),
+        generation_s=sum(turn.latency_s for _, turn in turns),
+        servers=tuple(dict.fromkeys(server for _, turn in turns for server in turn.servers)),
     )
 
 

@@ -20,6 +20,10 @@ for each = meta.let_go + 1, retained do
     -- What they were counted with is its last part, where it has five.
     hold('train', -tonumber(string.match(entry, '^[^\n]+\n[^\n]*\n[^\n]*\n[^\n]*\n(%d+)$') or 0))
   end
+  for _, entry in ipairs(call('LRANGE', P .. 'discarded:' .. int(each), 0, -1)) do
+    drop_spare(string.match(entry, '^[^\n]+'))
+  end
+  delete(P .. 'discarded:' .. int(each))
   delete(P .. 'batch:' .. int(each))
   call('HDEL', P .. 'batch_incarnations', int(each))
 end

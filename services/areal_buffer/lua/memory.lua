@@ -1,6 +1,6 @@
 -- Part of the scripts that store or free much: is there room, and what goes to make some.
 --
--- Over its limit the ledger lets results go: those that have been read, but for a moment, for who read
+-- Over its limit the ledger lets groups go that no step trains on, then results: those that have been read, but for a moment, for who read
 -- one may not have got the answer; then whole tasks that have ended, the oldest first, but for the time
 -- that one who waits for them takes to read them.
 local READ_MS, UNREAD_MS = 10000, 60000
@@ -52,6 +52,7 @@ end
 -- Whether no more than `enough` is held, with what could be released for it.
 local function make_room(enough)
   if held() <= enough then return true end
+  release('spares', drop_spare, NOW, enough)
   release('read', release_result, NOW - READ_MS, enough)
   if held() > enough then release('results', release_task, NOW - UNREAD_MS, enough) end
   return held() <= enough

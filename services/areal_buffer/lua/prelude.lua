@@ -16,6 +16,11 @@
 --   deadlines          zset    queued and running tasks with a time to live, by its end (ms)
 --   dead               zset    dead letters by time (ms)
 --   batch:<step>       list    "id \n head version \n lengths" of each group
+--   discarded          list    "id/lease \n outcome \n reason" of train tasks that lost a group or ended
+--                              without being trained on, since the newest batch
+--   discarded:<step>   list    the same of those between the batches of the step before and this step
+--   spare:<id>/<lease> string  the group of such a task, if it had one and there is room
+--   spares             zset    the names of these groups by when (ms)
 --   batch_incarnations hash    step -> incarnation that took it first
 --   seen:<epoch>       bitmap  dataset positions submitted
 --   failures           hash    of each kind of workflow error since the trainer registered: the first one
@@ -209,6 +214,30 @@ local function drop_journal(task)
   task.journal = 0
 end
 
+-- Releases a group that was kept although no step trains on it.
+local function drop_spare(name)
+  remove('spares', name)
+  local bytes = call('STRLEN', P .. 'spare:' .. name)
+  if bytes == 0 then return end
+  call('DEL', P .. 'spare:' .. name)
+  hold('train', -bytes)
+  add(META, 'bytes:spare', -bytes)
+end
+
+-- Notes for the trainer, which keeps it with its rollouts, that a train task lost its group (`payload`: its
+-- key) or ended without being trained on. The step whose batch is taken next is the one it belongs to.
+local function note_discarded(task, outcome, payload)
+  if CONFIG.spare_bytes == 0 then return end
+  local name, reason = task.id .. '/' .. int(task.token), call('HGET', task.key, 'reason') or ''
+  call('RPUSH', P .. 'discarded', name .. '\n' .. outcome .. '\n' .. reason)
+  local bytes = payload and call('STRLEN', payload) or 0
+  if bytes == 0 or tonumber(look('HGET', META, 'bytes:spare') or 0) + bytes > CONFIG.spare_bytes then return end
+  call('RENAME', payload, P .. 'spare:' .. name)
+  hold('train', bytes)
+  add(META, 'bytes:spare', bytes)
+  put('spares', name, int(NOW))
+end
+
 -- Leaves the small record.
 local function drop_body(task)
   drop_calls(task)
@@ -256,6 +285,14 @@ local function move(task, to, changes, score)
   if from == 'completed' and to ~= 'batched' then
     hold(task.purpose, -task.payload)
     task.payload = 0
+  end
+  if task.purpose == 'train' then
+    local stale = from == 'completed' and to == 'queued'
+    if stale or from == 'completed' and to == 'cancelled' or to == 'rejected' or to == 'expired' or
+      to == 'dead_lettered' then
+      local payload = from == 'completed' and P .. 'group:' .. task.id or task.refused
+      note_discarded(task, stale and 'too_stale' or to, payload)
+    end
   end
   task.state = to
 

@@ -49,8 +49,8 @@ end
 confirm(meta, math.min(tonumber(ARGV[6]), step - 1))
 -- A commit releases what was trained on, so it helps where that is most of what is held.
 local function commit_helps()
-  local found = look('HMGET', META, 'bytes:train', 'bytes:serve')
-  local train, serve = tonumber(found[1] or 0), tonumber(found[2] or 0)
+  local found = look('HMGET', META, 'bytes:train', 'bytes:serve', 'bytes:spare')
+  local train, serve = tonumber(found[1] or 0) - tonumber(found[3] or 0), tonumber(found[2] or 0)
   return train + serve >= 0.9 * tonumber(ARGV[3]) and train >= serve
 end
 if meta.last_taken > meta.last_committed and commit_helps() then
@@ -87,6 +87,9 @@ local function batch(tasks)
     move(task, 'batched', {'step', int(step)})
   end
   call_all('RPUSH', P .. 'batch:' .. int(step), entries)
+  if call('EXISTS', P .. 'discarded') == 1 then
+    call('RENAME', P .. 'discarded', P .. 'discarded:' .. int(step))
+  end
   add(META, 'staleness_sum', staleness)
   add(META, 'staleness_count', #tasks)
   set(META, 'staleness_max', int(highest))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.errors import InvalidInput
-from areal.training.rollouts.reader import Kept, RolloutFolder, export_rows
+from areal.errors import InvalidInput, NotFound
+from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
+from areal.training.rollouts.records import schema
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
 
@@ -18,8 +20,17 @@ _SUFFIXES = (".parquet", ".jsonl")
 _SHOWN = 60
 
 
-def show(run: Path | None, task_id: str, step: int | None, *, as_json: bool) -> int:
+def show(
+    run: Path | None, task_id: str, step: int | None, *, discarded: bool = False, as_json: bool
+) -> int:
     """Prints the groups of a step, or the trajectories of a task; the exit code.
+
+    Args:
+        run: The run folder; None: the newest.
+        task_id: A task; "": a step's groups.
+        step: None: the newest step.
+        discarded: Groups that were not trained on, instead of those that were.
+        as_json: Print JSON.
 
     Raises:
         NotFound: The run, step or task does not exist, or nothing was kept.
@@ -27,6 +38,8 @@ def show(run: Path | None, task_id: str, step: int | None, *, as_json: bool) -> 
     folder = _folder(run)
     if task_id:
         _show_task(folder, task_id, as_json=as_json)
+    elif discarded:
+        _show_discarded(folder, step, as_json=as_json)
     else:
         _show_step(folder, step, as_json=as_json)
     return 0
@@ -41,21 +54,22 @@ def _folder(run: Path | None) -> RolloutFolder:
 def _show_step(folder: RolloutFolder, step: int | None, *, as_json: bool) -> None:
     groups = folder.groups(step)
     step = step or folder.steps[-1]
+    ended = Counter(
+        f"{group[0].outcome} ({group[0].cause})"
+        for group in by_attempt(folder.discarded([step])).values()
+    )
     rows: list[dict[str, Any]] = [
         {
             "task_id": task_id,
-            "samples": len(group),
-            "reward_mean": statistics.fmean(one.reward for one in group),
-            "reward_min": min(one.reward for one in group),
-            "reward_max": max(one.reward for one in group),
+            **_rewards(group),
             "tokens_mean": statistics.fmean(one.sampled for one in group),
             "staleness": step - 1 - min(one.head_version for one in group),
-            "best": max(group, key=lambda one: one.reward).completion,
+            "best": max(group, key=lambda one: one.reward or 0.0).completion,
         }
         for task_id, group in groups.items()
     ]
     if as_json:
-        print_json({"step": step, "groups": rows})
+        print_json({"step": step, "groups": rows, "discarded": dict(ended)})
         return
     print_table(
         ("task", "samples", "reward", "min to max", "tokens", "staleness", "best answer"),
@@ -77,54 +91,117 @@ def _show_step(folder: RolloutFolder, step: int | None, *, as_json: bool) -> Non
         f"step {step}: {len(rows)} groups, {equal} of them with equal rewards; "
         f"kept: steps {folder.steps[0]} to {folder.steps[-1]}; areal show TASK shows one"
     )
+    if ended:
+        causes = ", ".join(f"{count} {_short(cause)}" for cause, count in ended.most_common(3))
+        say(
+            f"not trained on before this step: {ended.total()} groups: {causes}; "
+            f"areal show --discarded --step {step}"
+        )
+
+
+def _rewards(group: Sequence[Kept]) -> dict[str, Any]:
+    rewards = [one.reward for one in group if one.reward is not None]
+    return {
+        "samples": len(rewards),
+        "reward_mean": statistics.fmean(rewards) if rewards else None,
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
+    }
+
+
+def _show_discarded(folder: RolloutFolder, step: int | None, *, as_json: bool) -> None:
+    found = folder.discarded(None if step is None else [step])
+    if not found:
+        when = "" if step is None else f" before step {step}"
+        raise NotFound(f"no group was discarded{when}: every finished one was trained on")
+    if step is None:
+        step = found[-1].step
+        found = [one for one in found if one.step == step]
+    rows = [
+        {
+            "task_id": group[0].task_id,
+            "outcome": group[0].outcome,
+            "cause": group[0].cause,
+            **_rewards(group),
+        }
+        for group in by_attempt(found).values()
+    ]
+    if as_json:
+        print_json({"step": step, "discarded": rows})
+        return
+    print_table(
+        ("task", "outcome", "samples", "reward", "cause"),
+        [
+            (
+                row["task_id"],
+                row["outcome"],
+                str(row["samples"] or "-"),
+                "-" if row["reward_mean"] is None else f"{row['reward_mean']:.2f}",
+                row["cause"],
+            )
+            for row in rows
+        ],
+    )
+    say(f"{len(rows)} groups ended untrained before the batch of step {step} was taken")
 
 
 def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
     group = folder.task(task_id)
-    tokenizer = folder.tokenizer()
     if as_json:
-        print_json(
-            [
-                {
-                    **vars(one),
-                    "turns": [
-                        {"sampled": sampled, "text": tokenizer.decode(ids)}
-                        for sampled, ids in one.segments()
-                    ],
-                }
-                for one in group
-            ]
-        )
+        print_json([{**vars(one), "turns": folder.turns(one)} for one in group])
         return
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     console = Console(highlight=False)
-    for one in group:
-        text = Text()
-        for sampled, ids in one.segments():
-            text.append(tokenizer.decode(ids), "bold" if sampled else "bright_black")
-        console.print(Panel(text, title=_title(one), title_align="left", border_style="blue"))
-    console.print(
-        f"{task_id}, step {group[0].step}: gray: given; bold: sampled", style="bright_black"
-    )
+    for attempt in by_attempt(group).values():
+        first = attempt[0]
+        step = f"step {first.step}"
+        if first.cause is not None:
+            step = f"{first.outcome} before {step}: {first.cause}"
+        console.print(f"{task_id}, {step}")
+        for one in (one for one in attempt if one.reward is not None):
+            text = Text()
+            for turn in folder.turns(one):
+                text.append(turn["text"], "bold" if turn["sampled"] else "bright_black")
+            console.print(
+                Panel(
+                    text,
+                    title=_title(one),
+                    title_align="left",
+                    subtitle=_subtitle(one),
+                    subtitle_align="left",
+                    border_style="blue",
+                )
+            )
+        if first.episode_s:
+            console.print(
+                f"{first.queued_s:.1f} s in the queue, {first.episode_s:.1f} s in the workflow, "
+                f"{first.score_s:.1f} s of it for rewards",
+                style="bright_black",
+            )
+    console.print("gray: given; bold: sampled", style="bright_black")
 
 
 def _title(one: Kept) -> str:
     advantage = "" if one.advantage is None else f", advantage {one.advantage:+.2f}"
     made_of = ", ".join(f"{part['name']} {part['value']:g}" for part in one.parts)
+    return f"sample {one.sample}: reward {one.reward:g}{made_of and f' ({made_of})'}{advantage}"
+
+
+def _subtitle(one: Kept) -> str:
     versions = sorted({version for version in one.versions if version >= 0})
     by = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    where = f", {one.generation_s:.2f} s on {', '.join(one.servers)}" if one.servers else ""
     return (
-        f"sample {one.sample}: reward {one.reward:g}{made_of and f' ({made_of})'}{advantage}, "
         f"{one.sampled} of {len(one.input_ids)} tokens sampled by version {by or '-'}, "
-        f"{one.finish_reason}"
+        f"{one.finish_reason}{where}"
     )
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split())
+def _short(text: str | None) -> str:
+    line = " ".join((text or "").split())
     return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
 
 
@@ -153,7 +230,7 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
     batches = _progress(export_rows, folder, kind, steps)
     try:
         if to.suffix == ".parquet":
-            count = _write_parquet(temporary, batches, folder)
+            count = _write_parquet(temporary, batches)
         else:
             count = _write_jsonl(temporary, batches)
         if not count:
@@ -188,21 +265,19 @@ def _write_jsonl(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:
     return count
 
 
-def _write_parquet(
-    path: Path, batches: Iterator[list[dict[str, Any]]], folder: RolloutFolder
-) -> int:
+def _write_parquet(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:
     import pyarrow as pa
     from pyarrow import parquet
 
     # Not what the first rows look like: a column may be null in them.
-    known = {field.name: field for field in parquet.read_schema(folder.files[-1])}
+    known = {field.name: field for field in schema()}
     count, writer = 0, None
     for rows in batches:
         if not rows:
             continue
-        schema = pa.schema([known.get(name) or pa.field(name, pa.string()) for name in rows[0]])
-        writer = writer or parquet.ParquetWriter(path, schema, compression="zstd")
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        columns = pa.schema([known.get(name) or pa.field(name, pa.string()) for name in rows[0]])
+        writer = writer or parquet.ParquetWriter(path, columns, compression="zstd")
+        writer.write_table(pa.Table.from_pylist(rows, schema=columns))
         count += len(rows)
     if writer:
         writer.close()

@@ -218,7 +218,7 @@ class SGLangClient:
             pending = _unfinished(responses, most)
             if not pending:
                 return
-            sampled = sum(len(response.output_tokens) for response in pending)
+            before = [len(response.output_tokens) for response in pending]
             server = await self._server(min_version, request.affinity_key, cost, avoid)
             load = cost * len(pending)
             server.outstanding += load
@@ -251,6 +251,7 @@ class SGLangClient:
                 continue
             finally:
                 server.outstanding -= load
+                gained = _note_server(server.url, pending, before)
             if finished:
                 return
             self._observer.interruption("abort")
@@ -258,7 +259,6 @@ class SGLangClient:
                 raise Interrupted("the worker is draining")
             _count_interruption(pending)
             # A server that aborts everything at once (it is leaving) must not spin us.
-            gained = sum(len(response.output_tokens) for response in pending) > sampled
             fruitless = 0 if gained else fruitless + 1
             if fruitless:
                 with tracing.span("wait_server"):
@@ -447,6 +447,15 @@ def _on_tokens(
         on_tokens(place, [*earlier, *ids])
 
     return on_part
+
+
+def _note_server(url: str, responses: Sequence[LLMResponse], before: Sequence[int]) -> bool:
+    """Notes whose tokens were added to the numbers before; whether there are any."""
+    grown = [r for r, had in zip(responses, before, strict=True) if len(r.output_tokens) > had]
+    for response in grown:
+        if url not in response.servers:
+            response.servers.append(url)
+    return bool(grown)
 
 
 def _count_interruption(responses: Sequence[LLMResponse]) -> None:

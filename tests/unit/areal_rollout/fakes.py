@@ -54,6 +54,7 @@ class FakeLedger:
     tasks: deque = field(default_factory=deque)
     completed: dict = field(default_factory=dict)
     rejected: dict = field(default_factory=dict)
+    rejected_groups: dict = field(default_factory=dict)
     returned: dict = field(default_factory=dict)
     renewed: list = field(default_factory=list)
     lost: set = field(default_factory=set)
@@ -96,9 +97,10 @@ class FakeLedger:
         self.completed[task_id] = group
         return True
 
-    async def reject_task(self, task_id, token, reason):
+    async def reject_task(self, task_id, token, reason, group=None):
         self._raise(task_id)
         self.rejected[task_id] = reason
+        self.rejected_groups[task_id] = group
 
     async def return_task(self, task_id, token, end):
         self._raise(task_id)

@@ -1,6 +1,7 @@
 """How an episode may end, and whose fault it is."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,7 @@ async def test_episode_when_it_returns_none_then_rejected():
         rig.ledger.add(lease("a"))
         await rig.ended(1)
     assert rig.ledger.rejected == {"a": "arun_episode returned None"}
+    assert rig.ledger.rejected_groups == {"a": None}
 
 
 async def test_group_when_all_rewards_are_equal_then_rejected_by_dynamic_sampling_and_counted():
@@ -67,7 +69,38 @@ async def test_group_when_all_rewards_are_equal_then_rejected_by_dynamic_samplin
         await rig.ended(2)
     assert rig.ledger.rejected == {"same": "all samples have the same reward"}
     assert list(rig.ledger.completed) == ["different"]
+    same = rig.ledger.rejected_groups["same"]
+    assert [each.trajectory_id for each in same.trajectories] == ["same.1.0", "same.1.1"]
     assert rig.observer.outcomes == {"equal_rewards": 1, "completed": 1}
+
+
+async def test_a_rejected_group_when_the_ledger_refuses_it_then_the_task_is_rejected_without():
+    async def episode(engine, data):
+        return [make_trajectory(await engine.agenerate(request()), 1.0) for _ in range(2)]
+
+    async with Rig(episode, dynamic_sampling=True) as rig:
+        rig.ledger.errors.append(InvalidInput("group 'a' has 90000000 bytes: at most 67108864"))
+        rig.ledger.add(lease("a"))
+        await rig.ended(1)
+    assert rig.ledger.rejected_groups == {"a": None}
+    assert rig.ledger.returned == {}
+
+
+async def test_group_when_completed_then_it_says_how_long_it_took_and_where_it_was_sampled():
+    async def episode(engine, data):
+        response = await engine.agenerate(request())
+        response.servers, response.latency_s = ["http://a:1"], 2.0
+        [reward] = await engine.score("math", completions=["1"], data={})
+        return make_trajectory([response], reward)
+
+    async with Rig(episode) as rig:
+        rig.ledger.add(replace(lease("a"), queued_time=time.time() - 60.0))
+        await rig.ended(1)
+    group = rig.ledger.completed["a"]
+    assert 59.0 < group.queued_s < 120.0
+    assert 0.0 <= group.score_s <= group.episode_s < 60.0
+    (one,) = group.trajectories
+    assert (one.generation_s, one.servers) == (2.0, ("http://a:1",))
 
 
 async def test_group_when_all_rewards_are_equal_then_kept_for_evaluation_alone_or_by_default():

@@ -31,6 +31,7 @@ class BufferConnection(Client):
         "TakeBatch": CallPolicy(_MARGIN_S, 30.0),
         "ConfirmVersion": CallPolicy(10.0, 30.0),
         "FetchGroups": CallPolicy(120.0, 60.0),
+        "FetchDiscarded": CallPolicy(60.0, 60.0),
         "CommitStep": CallPolicy(60.0, 60.0),
         "PutRecipe": CallPolicy(30.0, 60.0),
         "GetRecipe": CallPolicy(30.0, 60.0),

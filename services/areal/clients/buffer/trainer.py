@@ -9,7 +9,7 @@ from areal.clients.base import persist, to_duration
 from areal.clients.buffer.connection import BufferConnection, Role
 from areal.clients.buffer.tasks import BufferRecipes, BufferTasks
 from areal.errors import NotFound
-from areal.protocol.leases import Registration, Take, take_from_pb
+from areal.protocol.leases import Discarded, Registration, Take, take_from_pb
 from areal.protocol.trajectories import GroupCodec, unpack_group
 from areal.types import TrajectoryGroup
 from areal.v1 import buffer_service_pb2 as pb
@@ -150,6 +150,34 @@ class BufferTrainer(Role):
         if absent:
             raise NotFound(f"step {step}: the ledger sent no group for task {absent[0]!r}")
         return [groups[task_id] for task_id in task_ids]
+
+    async def fetch_discarded(
+        self, incarnation: int, step: int, start: int = 0
+    ) -> tuple[list[Discarded], int]:
+        """Returns what ended untrained before a step's batch was taken, and how much there is.
+
+        Args:
+            incarnation: The value from register_trainer.
+            step: A step that was taken, or the one to take next.
+            start: How many to pass over.
+
+        Raises:
+            StaleIncarnation: A newer trainer has registered.
+            WrongStep: The step was released.
+        """
+        request = pb.FetchDiscardedRequest(incarnation=incarnation, step=step, start=start)
+        response = await self._call(self._stub.FetchDiscarded, request)
+        found = [
+            Discarded(
+                each.task_id,
+                each.token,
+                each.outcome,
+                each.reason,
+                unpack_group(each.group, self._codec) if each.group else None,
+            )
+            for each in response.discarded
+        ]
+        return found, response.total
 
     async def commit_step(self, incarnation: int, step: int, oldest_retained_step: int) -> int:
         """Commits all steps up to `step`, now in a checkpoint; returns the last committed step.

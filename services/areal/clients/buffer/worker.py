@@ -111,11 +111,21 @@ class BufferWorker(Role):
     async def _complete(self, request: pb.CompleteTasksRequest) -> Sequence[pb.CompletionResult]:
         return (await self._call(self._stub.CompleteTasks, request)).results
 
-    async def reject_task(self, task_id: str, token: int, reason: str = "") -> None:
-        """Rejects a task that its workflow chose to drop."""
+    async def reject_task(
+        self, task_id: str, token: int, reason: str = "", group: TrajectoryGroup | None = None
+    ) -> None:
+        """Rejects a task that its workflow chose to drop.
+
+        Raises:
+            LeaseLost: The task was re-leased or has ended.
+            InvalidInput: The group is malformed or too large; reject the task without it.
+        """
         request = pb.RejectTaskRequest(
             lease=pb.LeaseRef(task_id=task_id, token=token), reason=reason
         )
+        if group is not None:
+            request.group = pack_group(group, self._codec)
+            _check_size(f"group {task_id!r}", len(request.group))
         await self._call(self._stub.RejectTask, request)
 
     async def return_task(self, task_id: str, token: int, end: Return) -> TaskState:

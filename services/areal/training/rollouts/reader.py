@@ -10,7 +10,7 @@ from typing import Any
 
 from areal.errors import InvalidInput, NotFound, did_you_mean
 from areal.tokenizer import Tokenizer
-from areal.training.rollouts.records import FILES, MODEL_KEY, step_of
+from areal.training.rollouts.records import DISCARDED, FILES, MODEL_KEY, TRAINED, step_of
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Kept:
     task_id: str
     trajectory_id: str
     sample: int
-    reward: float
-    finish_reason: str
-    completion: str
+    reward: float | None
+    finish_reason: str | None
+    completion: str | None
     input_ids: list[int] = field(repr=False)
     loss_mask: list[bool] = field(repr=False)
     logprobs: list[float] = field(repr=False)
@@ -32,6 +32,14 @@ class Kept:
     rewards: list[float] = field(repr=False)
     advantages: list[float] | None = field(repr=False)
     parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    outcome: str = TRAINED
+    cause: str | None = None
+    turns: list[dict[str, Any]] | None = field(default=None, repr=False)
+    servers: list[str] = field(default_factory=list, repr=False)
+    generation_s: float = 0.0
+    queued_s: float = 0.0
+    episode_s: float = 0.0
+    score_s: float = 0.0
 
     @property
     def sampled(self) -> int:
@@ -77,25 +85,26 @@ class RolloutFolder:
                 "on (checkpoint.rollouts_gib above 0)"
             )
         self.steps = sorted({step_of(path) for path in self.files})
+        self._discarded = sorted(self.folder.glob(DISCARDED))
         self._tokenizer: Tokenizer | None = None
 
     def read(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
-        """Trajectories in the order of steps and batches.
+        """Trajectories that were trained on, in the order of steps and batches.
 
         Args:
             steps: Only of these; None: of all.
             task_id: Only of this task; "": of all.
         """
-        from pyarrow import parquet
+        return _read(self.files, steps, task_id)
 
-        wanted = set(self.steps if steps is None else steps)
-        filters = [("task_id", "=", task_id)] if task_id else None
-        found: list[Kept] = []
-        for path in self.files:
-            if step_of(path) in wanted:
-                table = parquet.read_table(path, filters=filters, partitioning=None)
-                found += [Kept(**row) for row in table.to_pylist()]
-        return found
+    def discarded(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
+        """Those that were not, in the order in which they ended; a task may have no tokens.
+
+        Args:
+            steps: Only what ended before the batches of these steps were taken; None: all.
+            task_id: As in `read`.
+        """
+        return _read(self._discarded, steps, task_id)
 
     def groups(self, step: int | None = None) -> dict[str, list[Kept]]:
         """Returns the groups of one step by task; None: of the newest step.
@@ -109,18 +118,27 @@ class RolloutFolder:
         return by_task(self.read([step]))
 
     def task(self, task_id: str) -> list[Kept]:
-        """Returns the trajectories of one task.
+        """Returns the trajectories of one task: first those of attempts that were discarded.
 
         Raises:
             NotFound: There is none of that name; names the nearest one.
         """
-        if found := self.read(task_id=task_id):
+        if found := [*self.discarded(task_id=task_id), *self.read(task_id=task_id)]:
             return found
         known = {each.task_id for each in self.read(self.steps[-1:])}
         raise NotFound(
             f"task {task_id!r}: not among the groups of steps {self.steps[0]} to {self.steps[-1]}"
             f"{did_you_mean(task_id, known)}"
         )
+
+    def turns(self, one: Kept) -> list[dict[str, Any]]:
+        """Its stretches of given and of sampled tokens: `sampled`, `tokens` and `text` of each."""
+        if one.turns is not None:
+            return one.turns
+        return [
+            {"sampled": sampled, "tokens": len(ids), "text": self.tokenizer().decode(ids)}
+            for sampled, ids in one.segments()
+        ]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model that the ids belong to.
@@ -144,6 +162,27 @@ class RolloutFolder:
         raise InvalidInput(
             f"model {named!r} of {str(self.folder)!r}: does not exist, so texts cannot be shown"
         )
+
+
+def _read(files: Sequence[Path], steps: Sequence[int] | None, task_id: str) -> list[Kept]:
+    from pyarrow import parquet
+
+    filters = [("task_id", "=", task_id)] if task_id else None
+    found: list[Kept] = []
+    for path in files:
+        if steps is None or step_of(path) in steps:
+            table = parquet.read_table(path, filters=filters, partitioning=None)
+            found += [Kept(**row) for row in table.to_pylist()]
+    return found
+
+
+def by_attempt(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
+    """Trajectories by group, of which a task that was tried again has several."""
+    groups: dict[str, list[Kept]] = {}
+    for each in kept:
+        name = each.trajectory_id if each.reward is None else each.trajectory_id.rpartition(".")[0]
+        groups.setdefault(f"{name} {each.outcome}", []).append(each)
+    return groups
 
 
 def by_task(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
@@ -180,7 +219,7 @@ def export_rows(folder: RolloutFolder, kind: str, steps: Sequence[int]) -> Itera
                     prompt, response = texts(one)
                     yield {**vars(one), "prompt": prompt, "response": response}
                 continue
-            best, worst = (pick(group, key=lambda one: one.reward) for pick in (max, min))
+            best, worst = (pick(group, key=lambda one: one.reward or 0.0) for pick in (max, min))
             if best.reward == worst.reward:
                 continue
             prompt, chosen = texts(best)

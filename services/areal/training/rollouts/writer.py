@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from areal.chassis.logging import get_logger
-from areal.training.rollouts.records import FILES, file_name, step_of, table_of
+from areal.errors import ArealError, InvalidInput
+from areal.protocol.leases import Discarded
+from areal.tokenizer import Tokenizer
+from areal.training.rollouts.records import (
+    Decode,
+    discarded_name,
+    discarded_table,
+    file_name,
+    step_of,
+    table_of,
+)
 from areal.types import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
 
 BEHIND = 4
 PATIENCE_S = 60.0
+_FILES = "step-*.parquet"
 # Sizes are looked up whenever this rank has written such a part of what may be kept.
 _CHECKS = 64
 
@@ -49,6 +60,8 @@ class RolloutWriter:
         self._rank = rank
         self._keep_bytes = keep_bytes
         self._model = model
+        self._decode: Decode | None = None
+        self._loaded = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-rollouts")
         self._writing: deque[Future[None]] = deque()
         self._unchecked = 0
@@ -59,8 +72,8 @@ class RolloutWriter:
     def resume(self, step: int) -> None:
         """Deletes what belongs to lost steps (rank 0, before any rank writes)."""
         if self._folder.is_dir():
-            lost = [path for path in self._folder.glob(FILES) if step_of(path) > step]
-            for path in [*lost, *self._folder.glob(f".{FILES}.tmp")]:
+            lost = [path for path in self._folder.glob(_FILES) if step_of(path) > step]
+            for path in [*lost, *self._folder.glob(f".{_FILES}.tmp")]:
                 path.unlink(missing_ok=True)
 
     def keep(
@@ -70,6 +83,7 @@ class RolloutWriter:
         step: int,
         incarnation: int,
         advantages: Callable[[], npt.NDArray[np.float32]] | None,
+        discarded: Callable[[], Iterable[Sequence[Discarded]]] | None = None,
     ) -> None:
         """Passes a finished step's groups to the thread; waits if that is BEHIND steps late.
 
@@ -78,8 +92,9 @@ class RolloutWriter:
             step: The step that trained on them.
             incarnation: The trainer's incarnation.
             advantages: Called at once, if given: float32 [T] over all tokens of the groups.
+            discarded: Asked by the thread for what ended untrained before the step's batch.
         """
-        if not self._keep_bytes or not groups:
+        if not self._keep_bytes or not (groups or discarded):
             return
         self._wait(BEHIND - 1)
         if len(self._writing) == BEHIND:  # the disk hangs
@@ -87,10 +102,24 @@ class RolloutWriter:
         found = advantages() if advantages is not None else None
 
         def write() -> None:
-            table = table_of(
-                groups, step=step, incarnation=incarnation, advantages=found, model=self._model
+            model, decode = self._model, self._decoder()
+            if groups:
+                table = table_of(
+                    groups,
+                    step=step,
+                    incarnation=incarnation,
+                    advantages=found,
+                    model=model,
+                    decode=decode,
+                )
+                self._write(iter([table]), self._folder / file_name(step, self._rank))
+            tables = (
+                discarded_table(
+                    some, step=step, incarnation=incarnation, model=model, decode=decode
+                )
+                for some in (discarded() if discarded else ())
             )
-            self._write(table, self._folder / file_name(step, self._rank))
+            self._write(tables, self._folder / discarded_name(step))
 
         self._writing.append(self._thread.submit(write))
 
@@ -118,7 +147,7 @@ class RolloutWriter:
             self._writing.popleft()
             try:
                 oldest.result()
-            except OSError as error:
+            except (OSError, ArealError) as error:
                 self._complain(str(error))
 
     def _complain(self, cause: str) -> None:
@@ -131,15 +160,32 @@ class RolloutWriter:
             )
         self._complained = True
 
-    def _write(self, table: pa.Table, path: Path) -> None:
+    def _decoder(self) -> Decode | None:
+        """Ids to text, once the model's tokenizer is loaded; None: there is none."""
+        if self._model and not self._loaded:
+            self._loaded = True
+            try:
+                self._decode = Tokenizer.load(Path(self._model)).decode
+            except InvalidInput as error:
+                self._log.warning("rollouts_without_texts", cause=str(error))
+        return self._decode
+
+    def _write(self, tables: Iterator[pa.Table], path: Path) -> None:
+        """Writes tables of one schema, one at a time; nothing, if there are none."""
         from pyarrow import parquet
 
+        first = next(tables, None)
+        if first is None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         # Readers of whole folders (pandas, Arrow) pass over names that begin with a dot.
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
-                parquet.write_table(table, file, compression="zstd")
+                with parquet.ParquetWriter(file, first.schema, compression="zstd") as writer:
+                    writer.write_table(first)
+                    for table in tables:
+                        writer.write_table(table)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -154,12 +200,12 @@ class RolloutWriter:
     def _forget(self) -> None:
         """Deletes the oldest steps, but never the newest, until the rest fits."""
         self._unchecked = 0
-        sizes = {path: path.stat().st_size for path in self._folder.glob(FILES)}
+        sizes = {path: path.stat().st_size for path in self._folder.glob(_FILES)}
         total = sum(sizes.values())
         for step in sorted({step_of(path) for path in sizes})[:-1]:
             if total <= self._keep_bytes:
                 return
-            for path in self._folder.glob(FILES.replace("*", f"{step:08}", 1)):
+            for path in [path for path in sizes if step_of(path) == step]:
                 path.unlink(missing_ok=True)
                 total -= sizes.get(path, 0)
 

@@ -142,12 +142,11 @@ def test_a_process_when_killed_while_it_writes_then_the_folder_is_still_read(tmp
         from areal.training.rollouts.writer import RolloutWriter
         from areal.types import Trajectory, TrajectoryGroup
 
-        def die(table, file, **options):
-            file.write(b"PAR1 and no more")
-            file.flush()
+        def die(writer, table):
+            really(writer, table)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        parquet.write_table = die
+        really, parquet.ParquetWriter.write_table = parquet.ParquetWriter.write_table, die
         ones = np.ones(2, np.int32)
         one = Trajectory("b.0", ones, ones > 0, ones * 0.5, ones, ones * 0.5)
         writer = RolloutWriter(Path({str(tmp_path / "rollouts")!r}), 0, 1 << 30, "")
@@ -210,7 +209,7 @@ def test_a_disk_when_full_then_it_is_said_once_and_training_continues(
         raise OSError(28, "No space left on device")
 
     writer = writer_of(tmp_path)
-    monkeypatch.setattr(parquet, "write_table", full)
+    monkeypatch.setattr(parquet.ParquetWriter, "write_table", full)
     for step in (1, 2):
         keep(writer, step, group("a", 1.0))
         writer.settle()
@@ -223,14 +222,14 @@ def test_a_disk_when_full_then_it_is_said_once_and_training_continues(
 
 
 def test_a_disk_when_it_hangs_then_it_is_waited_for_once(tmp_path, monkeypatch, capsys):
-    really, moves = parquet.write_table, threading.Event()
+    really, moves = parquet.ParquetWriter.write_table, threading.Event()
 
     def hang(*values: object, **options: object) -> None:
         assert moves.wait(60.0)
         really(*values, **options)
 
     writer = writer_of(tmp_path)
-    monkeypatch.setattr(parquet, "write_table", hang)
+    monkeypatch.setattr(parquet.ParquetWriter, "write_table", hang)
     monkeypatch.setattr(writer_module, "PATIENCE_S", 1.0)
     began = time.monotonic()
     for step in range(1, 16):
