@@ -148,13 +148,17 @@ class WaitTimeout(ArealError):
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?`, or ""; of two equally near names the first."""
+    """Returns `; did you mean 'x'?`, or "".
 
-    def likeness(option: str) -> float:
-        return difflib.SequenceMatcher(None, name, option).ratio()
+    Of two equally near names it is the one with the same letters (`pop` for `ppo`), or the first.
+    """
+
+    def likeness(option: str) -> tuple[float, bool]:
+        ratio = difflib.SequenceMatcher(None, name, option).ratio()
+        return ratio, sorted(option) == sorted(name)
 
     best = max(options, key=likeness, default="")
-    return f"; did you mean {best!r}?" if likeness(best) >= 0.5 else ""
+    return f"; did you mean {best!r}?" if likeness(best)[0] >= 0.5 else ""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

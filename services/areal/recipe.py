@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 from areal.config.experiment import BaseExperimentConfig
-from areal.errors import InvalidInput, nearest
+from areal.errors import InvalidInput, did_you_mean, nearest
 
 _ATTRIBUTE = "__areal_recipe__"
 
@@ -41,11 +41,13 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Reads a file; raises InvalidInput when there is none."""
+        """Reads a file; raises InvalidInput when there is none, with the nearest name beside it."""
         try:
             return cls(str(path), path.read_bytes())
         except OSError as error:
-            raise InvalidInput(f"recipe {str(path)!r}: {error.strerror}") from None
+            beside = [str(path.with_name(each.name)) for each in path.parent.glob("*.py")]
+            hint = "" if path.exists() else did_you_mean(str(path), beside)
+            raise InvalidInput(f"recipe {str(path)!r}: {error.strerror}{hint}") from None
 
 
 def load_recipe(source: bytes, file_name: str = "recipe.py") -> ModuleType:

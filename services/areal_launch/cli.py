@@ -209,6 +209,7 @@ def config(
     ] = None,
 ) -> int:
     """Print the complete experiment file that `areal run` would use; start nothing."""
+    from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.from_areal import converted_yaml
     from areal_launch.commands.stack import print_config
 
@@ -217,7 +218,8 @@ def config(
         return 0
     if recipe is None:
         raise InvalidInput("areal config: expected a recipe, or --from-areal FILE")
-    return print_config(recipe, config, overrides or [])
+    recipe, chosen = find_recipe(recipe, overrides or [])
+    return print_config(recipe, config, chosen)
 
 
 @app.command()
@@ -230,9 +232,11 @@ def check(
     its first batch. The exit code is 1 if a stage fails. `areal run` does this
     check first.
     """
+    from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.check import check as check_recipe
 
-    return check_recipe(recipe, config, overrides or [], as_json=json)
+    recipe, chosen = find_recipe(recipe, overrides or [])
+    return check_recipe(recipe, config, chosen, as_json=json)
 
 
 @app.command()
@@ -251,9 +255,13 @@ def doctor(
     For a model's folder, check whether it can be trained. The exit code is 1
     if something is missing.
     """
+    from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.doctor import examine
 
     values = overrides or []
+    if any(value.startswith("trainer.type=") for value in [recipe or "", *values]):
+        chosen, values = find_recipe(Path(recipe or ""), values)
+        recipe = str(chosen)
     if recipe is not None and "=" in recipe and "/" not in recipe.partition("=")[0]:
         values = [recipe, *values]
         recipe = None

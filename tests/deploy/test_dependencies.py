@@ -38,7 +38,9 @@ OPTIONAL = {
     # A recipe imports its reward in rollout workers, too; only reward's workers call it.
     ("areal.rewards.math", "math-verify"),
     # Whoever chooses a tracker installs it.
+    ("areal.training.tracker", "mlflow"),
     ("areal.training.tracker", "tensorboardx"),
+    ("areal.training.tracker", "trackio"),
     ("areal.training.tracker", "wandb"),
     # A model that sees says that it needs them.
     ("areal_inference.model.vision", "pillow"),

@@ -66,10 +66,11 @@ class BaseExperimentConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
     """Where the metrics of each step go besides metrics.jsonl. `wandb` is offline without a key in
-    the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder. Their
-    packages, wandb and tensorboardX, are not installed with the library."""
+    the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder, and so does
+    `mlflow` unless MLFLOW_TRACKING_URI names a server. Their packages (tensorboardX for
+    `tensorboard`) are not installed with the library."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

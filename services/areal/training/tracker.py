@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -87,10 +88,89 @@ class TensorBoard:
         self._writer.close()
 
 
+class Trackio:
+    """Trackio: one run per trial, continued when it resumes.
+
+    Its data is where trackio keeps it (TRACKIO_DIR), or on the server or Space that
+    TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names; `trackio show` opens it.
+    """
+
+    def __init__(self, config: BaseExperimentConfig) -> None:
+        """Raises ImportError without the package."""
+        import trackio
+
+        self._run = trackio.init(
+            project=config.experiment_name,
+            name=config.trial_name,
+            config=settings_of(config),
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See Tracker."""
+        # These two are columns of trackio's own.
+        self._run.log({k: v for k, v in row.items() if k not in ("step", "time")}, step=step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow: one run per trial, continued when it resumes.
+
+    Without MLFLOW_TRACKING_URI its database is `mlflow.db` in the run folder.
+    """
+
+    def __init__(self, config: BaseExperimentConfig) -> None:
+        """Raises ImportError without the package."""
+        from mlflow import MlflowClient, entities
+
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        self._entities = entities
+        self._client = MlflowClient(address or f"sqlite:///{config.run_dir.resolve()}/mlflow.db")
+        name = config.experiment_name
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            where = experiment.experiment_id
+        elif address:
+            where = self._client.create_experiment(name)
+        else:
+            where = self._client.create_experiment(name, str(config.run_dir.resolve() / "mlruns"))
+        named = f"attributes.run_name = '{config.trial_name}'"  # letters, digits, dashes
+        known = self._client.search_runs([where], named, max_results=1)
+        run = known[0] if known else self._client.create_run(where, run_name=config.trial_name)
+        self._run_id = run.info.run_id
+        if known:
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            # Of a run's first start: MLflow's parameters cannot change.
+            settings = [
+                entities.Param(key, str(value)) for key, value in _flat(settings_of(config)).items()
+            ]
+            for begin in range(0, len(settings), _MLFLOW_PARAMS):
+                part = settings[begin : begin + _MLFLOW_PARAMS]
+                self._client.log_batch(self._run_id, params=part)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See Tracker."""
+        at = round(time.time() * 1000)
+        metrics = [self._entities.Metric(name, value, at, step) for name, value in row.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._client.set_terminated(self._run_id)
+
+
 _KINDS: dict[str, tuple[Callable[[BaseExperimentConfig], Tracker], str]] = {
     "wandb": (Wandb, "wandb"),
     "tensorboard": (TensorBoard, "tensorboardX"),
+    "trackio": (Trackio, "trackio"),
+    "mlflow": (Mlflow, "mlflow"),
 }
+_MLFLOW_PARAMS = 100  # the most that MLflow takes in one request
 
 
 def settings_of(config: BaseExperimentConfig) -> dict[str, Any]:
@@ -99,6 +179,17 @@ def settings_of(config: BaseExperimentConfig) -> dict[str, Any]:
     for section in ("endpoints", "security", "stack"):
         plain.pop(section, None)
     return {key: str(value) if isinstance(value, Path) else value for key, value in plain.items()}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {"actor.optimizer.lr": 1e-5, …}."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
 
 
 class StepTracker:

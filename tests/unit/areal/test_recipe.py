@@ -244,3 +244,9 @@ def test_config_class_when_imported_only_then_not_taken():
     module = load_recipe(b"x = 1")
     module.Here = Here
     assert find_config_class(module, GRPOConfig) is GRPOConfig
+
+
+def test_read_when_the_file_is_missing_then_names_the_nearest_beside_it(tmp_path):
+    (tmp_path / "arithmetic_grpo.py").write_text("")
+    with pytest.raises(InvalidInput, match=r"grp\.py': No such file.*mean '.*arithmetic_grpo\.py'"):
+        Recipe.read(tmp_path / "arithmetic_grp.py")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from areal.errors import InvalidInput
+from areal_launch.cli import app
 from areal_launch.commands.builtin_recipes import EXAMPLES, RECIPES, find_recipe
 from areal_launch.commands.stack import read_experiment
 
@@ -29,6 +31,7 @@ def test_type_when_not_given_then_the_recipe_is_ones_own() -> None:
     ("arguments", "why"),
     [
         (["trainer.type=stf"], "no such recipe; did you mean 'sft'"),
+        (["trainer.type=pop"], "no such recipe; did you mean 'ppo'"),
         (["trainer.type=zzz"], "expected one of distill, dpo, grpo, null, ppo, rw, sft"),
         (["mine.py", "trainer.type=sft"], "once, in place of a recipe"),
         (["trainer.type=sft", "trainer.type=dpo"], "once, in place of a recipe"),
@@ -37,3 +40,17 @@ def test_type_when_not_given_then_the_recipe_is_ones_own() -> None:
 def test_type_when_it_makes_no_sense_then_refused_in_one_line(arguments, why) -> None:
     with pytest.raises(InvalidInput, match=why):
         find_recipe(Path(arguments[0]), arguments[1:])
+
+
+@pytest.mark.parametrize("verb", ["config", "check", "doctor"])
+def test_type_when_given_to_another_verb_then_it_is_the_same_recipe(verb: str) -> None:
+    answer = CliRunner().invoke(app, [verb, "trainer.type=pop"])
+    assert answer.exit_code == 2
+    assert "did you mean 'ppo'?" in answer.output
+
+
+def test_config_when_of_a_type_then_prints_its_experiment() -> None:
+    answer = CliRunner().invoke(app, ["config", "trainer.type=ppo", "seed=3"])
+    assert answer.exit_code == 0, answer.output
+    assert "algorithm: ppo" in answer.output
+    assert "seed: 3" in answer.output

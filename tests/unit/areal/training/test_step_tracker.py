@@ -134,3 +134,41 @@ def test_tensorboard_when_chosen_then_its_files_hold_the_scalars(tmp_path):
         found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
         data = data[16 + size :]
     assert found == [(1, "mismatch/kl", 0.5), (2, "mismatch/kl", 0.25)]
+
+
+def test_trackio_when_a_trial_resumes_then_its_run_continues(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for module_of_it in ("trackio.utils", "trackio.sqlite_storage"):
+        monkeypatch.setattr(f"{module_of_it}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    config = config_of(tmp_path, "trackio")
+    config.trial_name = "y-z"
+    for step in (1, 2):
+        tracker = StepTracker(config)
+        tracker.log(step, {"step": step, "time": 5.0, "mismatch/kl": 0.5 / step})
+        tracker.close()
+    assert SQLiteStorage.get_runs("x") == ["y-z"]
+    found = SQLiteStorage.get_logs("x", "y-z")
+    assert [(each["step"], each["mismatch/kl"]) for each in found] == [(1, 0.5), (2, 0.25)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
+def test_mlflow_when_a_trial_resumes_then_its_run_continues(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = config_of(tmp_path, "mlflow")
+    config.trial_name = "y-z"
+    config.run_dir.mkdir()
+    for step in (1, 2):
+        tracker = StepTracker(config)
+        tracker.log(step, {"mismatch/kl": 0.5 / step, "eval/heldout/mean": 0.75})
+        tracker.close()
+        config.actor.eps_clip = 0.3  # the second start has changed settings
+    client = mlflow.MlflowClient(f"sqlite:///{config.run_dir}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("x").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("y-z", "FINISHED")
+    assert run.data.params["actor.eps_clip"] == "0.2"
+    found = client.get_metric_history(run.info.run_id, "mismatch/kl")
+    assert [(each.step, each.value) for each in found] == [(1, 0.5), (2, 0.25)]
+    assert run.data.metrics["eval/heldout/mean"] == 0.75
