@@ -233,12 +233,14 @@ class PPOActorConfig(TrainEngineConfig):
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
     """Cap on the weight exp(proximal - behavior); `behavior_weight_mode` says what happens to a
     larger weight. null: no cap."""
-    behavior_weight_mode: BehaviorWeightMode = "token_mask"
-    """`token_mask`: a token with a weight above the cap is left out of the loss; `token_truncate`:
-    its weight is the cap. `sequence_mask`, `sequence_truncate`: the same with one weight for all
-    tokens of a sequence, the product of its tokens' weights. `second_moment`: tokens are left out,
-    starting with those that changed most, until the mean squared log weight of the others is below
-    the cap (M2PO); takes an extra forward pass."""
+    behavior_weight_mode: BehaviorWeightMode = "token_truncate"
+    """`token_truncate`: a token with a weight above the cap gets the cap as its weight;
+    `token_mask`: it is left out of the loss. `sequence_mask`, `sequence_truncate`: the same with
+    one weight for all tokens of a sequence, the product of its tokens' weights. `second_moment`:
+    tokens are left out, starting with those that changed most, until the mean squared log weight of
+    the others is below the cap (M2PO); takes an extra forward pass. AReaL masks. But a wrong token
+    above the cap has just become likely, and leaving it out takes away what would make it unlikely
+    again: with a staleness of 8, arithmetic then learns half as much."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0

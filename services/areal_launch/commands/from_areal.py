@@ -31,6 +31,7 @@ _DEFAULTS: dict[str, Any] = {
     "gconfig.max_new_tokens": 16384,
     "rollout.max_head_offpolicyness": 0,
     "actor.ppo_n_minibatches": 4,
+    "actor.behavior_weight_mode": "token_mask",
     "actor.kl_ctl": 0.1,
     "actor.reward_norm": None,
     "actor.adv_norm": None,

@@ -32,7 +32,7 @@ def test_config_when_default_then_the_loss_is_decoupled_and_recomputed():
     config = PPOActorConfig()
     assert config.decoupled
     assert config.prox_logp_method == "recompute"
-    assert config.behavior_weight_cap == 5.0
+    assert (config.behavior_weight_mode, config.behavior_weight_cap) == ("token_truncate", 5.0)
     assert config.kl_ctl == 0.0
 
 

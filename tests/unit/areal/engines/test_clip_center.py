@@ -65,3 +65,13 @@ def test_proximal_logprobs_when_the_center_is_the_sampler_then_are_not_used():
     batch = one_token(proximal_logprobs=torch.tensor([0.0, -1.0]))
     _, stats = loss_of(batch, policy, prox_logp_method="behavior")
     assert float(stats["ppo_ratio"]) == pytest.approx(2.718282)
+
+
+def test_loss_when_a_wrong_token_has_become_likely_then_by_default_it_is_still_pushed_down():
+    policy = torch.tensor([0.0, -0.1], requires_grad=True)  # e^1.9 = 6.7 times as likely as sampled
+    batch = one_token(advantages=torch.tensor([0.0, -1.0]))
+    actor = PPOActor(PPOActorConfig(), NoEngine())
+    loss, stats = actor._loss(policy, torch.zeros_like(policy), batch)
+    loss.backward()
+    assert int(stats["behavior_weight_capped_ratio"]) == 1
+    assert policy.grad.tolist() == [0.0, 5.0]

@@ -301,7 +301,7 @@ def test_kl_penalty_when_the_loss_does_not_recompute_then_its_center_stays(make_
 def test_ppo_update_when_a_behavior_logprob_is_a_placeholder_then_steps_with_finite_statistics(
     make_actor,
 ):
-    actor = make_actor(behavior_weight_cap=5.0)
+    actor = make_actor(behavior_weight_cap=5.0, behavior_weight_mode="token_mask")
     batch = make_batch(groups=2)
     token = int(torch.nonzero(batch["loss_mask"])[0])
     batch["behavior_logprobs"][token] = -9999.0
