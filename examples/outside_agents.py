@@ -1,7 +1,7 @@
 """Trains a model with agents that the run does not start: they open sessions at the gateway.
 
     areal run examples/outside_agents.py                                  # waits for agents
-    python examples/outside_agents.py http://127.0.0.1:PORT $(areal token)   # beside it: agents
+    python examples/outside_agents.py http://127.0.0.1:PORT $(areal token)   # the agents
 
 `areal run` prints the gateway's address, which is also the dashboard's. `attempt` stands for code
 that you already have: it calls a model with the `openai` package. `play` opens a session for each

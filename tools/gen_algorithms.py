@@ -36,7 +36,7 @@ CHECKS = [
     (
         "GSPO",
         "AReaL, verl, TRL, float64 loop",
-        "The derivative is exact, also with token weights (verl's is straight-through). A token "
+        "The derivative is exact, even with token weights (verl's is straight-through). A token "
         "above the cap stays in its sequence's mean (AReaL leaves it out).",
     ),
     ("CISPO", "verl, TRL, closed form", "TRL has no lower clip, and neither does the preset."),

@@ -159,18 +159,18 @@ def render(rows: list[Row]) -> str:
         f"{transformers.__version__} knows (`AutoModelForCausalLM`). Each was tried at a tiny",
         "size with large random weights. The trainer packs sequences end to end and computes "
         "common prefixes once; its results are compared",
-        "with those of plain eager transformers on each sequence alone. **Right** means that in "
+        "with those of plain eager transformers on each sequence alone. **Correct** means that in "
         f"float32 every logprob is within {LOGPROB_TOLERANCE:g}",
         f"nats and the gradient within {GRADIENT_TOLERANCE:g} of its norm.",
         "",
-        "Whatever the table says, each run repeats the comparison with its own weights before it "
+        "Regardless of this table, each run repeats the comparison with its own weights before it "
         "trains (for a big model, with its first",
         "layers) and stops with a one-line error if the results differ. So a new architecture, "
         "remote code or another version of",
-        "transformers cannot silently be trained wrong. `areal doctor DIRECTORY` makes the same "
-        "comparison without a run.",
+        "transformers cannot be trained incorrectly without an error. `areal doctor DIRECTORY` "
+        "makes the same comparison without a run.",
         "",
-        f"## Right ({count(RIGHT)})",
+        f"## Correct ({count(RIGHT)})",
         "",
         "This includes sliding windows, attention and logit softcaps, sinks, logit scales, latent "
         "attention and experts. Dropout and router",

@@ -15,7 +15,7 @@ from tools.gen_models import (
 
 
 def rows_of_the_page():
-    results = {"Right": RIGHT, "Refused": REFUSED, "Not tried": NOT_TRIED}
+    results = {"Correct": RIGHT, "Refused": REFUSED, "Not tried": NOT_TRIED}
     result, rows = "", []
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):

@@ -66,7 +66,7 @@ class RemoteSGLangEngine:
         """Returns the next batch of B groups; generation of later ones continues meanwhile.
 
         Args:
-            dataloader: Rows to submit, from its current position on. None if there are no rows:
+            dataloader: Rows to submit, starting at its current position. None if there are no rows:
                 then the groups come from outside agents, which open sessions at the gateway.
             workflow: Turns a row into trajectories; a class of the recipe or of the library. None
                 if there are no rows.
@@ -75,9 +75,9 @@ class RemoteSGLangEngine:
             This rank's share, packed (see `areal.algorithms.packing`).
 
         Raises:
-            InvalidInput: The workflow samples at another temperature than the trainer's, or there
-                are rows without a workflow.
-            WaitTimeout: No batch within 3 x rollout.request_timeout_s; the message says what was
+            InvalidInput: The workflow samples at a temperature other than the trainer's, or there
+            are rows without a workflow. WaitTimeout: No batch within 3 x rollout.request_timeout_s;
+            the message says what was
                 missing.
         """
         feeding: Feeding | None = None

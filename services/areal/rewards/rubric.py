@@ -13,7 +13,7 @@ _TAKEN = ("mean", "std")
 
 
 def rubric(**parts: Any) -> Score:
-    """Returns the weighted sum of parts, and keeps them: each is a metric, `reward/NAME`.
+    """Returns the weighted sum of the parts; each part becomes a metric, `reward/NAME`.
 
     Args:
         parts: A number, or (number, weight); the default weight is 1.
