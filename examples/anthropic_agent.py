@@ -1,4 +1,4 @@
-"""Trains an agent that uses Anthropic's API, and knows nothing of training, on two-digit addition.
+"""Trains an agent that uses Anthropic's API, and is not aware of training, on two-digit addition.
 
     areal run examples/anthropic_agent.py                  # trains on a laptop's CPU
     areal run examples/anthropic_agent.py control=true     # shuffled rewards: must not learn

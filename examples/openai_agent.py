@@ -1,4 +1,4 @@
-"""Trains an agent that uses OpenAI's API, and knows nothing of training, on two-digit addition.
+"""Trains an agent that uses OpenAI's API, and is not aware of training, on two-digit addition.
 
     areal run examples/openai_agent.py                  # trains on a laptop's CPU
     areal run examples/openai_agent.py control=true     # shuffled rewards: must not learn

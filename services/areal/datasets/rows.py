@@ -123,7 +123,7 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     }
     if len(configs) > 1:
         raise InvalidInput(
-            f"dataset {address}: has several configs; expected one of them behind the name: "
+            f"dataset {address}: has several configs; append one of them to the name: "
             f"{', '.join(sorted('/' + each[-1] for each in configs if each))}"
         )
     return mine

@@ -356,7 +356,7 @@ class CompletionResult(_message.Message):
     recorded: _builtins.bool
     """False: this completion had been recorded before; nothing changed."""
     error: _builtins.str
-    """Set when it was refused: what kind of error (InvalidInput, LeaseLost, ...), and why."""
+    """Set if it was refused: the kind of error (InvalidInput, LeaseLost, ...) and the reason."""
     message: _builtins.str
     def __init__(
         self,
@@ -512,7 +512,7 @@ class ReturnResult(_message.Message):
     state: _trajectory_pb2.TaskState.ValueType
     """QUEUED, or DEAD_LETTERED when a limit was reached."""
     error: _builtins.str
-    """Set when it was refused: what kind of error (InvalidInput, LeaseLost, ...), and why."""
+    """Set if it was refused: the kind of error (InvalidInput, LeaseLost, ...) and the reason."""
     message: _builtins.str
     def __init__(
         self,

@@ -170,8 +170,8 @@ def make_trajectory(
         if prompt[: len(context)] != context:
             raise PromptDrift(
                 f"make_trajectory: the prompt of response {index} does not begin with the prompt "
-                f"and output of response {index - 1}: text turned into ids again is not what was "
-                f"sampled; build the prompts with areal.Conversation, which only appends"
+                f"and output of response {index - 1}: tokenizing text again may give ids other "
+                f"than those sampled; build the prompts with areal.Conversation, which only appends"
             )
         context = [*prompt, *turn.output_tokens]
     placed = [(len(turn.input_tokens), turn) for turn in turns]

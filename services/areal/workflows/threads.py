@@ -116,8 +116,8 @@ class BlockingCalls:
     def _refuse_if_hung(self, name: str) -> None:
         if self.hung >= self._max_hung:
             raise TooManyHung(
-                f"{name}: not called: {self.hung} earlier calls run past their limit: expected "
-                f"calls that return; give what they wait for a deadline"
+                f"{name}: not called: {self.hung} earlier calls still run past their limit; "
+                f"give whatever they wait for a deadline"
             )
 
 

@@ -78,7 +78,7 @@ def tokenizer_problem(config: BaseExperimentConfig, *, will_prepare: bool) -> st
         or (config.tokenizer_dir / "tokenizer.json").is_file()
     ):
         return ""
-    return f"model.path {config.model.path!r}: no tokenizer.json there; copy it beside the model"
+    return f"model.path {config.model.path!r}: no tokenizer.json there; copy it next to the model"
 
 
 def dataset_problem(config: BaseExperimentConfig) -> str:

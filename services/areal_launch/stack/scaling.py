@@ -136,7 +136,7 @@ class Scaler:
                     if condition(server) and current:
                         return
         except TimeoutError:
-            state = "weight-sync does not know it"
+            state = "not known to weight-sync"
             if server is not None:
                 state = f"{server.state} at version {server.version} {server.cause}".strip()
             raise WaitTimeout(what, on="weight-sync", since=since, hint=state) from None

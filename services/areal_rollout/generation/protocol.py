@@ -240,7 +240,7 @@ class _Segment:
             raise ServerError(f"weight_versions cover {len(versions)} of {len(self.tokens)} tokens")
         if versions and min(versions) < min_version:
             raise ServerError(
-                f"sampled at version {min(versions)}, listed at {min_version} or more"
+                f"sampled at version {min(versions)}, but listed at {min_version} or newer"
             )
         if self.finish != "abort" and self.finish not in _FINAL:
             raise ServerError(f"unknown finish_reason {self.finish!r}")

@@ -64,8 +64,8 @@ def _chosen(hf: Any, targets: list[str]) -> list[str]:
     for target in targets or [""]:
         if target not in there and (targets or not there):
             raise InvalidInput(
-                f"actor.lora.targets {target!r}: expected of {type(hf).__name__} linear layers, "
-                f"and not the head: {', '.join(there) or 'it has none'}"
+                f"actor.lora.targets {target!r}: expected linear layers of {type(hf).__name__}, "
+                f"not the head: {', '.join(there) or 'it has none'}"
             )
     return [name for name in linear if not targets or name.rpartition(".")[2] in targets]
 

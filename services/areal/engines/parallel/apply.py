@@ -108,7 +108,7 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     layers = [module for module in hf.modules() if type(module).__name__ in classes]
     if not layers:
         raise InvalidInput(
-            f"model {type(hf).__name__} has no layer of the classes it names as such "
+            f"model {type(hf).__name__} has none of the layer classes that it names "
             f"({', '.join(sorted(classes)) or 'none'}): each rank would gather the whole model"
         )
     return layers

@@ -275,7 +275,7 @@ def _advice(said: str) -> str:
     said = said.strip()[-500:]
     if "namespace" in said or "Operation not permitted" in said or "uid map" in said:
         return (
-            f"{said}; expected a machine that lets unprivileged users make namespaces "
+            f"{said}; expected a machine that lets unprivileged users create namespaces "
             "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
             "kernel.apparmor_restrict_unprivileged_userns=0)"
         )

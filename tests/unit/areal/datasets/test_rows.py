@@ -69,7 +69,7 @@ def test_folder_when_split_by_folder_and_in_two_forms_then_parquet_is_read(
         (
             {"main/train.jsonl": jsonl({"n": 1}), "hard/train.jsonl": jsonl({"n": 2})},
             "train",
-            r"several configs; expected one of them behind the name: /hard, /main",
+            r"several configs; append one of them to the name: /hard, /main",
         ),
     ],
 )

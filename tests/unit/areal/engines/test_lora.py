@@ -190,8 +190,8 @@ def test_targets_when_named_then_those_alone_are_adapted(model_dir: Path) -> Non
 def test_targets_when_not_linear_layers_of_the_model_then_they_are_refused(
     model_dir: Path, targets: list[str]
 ) -> None:
-    wrong = rf"actor\.lora\.targets '{targets[-1]}': expected of Qwen2ForCausalLM linear layers"
-    with pytest.raises(InvalidInput, match=f"{wrong}, and not the head: down_proj, gate_proj, k_"):
+    wrong = rf"actor\.lora\.targets '{targets[-1]}': expected linear layers of Qwen2ForCausalLM"
+    with pytest.raises(InvalidInput, match=f"{wrong}, not the head: down_proj, gate_proj, k_"):
         engine_of(model_dir, lora=LoraConfig(targets=targets))
 
 
