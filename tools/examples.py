@@ -68,6 +68,7 @@ MINIATURES = {
     "alone_and_resumes",
     "reasoning_gym": f"{_SEEING}::test_reasoning_gym_when_run_then_easy_questions_come_first",
     "reward_model": f"{_PAIRS}[reward_model-keys4]",
+    "search_agent": f"{_TURNS}::test_search_agent_when_run_then_documents_are_read_and_not_trained",
     "tldr": f"{_SEEING}::test_tldr_when_run_then_answers_have_the_scores_of_the_reward_model",
 }
 

@@ -62,6 +62,7 @@ class ExportAs(StrEnum):
     ROWS = "rows"
     SFT = "sft"
     PREFERENCES = "preferences"
+    INSPECT = "inspect"
 
 
 Recipe = Annotated[Path, typer.Argument(help="The recipe: one Python file.")]
@@ -370,9 +371,10 @@ def show(
 
 @app.command()
 def export(
-    to: Annotated[Path, typer.Option(help="A new .parquet or .jsonl file.")],
+    to: Annotated[Path, typer.Option(help="A new .parquet or .jsonl file; inspect: .json.")],
     kind: Annotated[
-        ExportAs, typer.Option("--as", help="All trajectories, or rows for SFT or DPO.")
+        ExportAs,
+        typer.Option("--as", help="All trajectories, rows for SFT or DPO, or a log of inspect_ai."),
     ] = ExportAs.ROWS,
     first: Annotated[int | None, typer.Option(help="First step.")] = None,
     last: Annotated[int | None, typer.Option(help="Last step.")] = None,

@@ -26,7 +26,7 @@ SMALL = ("total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples
 def samples(stack: RunningStack, model: Path) -> list[tuple[str, str, float]]:
     """(what the loss covers, what it does not, reward) of every sample trained."""
     tokenizer, found = Tokenizer.load(model), []
-    for part in sorted((stack.run_dir / "rollouts").glob("*.parquet")):
+    for part in sorted((stack.run_dir / "rollouts").glob("step-*-rank*.parquet")):
         for row in pq.read_table(part).to_pylist():
             pairs = list(zip(row["input_ids"], row["loss_mask"], strict=True))
             said = tokenizer.decode([token for token, mask in pairs if mask])
@@ -49,6 +49,22 @@ def test_multi_turn_math_when_run_then_late_answers_are_discounted_and_feedback_
     assert again, "a model that knows few sums needs second tries"
     assert all(read.count("<|user|>") == 2 for _, read in again)
     assert not any("more" in said or "less" in said for said, _, _ in trained)
+
+
+def test_search_agent_when_run_then_documents_are_read_and_not_trained(tmp_path: Path) -> None:
+    stack = RunningStack(tmp_path / "runs" / "search-agent" / "demo")
+    more = ("heldout_problems=20", "warm_start_loss=0.6")
+    summary, rows = run(stack, tmp_path, str(EXAMPLES / "search_agent.py"), *SMALL, *more)
+    assert summary["status"] == "finished"
+    assert len(rows) == 2
+    trained = samples(stack, tmp_path / "runs/models/search-agent-seed0")
+    assert {reward for _, _, reward in trained} <= {0.0, 1.0}
+    searched = [(said, read) for said, read, _ in trained if said.startswith("find ")]
+    assert searched, "the warm start shows it how to search"
+    for said, read in searched:
+        assert read.count("<|user|>") == said.count("find ") + 1 or said.count("find ") == 3
+    assert any("parcel" in read for _, read in searched)
+    assert not any("parcel" in said or "nothing" in said for said, _, _ in trained)
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")

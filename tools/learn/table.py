@@ -168,6 +168,8 @@ ROWS = [
     _task("multi_turn_math", "Several tries, shuffled rewards (control)", STILL, "control=true"),
     _task("code_rl", "Code: expressions that pass tests", Measure(least=0.15)),
     _task("code_rl", "Code, shuffled rewards (control)", STILL, "control=true"),
+    _task("search_agent", "Agent: searches documents, then answers", Measure(least=0.15)),
+    _task("search_agent", "Agent, shuffled rewards (control)", STILL, "control=true"),
     _task("on_policy_distill", "On-policy distillation", Measure()),
     _task("reasoning_gym", "reasoning-gym's chain_sum", Measure(least=0.15)),
     _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),

@@ -6,13 +6,14 @@ import importlib.util
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput, NotFound
 from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
 from areal.training.rollouts.records import schema
+from areal_launch.commands.inspect_logs import write_log
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
 
@@ -212,9 +213,10 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
         NotFound: The run does not exist, or nothing was kept for those steps.
         InvalidInput: The file exists, or its suffix is none that is known.
     """
-    if to.suffix not in _SUFFIXES:
+    suffixes = (".json",) if kind == "inspect" else _SUFFIXES
+    if to.suffix not in suffixes:
         raise InvalidInput(
-            f"--to {str(to)!r}: expected a name that ends in {' or '.join(_SUFFIXES)}"
+            f"--to {str(to)!r}: expected a name that ends in {' or '.join(suffixes)}"
         )
     if to.exists():
         raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new file")
@@ -229,7 +231,9 @@ def export(run: Path | None, to: Path, kind: str, first: int | None, last: int |
     temporary = to.with_name(f"{to.name}.tmp")
     batches = _progress(export_rows, folder, kind, steps)
     try:
-        if to.suffix == ".parquet":
+        if kind == "inspect":
+            count = write_log(temporary, folder, steps, _bar(steps))
+        elif to.suffix == ".parquet":
             count = _write_parquet(temporary, batches)
         else:
             count = _write_jsonl(temporary, batches)
@@ -249,10 +253,14 @@ def _progress(
     rows: Any, folder: RolloutFolder, kind: str, steps: Sequence[int]
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of each step, with a bar."""
+    for step in _bar(steps):
+        yield list(rows(folder, kind, [step]))
+
+
+def _bar(steps: Sequence[int]) -> Iterable[int]:
     from rich.progress import track
 
-    for step in track(steps, description="steps", transient=True):
-        yield list(rows(folder, kind, [step]))
+    return track(steps, description="steps", transient=True)
 
 
 def _write_jsonl(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:

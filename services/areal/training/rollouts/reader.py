@@ -150,11 +150,15 @@ class RolloutFolder:
             self._tokenizer = Tokenizer.load(self._model())
         return self._tokenizer
 
-    def _model(self) -> Path:
+    def model_name(self) -> str:
+        """The model that the ids belong to, as the run named it."""
         from pyarrow import parquet
 
         metadata = parquet.read_schema(self.files[-1]).metadata or {}
-        named = str(metadata.get(MODEL_KEY, b""), "utf-8")
+        return str(metadata.get(MODEL_KEY, b""), "utf-8")
+
+    def _model(self) -> Path:
+        named = self.model_name()
         # A relative path was relative to where `areal run` was called: that of runs/NAME/TRIAL.
         for base in (Path(), self.folder.parents[3] if len(self.folder.parents) > 3 else Path()):
             if (base / named).is_dir():
