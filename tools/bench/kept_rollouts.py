@@ -59,7 +59,7 @@ def run(folder: Path, trial: str, steps: int, overrides: list[str]) -> Outcome:
         raise SystemExit(f"kept_rollouts: `areal run` failed; see {run_dir}/logs")
     after = os.times()
     cpu = sum(after[2:4]) - sum(before[2:4])  # of children that have ended, and of theirs
-    files = [*(run_dir / "rollouts").glob("step-*.parquet")]
+    files = [*(run_dir / "rollouts").glob("step-*-rank*.parquet")]
     expected = 0 if overrides else steps
     if len(files) != expected:
         raise SystemExit(f"kept_rollouts: {len(files)} files are kept, expected {expected}")
