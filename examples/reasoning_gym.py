@@ -1,7 +1,7 @@
 r"""A task of reasoning-gym, from easy questions to hard ones.
 
     pip install reasoning-gym==0.1.25
-    areal run examples/reasoning_gym.py                    # sums of two or three digits, on a CPU
+    areal run examples/reasoning_gym.py                    # short words, spelled backward, on a CPU
     areal run examples/reasoning_gym.py control=true       # shuffled rewards: must not learn
     areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
         task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
@@ -34,12 +34,12 @@ class Config(GRPOConfig):
 
     control: bool = False
     """Control experiment: shuffle the rewards of each batch, so that the reward cannot rise."""
-    task: str = "chain_sum"
+    task: str = "spell_backward"
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task, under reasoning-gym's names."""
     train_questions: int = 1500
     heldout_questions: int = 200
-    warm_start_loss: float = 1.0
+    warm_start_loss: float = 1.2
     """The warm-up ends at this loss; the model then knows the format."""
     warm_start_steps: int = 400
     """The warm-up ends after this many steps at the latest."""

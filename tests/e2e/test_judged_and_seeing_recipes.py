@@ -84,5 +84,5 @@ def test_reasoning_gym_when_run_then_easy_questions_come_first(tmp_path: Path) -
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert 0.0 <= summary["heldout_before"] <= 1.0
     asked = [(row["tokens_total"] - row["train/loss_tokens"]) / row["samples"] for row in rows]
-    question = "State the final answer to the following arithmetic problem: 4 + 3 ="
-    assert asked == [len(question) + 2] * 3, "sums of two digits are the shortest"
+    question = "Spell this word backward (example: sun -> nus): cat"
+    assert asked == [len(question) + 2] * 3, "words of three letters are the shortest"

@@ -116,3 +116,18 @@ def test_main_when_a_run_is_recorded_then_it_is_not_run_again_and_a_failure_is_s
     with pytest.raises(SystemExit):
         learn.main()
     assert "did you mean 'grpo'" in capsys.readouterr().err
+
+
+def test_row_when_compared_with_another_then_the_page_says_whether_it_lies_in_its_spread() -> None:
+    base = replace(GRPO, name="base", title="base", against="")
+    low, high = (replace(GRPO, name=n, title=n, against="base") for n in ("low", "high"))
+    runs = {seed: ended(base, seed, value) for seed, value in enumerate((0.4, 0.5))}
+    text = page._compared(
+        [
+            (base, runs),
+            (low, {0: ended(low, 0, 0.3)}),
+            (high, {1: ended(high, 1, 0.45)}),
+        ]
+    )
+    assert "| low | 0.600 | base | 0.750 | 0.700 to 0.800 | below | -0.100 |" in text
+    assert "| high | 0.750 | base | 0.750 | 0.700 to 0.800 | within | -0.050 |" in text

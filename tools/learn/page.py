@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tools.learn.table import ROOT, SEEDS, Row
@@ -24,13 +25,25 @@ at a time, and resumes interrupted runs. The rows of the tables come from
 Each run should meet its criterion within 600 s, including the time to start the services and to
 create the model. "Load" is the machine's load average at the start and at the end of the run. If it
 is above about 4, other work was running at the same time; the seconds are then an upper bound and
-cannot be compared. Seeds marked * ran an earlier revision of the recipe or its settings; `make
-learn` runs them again.
+cannot be compared. Seeds marked * ran an earlier revision of the recipe or its settings, a
+default included; `make learn` runs them again. The rows of Algorithms ran while the default of
+`actor.behavior_weight_mode` was `token_mask`.
 
 SFT and distillation have no row with LoRA, because their models start from random weights, which
 LoRA keeps frozen. With LoRA, SFT reached a loss of 3.4, and distillation closed a quarter of the
 gap.
 """
+
+
+_NOTES = {
+    "Asynchrony": """\
+Training on stale samples should cost nothing: the mean over the seeds should lie within the spread
+of the seeds at η = 0. What it does cost depends on how far the policy moves from one version to the
+next. At the recipe's learning rate, an answer's probability changes up to 30-fold within 8
+versions; at half the rate, up to 4-fold.
+"""
+}
+"""What a section's reader should know."""
 
 
 def write(table: list[tuple[Row, Runs]]) -> None:
@@ -51,6 +64,10 @@ def write(table: list[tuple[Row, Runs]]) -> None:
         for row, runs in rows:
             if lacking := [str(seed) for seed in SEEDS if seed not in runs]:
                 missing.append(f"{row.title}: seeds {', '.join(lacking)}")
+        if compared := _compared(rows):
+            parts.append(compared)
+        if section in _NOTES:
+            parts.append(_NOTES[section])
         parts.append(_settings(rows))
     listed = "".join(f"- {each}\n" for each in missing) or "Nothing.\n"
     parts.append(f"## Not run\n\n{listed}")
@@ -75,6 +92,26 @@ def _line(row: Row, runs: Runs) -> str:
         f"| {each('value', '{:+.2f}')} | {met} of {len(ordered)} | {each('seconds', '{:.0f}')} "
         f"| {in_time} of {len(ordered)} | {loads} |\n"
     )
+
+
+def _compared(rows: list[tuple[Row, Runs]]) -> str:
+    """Compare each row that has an `against` with that row: means, spread, and seed by seed."""
+    table, lines = {row.name: (row.title, runs) for row, runs in rows}, []
+    for row, runs in rows:
+        title, base = table.get(row.against, ("", {}))
+        both = sorted(runs.keys() & base.keys())
+        if not both:
+            continue
+        finals = [each["after"] for each in base.values()]
+        mean = fmean(each["after"] for each in runs.values())
+        less = fmean(runs[seed]["after"] - base[seed]["after"] for seed in both)
+        verdict = "below" if mean < min(finals) else "within" if mean <= max(finals) else "above"
+        lines.append(
+            f"| {row.title} | {mean:.3f} | {title} | {fmean(finals):.3f} "
+            f"| {min(finals):.3f} to {max(finals):.3f} | {verdict} | {less:+.3f} |\n"
+        )
+    head = "| run | mean after | compared with | mean | spread of seeds | mean is | same seed |\n"
+    return f"{head}|---|---|---|---|---|---|---|\n{''.join(lines)}" if lines else ""
 
 
 def _settings(rows: list[tuple[Row, Runs]]) -> str:

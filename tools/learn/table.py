@@ -65,6 +65,8 @@ class Row:
     overrides: tuple[str, ...] = ()
     example: str = "arithmetic_grpo"
     measure: Measure = Measure()
+    against: str = ""
+    """Name of the row that this one should end as high as; empty: there is none."""
 
     def revision(self) -> str:
         """Changes with the recipe's code, its settings and the overrides, not with its comments."""
@@ -96,10 +98,12 @@ def _algorithm(name: str, title: str, *overrides: str) -> Row:
     return Row(name.replace("_", "-"), title, FAMILY, (f"algorithm={name}", *overrides))
 
 
-def _staleness(eta: int, *overrides: str, title: str = "") -> Row:
-    name = f"eta-{eta}" + ("-plain" if title else "")
-    bound = f"rollout.max_head_offpolicyness={eta}"
-    return Row(name, title or f"η = {eta}, decoupled", ASYNCHRONY, (bound, *overrides))
+def _staleness(eta: int, *overrides: str, kind: str = "", title: str = "decoupled") -> Row:
+    suffix = f"-{kind}" if kind else ""
+    overrides = (f"rollout.max_head_offpolicyness={eta}", *overrides)
+    synchronous = "eta-0-half" if kind == "half" else "eta-0"
+    against = synchronous if eta else ""
+    return Row(f"eta-{eta}{suffix}", f"η = {eta}, {title}", ASYNCHRONY, overrides, against=against)
 
 
 def _rows_alone(
@@ -158,7 +162,11 @@ ROWS = [
         measure=Measure(least=0.27),  # 80 % of what full training rises by
     ),
     *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],
-    _staleness(8, "actor.prox_logp_method=behavior", title="η = 8, plain PPO"),
+    _staleness(8, "actor.prox_logp_method=behavior", kind="plain", title="plain PPO"),
+    *[
+        _staleness(eta, "actor.optimizer.lr=1.5e-4", kind="half", title="half the learning rate")
+        for eta in (0, 8)
+    ],
     _task("clevr_count", "Vision: counting squares", Measure(least=0.1)),
     _task("clevr_count", "Vision, shuffled rewards (control)", STILL, "control=true"),
     _task("tldr", "Summaries, judged by a reward model", SCORE),
@@ -171,7 +179,7 @@ ROWS = [
     _task("search_agent", "Agent: searches documents, then answers", Measure(least=0.15)),
     _task("search_agent", "Agent, shuffled rewards (control)", STILL, "control=true"),
     _task("on_policy_distill", "On-policy distillation", Measure()),
-    _task("reasoning_gym", "reasoning-gym's chain_sum", Measure(least=0.15)),
+    _task("reasoning_gym", "reasoning-gym's spell_backward", Measure(least=0.15)),
     _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),
     _rows_alone("gsm8k_sft", "SFT", LOSS),
     _rows_alone("dpo", "DPO", ACCURACY),
