@@ -35,7 +35,8 @@ def find_environment(name: str) -> Callable[..., Any]:
         known = module.factory.DATASETS
         if rest not in known:
             raise InvalidInput(f"environment {name!r}: no such task{nearest(rest, known)}")
-        return partial(ReasoningGym, rest)
+        # Once, not for each episode: it creates a dataset, and some read a whole book for that.
+        return partial(ReasoningGym, module.get_score_answer_fn(rest))
     if source == "gymnasium":
         if rest not in module.registry:
             raise InvalidInput(f"environment {name!r}: no such id{nearest(rest, module.registry)}")
@@ -85,8 +86,8 @@ def reasoning_gym_rows(
 class ReasoningGym:
     """A task of reasoning-gym: one question, one answer, scored by the task itself."""
 
-    def __init__(self, task: str) -> None:
-        self._score = _module("reasoning_gym", task).get_score_answer_fn(task)
+    def __init__(self, score: Callable[[str, dict[str, Any]], float]) -> None:
+        self._score = score
         self._entry: dict[str, Any] = {}
 
     def reset(self, data: dict[str, Any]) -> str:

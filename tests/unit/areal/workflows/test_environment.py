@@ -193,3 +193,18 @@ async def test_reasoning_gym_when_answered_then_the_task_scores_it():
         find_environment("reasoning_gym:chain_sun")
     with pytest.raises(InvalidInput, match="min_terms"):
         reasoning_gym_rows("chain_sum", train=1, heldout=1, seed=1, min_terms=-1)
+
+
+async def test_reasoning_gym_when_many_episodes_are_played_then_its_task_is_made_once(monkeypatch):
+    made = []
+    fake = SimpleNamespace(
+        factory=SimpleNamespace(DATASETS={"slow": None}),
+        get_score_answer_fn=lambda task: made.append(task) or (lambda answer, entry: 0.25),
+    )
+    monkeypatch.setitem(sys.modules, "reasoning_gym", fake)
+    row = {"prompt": "why?", "entry": {"question": "why?"}}
+    engine = ScriptedEngine([["so", "no"]] * 2, None)
+    flow = workflow("reasoning_gym:slow", n=2)
+    played = [each for _ in range(2) for each in await flow.arun_episode(engine, row)]
+    assert [each.reward for each in played] == [0.25] * 4
+    assert made == ["slow"]
