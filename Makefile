@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness images e2e-compose clean
+.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-verifiers images e2e-compose clean
 
 ##@ Start
 
@@ -88,6 +88,12 @@ test-harness: $(STAMP) ## Run unmodified mini-swe-agent as an agent (in its own 
 	$(BIN)/python -m venv .venv-harness
 	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness/bin/mini $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
+
+test-verifiers: $(STAMP) ## Run unmodified environments of verifiers and OpenEnv (in an environment of their own; downloads)
+	$(BIN)/python -m venv .venv-verifiers
+	.venv-verifiers/bin/pip install -q uv==0.13.9
+	.venv-verifiers/bin/uv pip install -q --python .venv-verifiers/bin/python 'verifiers[openenv]==0.4.0'
+	AREAL_TEST_VERIFIERS=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/python -m pytest -q tests/integration/test_verifiers_env.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, set up here (Debian: slurm-wlm munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)

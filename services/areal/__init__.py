@@ -10,12 +10,14 @@ _EXPORTS = {
     "AgentWorkflow": "areal.agents.workflow",
     "Conversation": "areal.workflows.conversation",
     "EnvWorkflow": "areal.workflows.environment",
+    "Environment": "areal.workflows.environment",
     "FSDPPPOActor": "areal.engines.ppo_actor",
     "FSDPPPOCritic": "areal.engines.ppo_critic",
     "GRPOConfig": "areal.config.experiment",
     "GenerationHyperparameters": "areal.types",
     "InferenceEngine": "areal.workflows.base",
     "LLMRequest": "areal.types",
+    "McpServer": "areal.types",
     "LLMResponse": "areal.types",
     "MultiTurnWorkflow": "areal.workflows.multi_turn",
     "OfflineTrainer": "areal.engines.offline",
@@ -27,6 +29,7 @@ _EXPORTS = {
     "ToolWorkflow": "areal.workflows.tool",
     "TrainEngine": "areal.engines.train_api",
     "Trajectory": "areal.types",
+    "VerifiersWorkflow": "areal.agents.verifiers",
     "WeightUpdateMeta": "areal.types",
     "group_reward": "areal.rewards.group",
     "load_expr_config": "areal.config.experiment",
@@ -38,6 +41,7 @@ __all__ = [
     "AgentWorkflow",
     "Conversation",
     "EnvWorkflow",
+    "Environment",
     "FSDPPPOActor",
     "FSDPPPOCritic",
     "GRPOConfig",
@@ -45,6 +49,7 @@ __all__ = [
     "InferenceEngine",
     "LLMRequest",
     "LLMResponse",
+    "McpServer",
     "MultiTurnWorkflow",
     "OfflineTrainer",
     "RLVRWorkflow",
@@ -54,6 +59,7 @@ __all__ = [
     "ToolWorkflow",
     "TrainEngine",
     "Trajectory",
+    "VerifiersWorkflow",
     "WeightUpdateMeta",
     "group_reward",
     "load_expr_config",
@@ -63,6 +69,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from areal.agents.verifiers import VerifiersWorkflow
     from areal.agents.workflow import AgentWorkflow
     from areal.algorithms.controls import shuffle_rewards
     from areal.config.experiment import GRPOConfig, load_expr_config
@@ -83,7 +90,7 @@ if TYPE_CHECKING:
     )
     from areal.workflows.base import InferenceEngine, RolloutWorkflow, make_trajectory
     from areal.workflows.conversation import Conversation
-    from areal.workflows.environment import EnvWorkflow
+    from areal.workflows.environment import Environment, EnvWorkflow
     from areal.workflows.multi_turn import MultiTurnWorkflow
     from areal.workflows.rlvr import RLVRWorkflow
     from areal.workflows.tool import ToolWorkflow

@@ -163,6 +163,19 @@ class Score(float):
 
 
 @dataclass(frozen=True)
+class McpServer:
+    """A server of the Model Context Protocol: either a program or a URL."""
+
+    command: list[str] = field(default_factory=list)
+    """The program and its arguments; it speaks on its standard input and output. Each conversation
+    has a process of its own. It sees PATH, HOME and the like of the worker, and `environment`."""
+    url: str = ""
+    """Of a server that runs already (streamable HTTP)."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More variables for the program. They are stored with the task: no secrets."""
+
+
+@dataclass(frozen=True)
 class WorkflowSpec:
     """How a worker rebuilds a workflow object: by digest and name, never pickled."""
 

@@ -37,6 +37,9 @@ ELSEWHERE = {"dnspython", "kubernetes", "math-verify", "sympy"}
 OPTIONAL = {
     # A recipe imports its reward in rollout workers, too; only reward's workers call it.
     ("areal.rewards.math", "math-verify"),
+    # Whoever names an MCP server as a tool installs it.
+    ("areal.workflows.mcp_tools", "mcp"),
+    ("areal.workflows.mcp_tools", "mcp-types"),
     # Whoever chooses a tracker installs it.
     ("areal.training.tracker", "mlflow"),
     ("areal.training.tracker", "tensorboardx"),

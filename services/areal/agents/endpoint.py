@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,8 @@ from areal.chassis.http_connections import IDLE_S, HttpSite
 from areal.errors import Unauthenticated
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+KEY_HEADER, NAME_HEADER = "X-Areal-Key", "X-Session-ID"
+"""Take the place of the API key where a client cannot set one, and name one of its sessions."""
 
 
 class Endpoint:
@@ -26,15 +29,25 @@ class Endpoint:
         ...     await run(task, endpoint.base_url, api_key)
     """
 
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """`host` is the address of this machine on which it listens."""
+        self._sessions: dict[str, Callable[[str], Session]] = {}
+        self._host = host
         self._runner: web.AppRunner | None = None
         self.base_url = ""
 
     def open(self, session: Session) -> str:
         """Admits an agent; returns its API key."""
+        return self.open_each(lambda name: session)
+
+    def open_each(self, find: Callable[[str], Session]) -> str:
+        """Admits an agent with several sessions; returns its API key.
+
+        Args:
+            find: The session of a name, which requests carry in the header X-Session-ID.
+        """
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
+        self._sessions[key] = find
         return key
 
     async def __aenter__(self) -> Self:
@@ -49,7 +62,7 @@ class Endpoint:
             handler_cancellation=True,
         )
         await self._runner.setup()
-        await HttpSite(self._runner, "127.0.0.1", 0).start()
+        await HttpSite(self._runner, self._host, 0).start()
         self.base_url = "http://{}:{}/v1".format(*self._runner.addresses[0])
         return self
 
@@ -62,15 +75,15 @@ class Endpoint:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    async def _find(self, key: str) -> Session:
-        session = self._sessions.get(key)
-        if session is None:
-            raise Unauthenticated("API key: it belongs to no session")
-        return session
-
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        async def find(key: str) -> Session:
+            opened = self._sessions.get(request.headers.get(KEY_HEADER, key))
+            if opened is None:
+                raise Unauthenticated("API key: it belongs to no session")
+            return opened(request.headers.get(NAME_HEADER, ""))
+
         content = await request.read()
-        reply = await handle(self._find, request.method, request.path, request.headers, content)
+        reply = await handle(find, request.method, request.path, request.headers, content)
         kind = "text/event-stream" if reply.stream else "application/json"
         if reply.parts is not None:
             stream = web.StreamResponse(status=reply.status, headers=reply.headers)

@@ -26,6 +26,11 @@ def find_environment(name: str) -> Callable[..., Any]:
             f"environment {name!r}: expected reasoning_gym:TASK, gymnasium:ID, "
             f"openenv:URL or module:Class"
         )
+    if source == "verifiers":
+        raise InvalidInput(
+            f"environment {name!r}: expected VerifiersWorkflow('tcp://HOST:PORT', gconfig): "
+            f"the package's own server plays its episodes"
+        )
     if source == "openenv":
         from areal.workflows.openenv import OpenEnv
 

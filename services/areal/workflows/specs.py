@@ -168,8 +168,15 @@ def build_workflow(spec: WorkflowSpec, module: ModuleType | None) -> RolloutWork
 
 
 def find_workflow(name: str, module: ModuleType | None) -> type[RolloutWorkflow]:
-    """Returns a built-in or one of the recipe's; raises InvalidInput with the nearest name."""
+    """Returns a built-in, one of the recipe's or one that `areal` exports.
+
+    Raises:
+        InvalidInput: There is none; the message has the nearest name.
+    """
     found: dict[str, type[RolloutWorkflow]] = dict(builtin_workflows())
+    exported = getattr(areal, name) if name in areal.__all__ else None
+    if isinstance(exported, type) and issubclass(exported, RolloutWorkflow):
+        found[name] = exported
     if module is not None:
         for key, value in vars(module).items():
             if isinstance(value, type) and issubclass(value, RolloutWorkflow):

@@ -143,6 +143,7 @@ def test_name_when_it_is_a_class_of_a_module_then_it_is_made(monkeypatch):
     ("environment", "options", "said"),
     [
         ("chess", {}, "gymnasium:ID, openenv:URL or module:Class"),
+        ("verifiers:gsm8k", {}, "expected VerifiersWorkflow"),
         ("no_such_package:Chess", {}, "pip install no-such-package"),
         (Digits, {"max_turns": 0}, "max_turns 0: expected 1 or more"),
         (Digits, {"step_timeout_s": 0}, "step_timeout_s 0: expected above 0"),

@@ -147,5 +147,6 @@ def test_tool_when_a_parameter_has_no_type_then_refused():
 def test_workflow_when_described_then_a_worker_rebuilds_it():
     spec = describe_workflow(workflow(multiply, slow, n=5))
     rebuilt = build_workflow(spec, sys.modules[__name__])
-    assert list(rebuilt.tools.values()) == [multiply, slow]
+    names = [schema["function"]["name"] for schema in rebuilt.calls.schemas([])]
+    assert names == ["multiply", "slow"]
     assert rebuilt.gconfig.n_samples == 5
