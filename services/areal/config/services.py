@@ -19,6 +19,11 @@ def in_object_store(place: str) -> bool:
     return place.startswith(OBJECT_STORES)
 
 
+def rollouts_url(versions: str) -> str:
+    """Where copies of kept rollouts go: beside the versions, if those are in an object store."""
+    return f"{versions.rstrip('/')}-rollouts" if in_object_store(versions) else ""
+
+
 def transport_order(first: str) -> tuple[str, ...]:
     """Returns the ways to store and read a version: the configured one, then the other."""
     ahead = (first,) if first in _STORING else ()
@@ -139,7 +144,8 @@ class CheckpointConfig:
     """Number of checkpoints to keep. One more than this number of published versions is kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
     """GiB of groups to keep in the run folder, newest steps first, for `areal show` and
-    `areal export`; 0 keeps none."""
+    `areal export`; 0 keeps none. If `weight_sync.path` is in an object store, they are also copied
+    to it, under that path with `-rollouts` at its end."""
 
 
 @dataclass

@@ -35,6 +35,7 @@ from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.allocation import Layout
 from areal.config.experiment import GRPOConfig
+from areal.config.services import rollouts_url
 from areal.protocol.leases import Discarded, Take
 from areal.recipe import Recipe
 from areal.security import Security
@@ -136,6 +137,7 @@ class TrainerSession(Ranks):
             rank,
             int(config.checkpoint.rollouts_gib * 2**30) if writes else 0,
             config.model.path,
+            mirror=rollouts_url(config.weight_sync.path),
         )
         self._batch: list[TrajectoryGroup] = []
         """This rank's share of the step in progress."""

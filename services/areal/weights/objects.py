@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -142,10 +142,7 @@ class ObjectStore:
 
     def names(self, *, whole: bool = False) -> list[str]:
         """Returns names of versions, oldest first; `whole`: without those still being uploaded."""
-        import obstore
-
-        with self._failing(""):
-            paths = [entry["path"] for entry in obstore.list(self._client).collect()]
+        paths = self.files()
         found = {path.partition("/")[0] for path in paths if not whole or path.endswith(MANIFEST)}
         return sorted(
             filter(parse_version_dir, found), key=lambda name: parse_version_dir(name) or ()
@@ -172,6 +169,13 @@ class ObjectStore:
             found = obstore.list(self._client, f"{name}/").collect()
         return {each["path"].removeprefix(f"{name}/"): each["size"] for each in found}
 
+    def files(self) -> list[str]:
+        """Returns the path of every object."""
+        import obstore
+
+        with self._failing(""):
+            return [entry["path"] for entry in obstore.list(self._client).collect()]
+
     def _small(self, path: str) -> bytes:
         import obstore
 
@@ -187,10 +191,10 @@ class ObjectStore:
         """Tests access: writes, lists and deletes, as a run will do."""
         self.put(_PROBE, b"")
         self.names()
-        self._remove([_PROBE])
+        self.remove([_PROBE])
 
     def put(self, path: str, data: bytes) -> None:
-        """Writes a small object."""
+        """Writes an object; it appears whole or not at all."""
         import obstore
 
         with self._failing(path):
@@ -230,9 +234,10 @@ class ObjectStore:
             paths = [entry["path"] for entry in obstore.list(self._client, name).collect()]
         manifest = [path for path in paths if path.endswith(MANIFEST)]
         for some in (manifest, [path for path in paths if path not in manifest]):
-            self._remove(some)
+            self.remove(some)
 
-    def _remove(self, paths: list[str]) -> None:
+    def remove(self, paths: Sequence[str]) -> None:
+        """Deletes objects; those that are not there are passed over."""
         import obstore
 
         with self._failing(paths[0] if paths else ""):

@@ -33,6 +33,8 @@ from areal.training.rollouts.records import (
     table_of,
 )
 from areal.types import TrajectoryGroup
+from areal.weights.objects import ObjectStore
+from areal.weights.publisher import TransportError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +49,9 @@ _CHECKS = 64
 class RolloutWriter:
     """The files of one rank."""
 
-    def __init__(self, folder: Path, rank: int, keep_bytes: int, model: str) -> None:
+    def __init__(
+        self, folder: Path, rank: int, keep_bytes: int, model: str, mirror: str = ""
+    ) -> None:
         """Writes nothing yet.
 
         Args:
@@ -55,7 +59,9 @@ class RolloutWriter:
             rank: This process's rank; rank 0 deletes the oldest steps above `keep_bytes`.
             keep_bytes: Limit for all files together; 0 keeps nothing.
             model: The model whose tokenizer made the ids.
+            mirror: {s3,gs,az}://bucket/prefix that gets a copy of each file; "": none does.
         """
+        self._mirror = ObjectStore(mirror) if mirror and keep_bytes else None
         self._folder = folder
         self._rank = rank
         self._keep_bytes = keep_bytes
@@ -71,6 +77,7 @@ class RolloutWriter:
 
     def resume(self, step: int) -> None:
         """Deletes what belongs to lost steps (rank 0, before any rank writes)."""
+        self._copy(lambda store: store.remove(_above(step, store.files())))
         if self._folder.is_dir():
             lost = [path for path in self._folder.glob(_FILES) if step_of(path) > step]
             for path in [*lost, *self._folder.glob(f".{_FILES}.tmp")]:
@@ -193,6 +200,7 @@ class RolloutWriter:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        self._copy(lambda store: store.put(path.name, path.read_bytes()))
         self._unchecked += path.stat().st_size
         if self._rank == 0 and self._unchecked > self._keep_bytes // _CHECKS:
             self._forget()
@@ -202,12 +210,34 @@ class RolloutWriter:
         self._unchecked = 0
         sizes = {path: path.stat().st_size for path in self._folder.glob(_FILES)}
         total = sum(sizes.values())
+        gone: list[Path] = []
         for step in sorted({step_of(path) for path in sizes})[:-1]:
             if total <= self._keep_bytes:
-                return
+                break
             for path in [path for path in sizes if step_of(path) == step]:
                 path.unlink(missing_ok=True)
-                total -= sizes.get(path, 0)
+                total -= sizes[path]
+                gone.append(path)
+        if gone:
+            self._copy(lambda store: store.remove([path.name for path in gone]))
+
+    def _copy(self, do: Callable[[ObjectStore], None]) -> None:
+        """Changes the copies; a store that does not answer is not asked again."""
+        if self._mirror is None:
+            return
+        try:
+            do(self._mirror)
+        except TransportError as error:
+            self._mirror = None
+            self._log.warning(
+                "rollouts_not_copied", cause=str(error), hint="they stay in the run folder"
+            )
+
+
+def _above(step: int, names: Sequence[str]) -> list[str]:
+    """Those of our files that belong to later steps."""
+    ours = [Path(name) for name in names if Path(name).match(_FILES)]
+    return [path.name for path in ours if step_of(path) > step]
 
 
 def _fsync(folder: Path) -> None:
