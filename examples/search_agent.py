@@ -40,7 +40,7 @@ class Config(GRPOConfig):
     train_problems: int = 1000
     heldout_problems: int = 300
     warm_start_loss: float = 0.12
-    """Supervised steps end at this loss, when about a third of the answers are right."""
+    """Supervised steps end at this loss, when about three quarters of the answers are right."""
     warm_start_steps: int = 1500
     """Or here."""
 
