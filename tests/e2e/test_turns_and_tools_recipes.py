@@ -53,7 +53,7 @@ def test_multi_turn_math_when_run_then_late_answers_are_discounted_and_feedback_
 
 def test_search_agent_when_run_then_documents_are_read_and_not_trained(tmp_path: Path) -> None:
     stack = RunningStack(tmp_path / "runs" / "search-agent" / "demo")
-    more = ("heldout_problems=20", "warm_start_steps=75")
+    more = ("heldout_problems=20", "warm_start_steps=75", "train_problems=20")
     summary, rows = run(stack, tmp_path, str(EXAMPLES / "search_agent.py"), *SMALL, *more)
     assert summary["status"] == "finished"
     assert len(rows) == 2
