@@ -101,6 +101,12 @@ e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, set up here (
 e2e-kubernetes-run: $(STAMP) ## Run `areal run --on kubernetes` on the cluster of KUBECONFIG (AREAL_TAG=dev)
 	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
+.PHONY: test-e2b
+test-e2b: $(STAMP) ## Run E2B's own SDK against the sandbox service (in an environment of its own)
+	$(BIN)/python -m venv .venv-e2b
+	.venv-e2b/bin/pip install -q e2b==2.63.0
+	AREAL_TEST_E2B=$(CURDIR)/.venv-e2b/bin/python $(BIN)/python -m pytest -q tests/integration/test_e2b_sdk.py $(ARGS)
+
 e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
 	$(PIP) --no-deps --require-hashes -r requirements/ray.txt
 	AREAL_TEST_RAY=1 $(BIN)/python -m pytest -q tests/e2e/test_ray_run.py $(ARGS)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from areal.config.experiment import GRPOConfig
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Limits of the worker pool; the first three come from the `reward:` section."""
+    """Limits of the worker pool; the first four come from the `reward:` section."""
 
     workers: int = 1
     """Worker processes."""
@@ -17,6 +18,8 @@ class RewardConfig:
     """One call of a reward function, in seconds."""
     memory_mb: int = 1024
     """Address space a worker may add to what it had when its function was loaded, in MiB."""
+    isolation: Literal["process", "sandbox"] = "process"
+    """sandbox: each worker is in a box (areal.rewards.sandbox)."""
     max_waiting_items: int = 16384
     """Items waiting for a worker; beyond it calls are refused as Unavailable (back-pressure)."""
     load_timeout_s: float = 60.0
@@ -32,5 +35,6 @@ class RewardConfig:
             workers=section.workers,
             timeout_s=section.timeout_s,
             memory_mb=section.memory_mb,
+            isolation=section.isolation,
             buffer=experiment.endpoints.buffer,
         )

@@ -12,7 +12,8 @@ from pathlib import Path
 import orjson
 
 import areal_reward
-from areal.errors import Unavailable, WaitTimeout
+from areal.errors import CannotStart, Unavailable, WaitTimeout
+from areal.rewards.sandbox.launch import NAMESPACES, confine, variables
 from areal.security import without_secrets
 from areal_reward import frames
 from areal_reward.children import Children
@@ -54,34 +55,50 @@ class WorkerProcess:
 
         Raises:
             Unavailable: The process ended instead; its output is in the log.
+            CannotStart: The same in a box, or there is no bubblewrap.
             WaitTimeout: The process was not ready within `load_timeout_s`.
         """
         progress, file = Progress.create()
         with file:
             descriptor = file.fileno()
+            boxed = config.isolation == "sandbox"
             root = str(Path(areal_reward.__file__).parents[1])
             path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-            process = await children.start(
+            command = [
                 sys.executable,
                 "-m",
                 "areal_reward.worker",
-                str(os.getpid()),
+                "1" if boxed else str(os.getpid()),  # its parent: there pid 1 of the box
                 str(descriptor),
                 str(config.timeout_s),
                 str(config.memory_mb),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=(descriptor,),
-                start_new_session=True,  # user code's children end with it
-                limit=1 << 20,
-                # One arena: threads would otherwise reserve 64 MiB of address space each.
-                env={
-                    **_environment(),
-                    "PYTHONPATH": path,
-                    "OMP_NUM_THREADS": "1",
-                    "MALLOC_ARENA_MAX": "1",
-                },
-            )
+            ]
+            environment, inherited = _environment(), [descriptor]
+            if boxed:
+                environment = variables("/tmp", "/usr/local/bin:/usr/bin:/bin", "")  # noqa: S108
+                environment["PYTHONUNBUFFERED"] = "1"
+                folders = [*path.split(os.pathsep), sys.prefix, sys.base_prefix]
+                command, rules = confine(command, folders, config.memory_mb)
+                inherited.append(rules)
+            try:
+                process = await children.start(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    pass_fds=inherited,
+                    start_new_session=True,  # user code's children end with it
+                    limit=1 << 20,
+                    # One arena: threads would otherwise reserve 64 MiB of address space each.
+                    env={
+                        **environment,
+                        "PYTHONPATH": path,
+                        "OMP_NUM_THREADS": "1",
+                        "MALLOC_ARENA_MAX": "1",
+                    },
+                )
+            finally:
+                for rest in inherited[1:]:
+                    os.close(rest)
         worker = cls(process, progress, children)
         since = asyncio.get_running_loop().time()
         try:
@@ -93,7 +110,13 @@ class WorkerProcess:
             worker.kill()
             raise
         if first is None or first[0] is not Kind.READY:
-            raise Unavailable(f"reward worker did not start: {await worker.end()}")
+            how = await worker.end()
+            if boxed:
+                raise CannotStart(
+                    f"reward.isolation sandbox: a worker did not start: {how} (its output is in "
+                    f"the log); {NAMESPACES}"
+                )
+            raise Unavailable(f"reward worker did not start: {how}")
         return worker
 
     def accepts(self, digest: str) -> bool:

@@ -18,7 +18,7 @@ from tools.lock import BELOW, names
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "requirements"
 OURS = sorted(path.parent.name for path in (ROOT / "services").glob("*/__init__.py"))
-CONTROL = ("areal_buffer", "areal_gateway", "areal_rollout")
+CONTROL = ("areal_buffer", "areal_gateway", "areal_rollout", "areal_sandbox")
 # Package -> the lock on top of its image's.
 LAYER = {
     **dict.fromkeys(CONTROL, "control.txt"),

@@ -1,10 +1,11 @@
-"""Short programs in boxes against plain subprocesses, on the same cores.
+"""Short programs in boxes, and through the sandbox service, against plain subprocesses.
 
     python tools/bench/sandbox.py [--programs 400] [--rounds 3]
 
-Both run `programs` times a Python program that adds two numbers, one at a time for each core:
-`box` in areal.rewards.sandbox (warm), `subprocess` as `python -I -c`. They alternate. The last line
-is JSON: programs per second of each (medians) and the ratio, boxes over subprocesses.
+All run `programs` times a Python program that adds two numbers, one at a time for each core: `box`
+in areal.rewards.sandbox (warm), `service` by areal-sandbox over gRPC, each in a box of its own,
+`lease` by areal-sandbox in one lent box, `subprocess` as `python -I -c`. They alternate. The last
+line is JSON: programs per second of each (medians), and ratios over subprocesses.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
-from areal.rewards.sandbox import Sandbox
+from tests.service_process import service_process
+
+from areal.clients.sandbox import LentBox, SandboxClient
+from areal.rewards.sandbox import Outcome, Sandbox
 
 PROGRAM = "print(1 + 1)"
 
 
-async def boxes(sandbox: Sandbox, programs: int) -> float:
+async def boxes(runner: Sandbox | SandboxClient | LentBox, slots: int, programs: int) -> float:
     """Programs per second in boxes."""
+    free = asyncio.Semaphore(slots)
+
+    async def one() -> Outcome:
+        async with free:
+            return await runner.run(PROGRAM)
+
     began = time.perf_counter()
-    found = await asyncio.gather(*[sandbox.run(PROGRAM) for _ in range(programs)])
+    found = await asyncio.gather(*[one() for _ in range(programs)])
     assert all(each.stdout == "2\n" for each in found)
     return programs / (time.perf_counter() - began)
 
@@ -54,16 +66,25 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     slots = len(os.sched_getaffinity(0))
-    sandbox = Sandbox(slots=slots)
-    await boxes(sandbox, slots)
-    rates: dict[str, list[float]] = {"box": [], "subprocess": []}
-    for _ in range(arguments.rounds):
-        rates["box"].append(await boxes(sandbox, arguments.programs))
-        rates["subprocess"].append(await subprocesses(slots, arguments.programs))
-        print({name: round(each[-1], 1) for name, each in rates.items()}, flush=True)
-    await sandbox.close()
+    with tempfile.TemporaryDirectory() as folder:
+        async with service_process("areal_sandbox", Path(folder), "sandbox: {boxes: 1}") as service:
+            client, sandbox = SandboxClient(service.listen), Sandbox(slots=slots)
+            lent = await client.lend(ttl_s=3600)
+            runners = {"box": sandbox, "service": client, "lease": lent}
+            rates: dict[str, list[float]] = {name: [] for name in (*runners, "subprocess")}
+            for runner in runners.values():
+                await boxes(runner, slots, slots)
+            for _ in range(arguments.rounds):
+                for name, runner in runners.items():
+                    rates[name].append(await boxes(runner, slots, arguments.programs))
+                rates["subprocess"].append(await subprocesses(slots, arguments.programs))
+                print({name: round(each[-1], 1) for name, each in rates.items()}, flush=True)
+            await lent.kill()
+            await client.close()
+            await sandbox.close()
     result = {name: round(statistics.median(each), 1) for name, each in rates.items()}
-    print(json.dumps(result | {"ratio": round(result["box"] / result["subprocess"], 2)}))
+    ratios = {name: round(result[name] / result["subprocess"], 2) for name in runners}
+    print(json.dumps(result | {"ratios": ratios}))
 
 
 if __name__ == "__main__":

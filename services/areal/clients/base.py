@@ -138,7 +138,7 @@ class Client:
                 has another answer, more for one that cannot do without the service.
         """
         self.address = address
-        security = security or Security()
+        self._security = security = security or Security()
         self._channel = open_channel(address, security)
         # Given with each call: an interceptor would cost every call a task of its own.
         self._metadata = tuple((k.lower(), v) for k, v in security.headers().items())

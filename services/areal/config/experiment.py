@@ -30,6 +30,7 @@ from areal.config.services import (
     ModelConfig,
     RewardConfig,
     RolloutConfig,
+    SandboxConfig,
     StackConfig,
     WeightSyncConfig,
     in_object_store,
@@ -63,6 +64,7 @@ class BaseExperimentConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -98,6 +98,22 @@ class RewardConfig:
     memory_mb: Annotated[int, Ge(64)] = 1024
     """Address space, in MiB, that a worker may add after loading its recipe; its children may each
     add as much."""
+    isolation: Literal["process", "sandbox"] = "process"
+    """What surrounds a worker: limits of a process, or also a box (bubblewrap): no network, no
+    files but Python and its packages, no other process. Without user namespaces the service refuses
+    to start."""
+
+
+@dataclass
+class SandboxConfig:
+    """The sandbox service, which lends boxes for code that no one trusts."""
+
+    boxes: Annotated[int, Ge(0)] = 0
+    """Boxes lent at a time by each sandbox service; 0: `areal run` starts none."""
+    isolation: Literal["namespaces", "rlimits"] = "namespaces"
+    """namespaces: bubblewrap; the service refuses to start where the machine does not allow them.
+    rlimits: limits and a filter of system calls alone, which is no protection from malicious
+    code (docs/isolation.md)."""
 
 
 @dataclass
@@ -221,6 +237,11 @@ class EndpointsConfig:
     """host:port of TrainerService."""
     gateway: str = ""
     """http://host:port of the gateway."""
+    sandbox: str = ""
+    """host:port of SandboxService."""
+    sandbox_http: str = ""
+    """http://host:port of the sandbox service's E2B-compatible side; empty: none, or a free one if
+    `areal run` starts the service."""
     inference: list[str] = field(default_factory=list)
     """Where inference servers are: any of http://HOST:PORT, dns://NAME:PORT (each address of the
     name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own).

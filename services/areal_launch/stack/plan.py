@@ -29,6 +29,7 @@ _SERVICES = {
     "buffer": ("areal_buffer", "buffer"),
     "weight-sync": ("areal_weight_sync", "weight_sync"),
     "reward": ("areal_reward", "reward"),
+    "sandbox": ("areal_sandbox", "sandbox"),
 }
 
 # Of `make sglang-gpu`, beside the environment that this command runs in.
@@ -148,9 +149,12 @@ def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> No
         _plan_servers(plan, planner)
     endpoints.weight_store = endpoints.weight_store or planner.weight_store()
     for name, (module, key) in _SERVICES.items():
-        if not getattr(endpoints, key):
+        wanted = config.sandbox.boxes > 0 if name == "sandbox" else True
+        if wanted and not getattr(endpoints, key):
             plan.services.append(planner.service(name, module))
             setattr(endpoints, key, plan.services[-1].address)
+            if name == "sandbox" and not endpoints.sandbox_http:
+                endpoints.sandbox_http = f"http://{placement.control}:{picker.pick('sandbox.http')}"
     if not endpoints.rollout:
         for index in range(config.stack.rollout_workers):
             plan.services.append(planner.service(f"rollout-{index}", "areal_rollout"))

@@ -41,6 +41,17 @@ def test_plan_when_nothing_is_given_then_everything_is_started(tmp_path: Path) -
     assert config.endpoints.redis == "", "the caller's config is left as it was"
 
 
+def test_plan_when_boxes_are_asked_for_then_a_sandbox_service_lends_them(
+    tmp_path: Path,
+) -> None:
+    config, folder = make(tmp_path, "sandbox.boxes=3")
+    plan = plan_stack(config, folder, with_trainer=False)
+    (spec,) = [spec for spec in plan.services if spec.name == "sandbox"]
+    assert plan.config.endpoints.sandbox == spec.address
+    assert plan.config.endpoints.sandbox_http.startswith("http://127.0.0.1:")
+    assert "sandbox" in plan.stop_order()[3]
+
+
 def test_plan_when_stopping_then_callers_go_before_the_called(tmp_path: Path) -> None:
     config, folder = make(tmp_path)
     order = plan_stack(config, folder, with_trainer=True).stop_order()

@@ -1,5 +1,6 @@
 """Runs code that a model wrote: in namespaces of its own, without a network, within limits."""
 
-from areal.rewards.sandbox.box import Limits, Outcome, Sandbox
+from areal.protocol.boxes import Limits, Outcome
+from areal.rewards.sandbox.pool import Sandbox
 
 __all__ = ["Limits", "Outcome", "Sandbox"]

@@ -1,282 +1,301 @@
-r"""Boxes on this machine: bubblewrap around an interpreter that forks a process for each program.
+"""One box: a process that keeps sessions of commands apart from this machine.
 
-    sandbox = Sandbox()                        # starts nothing
-    outcome = await sandbox.run("print(6 * 7)")
-    outcome.stdout                             # "42\n"
+    box = Box()
+    await box.start()                    # bubblewrap, and in it an interpreter that forks (zygote)
+    await box.open(Limits())             # a session: fresh namespaces and /tmp
+    command = await box.run(argv=["sh", "-c", "echo $HOME > x"])
+    async for event in command.events: ...
+    await box.close()                    # kills all that is inside
 
-A program sees the interpreter and its standard library, read-only, an empty folder (its current
-one), no network and no other process. It may use what `Limits` allows; what it leaves behind ends
-with it. A box is reused: the namespaces of a program are not. docs/isolation.md says what this
-keeps out, and what not.
+A session holds any number of commands, one after the other or side by side; what they leave in
+/tmp, and their daemons, stay until it ends. Without namespaces (`rlimits`) a box is a process with
+a folder, limits and a filter of system calls.
 
-| consumes | waits for | unblocked by |
-|---|---|---|
-| a box for each of `slots` programs at a time | a free box | a program's end; its limit of time |
+| consumes                     | waits for            | unblocked by                             |
+|------------------------------|----------------------|------------------------------------------|
+| a process, memory of its /tmp | the box's answers   | a command's end; the box's; whoever asks |
+|                              |                      | sets the deadline                        |
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import os
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.errors import CannotStart, InvalidInput
+from areal.errors import CannotStart, InvalidInput, NotFound
+from areal.protocol.boxes import Cause, Ended, Isolation, Limits
+from areal.rewards.sandbox.launch import NOBODY, advice, bubblewrap, plain
 from areal.rewards.sandbox.syscalls import seccomp_program
 
 _START_S = 20.0
-_GRACE_S = 15.0
-"""On top of a program's own seconds, for a machine that is busy; then the whole box is killed."""
-_NOBODY = 65534
-_FOLDER = "/tmp"  # noqa: S108  (of the box)
-_SYSTEM = ("/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
+_END_S = 5.0
+Output = tuple[Literal["stdout", "stderr"], bytes]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one program may use. All its processes together, unless it says otherwise."""
+class Command:
+    """A command in a box."""
 
-    seconds: float = 10.0
-    """Of wall time."""
-    memory_mb: int = 512
-    processes: int = 32
-    output_kb: int = 256
-    """Of stdout and stderr together."""
-    disk_mb: int = 64
-    """Of /tmp, and as much of /dev/shm."""
+    def __init__(self, box: Box, number: int, request: Mapping[str, Any]) -> None:
+        self.number, self.request = number, request
+        self.pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """In the box; 0 if it did not start."""
+        self.ended: Ended | None = None
+        self._box = box
+        self._listeners: list[asyncio.Queue[Output | Ended]] = []
+        self.events = self.listen()
+        """All of them, for whoever started it."""
 
-    def __post_init__(self) -> None:
-        """Raises InvalidInput for a limit that is not above zero."""
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise InvalidInput(f"Limits.{name}: {value!r}: expected a number above 0")
+    def listen(self) -> AsyncIterator[Output | Ended]:
+        """Returns what follows from now on: output, then Ended."""
+        queue: asyncio.Queue[Output | Ended] = asyncio.Queue()
+        if self.ended is not None:
+            queue.put_nowait(self.ended)
+        self._listeners.append(queue)
+
+        async def events() -> AsyncIterator[Output | Ended]:
+            while True:
+                event = await queue.get()
+                yield event
+                if isinstance(event, Ended):
+                    return
+
+        return events()
+
+    def put(self, event: Output | Ended) -> None:
+        """Passes an event to all that listen."""
+        if isinstance(event, Ended):
+            self.ended = event
+        for queue in self._listeners:
+            queue.put_nowait(event)
+
+    async def write(self, data: bytes, *, eof: bool = False) -> None:
+        """Adds to its standard input (that was kept open), and perhaps ends it."""
+        encoded = base64.b64encode(data).decode()
+        await self._box.send({"id": self.number, "input": encoded, "eof": eof})
+
+    async def signal(self, number: int) -> None:
+        """Sends a signal; SIGKILL to its children as well, except for daemons."""
+        await self._box.send({"id": self.number, "signal": number})
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a program ended."""
+class Box:
+    """One box; its methods belong to one event loop."""
 
-    exit_code: int
-    """Of the program; 128 and a signal's number if one ended it."""
-    cause: Literal["", "time", "memory", "processes", "output"]
-    """The limit that ended it; empty: it ended by itself."""
-    stdout: str
-    stderr: str
-    seconds: float
-    memory: int
-    """Peak in bytes, as sampled every 20 ms; 0 for a shorter program."""
+    def __init__(self, packages: Path | None = None, isolation: Isolation = "namespaces") -> None:
+        """Starts nothing. See Sandbox for the arguments."""
+        self._packages, self._isolation = packages, isolation
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._numbers = itertools.count(1)
+        self._ready: asyncio.Future[None] | None = None
+        self._closed: asyncio.Future[None] | None = None
+        self._limits = Limits()
+        self.commands: dict[int, Command] = {}
+        """Those that run."""
 
+    @property
+    def running(self) -> bool:
+        """Whether its process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
 
-class Sandbox:
-    """Runs programs, `slots` at a time; safe to use from any task of one event loop."""
+    async def start(self) -> None:
+        """Starts the process; no session yet.
 
-    def __init__(self, *, slots: int = 0, packages: Path | None = None) -> None:
-        """Starts nothing.
-
-        Args:
-            slots: Programs at a time; 0: the number of this process's cores.
-            packages: A folder of packages (site-packages) that programs may import, read-only.
-                If this process is root's, they see of it what everybody may see.
+        Raises:
+            CannotStart: bubblewrap is missing, or this machine allows no user namespaces.
         """
-        self._count = slots or len(os.sched_getaffinity(0))
-        self._packages = packages
-        self._free: asyncio.Semaphore | None = None
-        self._idle: list[_Box] = []
+        environment: dict[str, str] | None = None
+        if self._isolation == "namespaces":
+            command = bubblewrap(self._packages)
+        else:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="areal-box-", ignore_cleanup_errors=True
+            )
+            if os.getuid() == 0:
+                os.chown(self._folder.name, NOBODY, NOBODY)
+            command, environment = plain(self._folder.name)
+        program = seccomp_program(only_unix_sockets=self._isolation == "rlimits")
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env=environment
+        )
+        self._process = process
+        self._ready = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read(process))
+        try:
+            async with asyncio.timeout(_START_S):
+                await self.send({"seccomp": base64.b64encode(program).decode()})
+                await self._ready
+        except (TimeoutError, NotFound) as error:
+            await self.close()
+            said = (await process.stderr.read()).decode(errors="replace") if process.stderr else ""
+            silent = f"{error!r}; its process ended with {process.returncode} and said nothing"
+            raise CannotStart(f"sandbox: {advice(said) or silent}") from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def open(self, limits: Limits) -> None:
+        """Begins a session: fresh namespaces and /tmp; the previous one must have ended."""
+        self._limits = limits
+        self._closed = asyncio.get_running_loop().create_future()
+        wanted = {
+            "memory_bytes": limits.memory_mb << 20,
+            "processes": limits.processes,
+            "disk_bytes": limits.disk_mb << 20,
+            "cpu_seconds": limits.cpu_seconds,
+        }
+        await self.send({"open": wanted})
+
+    async def closed(self) -> None:
+        """Returns when the session has ended."""
+        if self._closed is not None:
+            await self._closed
 
     async def run(
         self,
         code: str = "",
         *,
         argv: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         files: Mapping[str, str] | None = None,
-        stdin: str = "",
-        limits: Limits | None = None,
-    ) -> Outcome:
-        """Run Python source, or a command, to its end or to a limit.
+        stdin: bytes = b"",
+        keep_stdin: bool = False,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "",
+        seconds: float = 0.0,
+        output_bytes: int = 0,
+        last: bool = False,
+    ) -> Command:
+        """Starts a command in the open session.
 
         Args:
-            code: Python source; runs as `__main__`.
-            argv: A command instead, e.g. `["sh", "-c", "…"]`.
-            files: Content of text files in the program's folder.
+            code: Python source; runs as `__main__`, with `arguments` in sys.argv.
+            argv: A command instead.
+            arguments: See code.
+            files: Content of text files in the box's folder.
             stdin: What it reads.
-            limits: See Limits.
+            keep_stdin: Whether Command.write will add to it.
+            environment: More variables.
+            folder: Its current one, absolute or below the box's folder.
+            seconds: Of wall time; 0: the session's limit.
+            output_bytes: Of stdout and stderr together; 0: the session's limit.
+            last: The session ends with this command.
 
         Raises:
-            InvalidInput: neither or both of code and argv, or a file outside the folder.
-            CannotStart: bubblewrap is missing, or this machine allows no user namespaces.
+            InvalidInput: Neither or both of code and argv.
+            NotFound: The box has ended.
         """
         if bool(code) == bool(argv):
-            raise InvalidInput("Sandbox.run: expected either code or argv")
-        limits = limits or Limits()
+            raise InvalidInput("command: expected either code or argv")
+        number = next(self._numbers)
         request = {
+            "start": number,
             "code": code,
             "argv": list(argv),
+            "args": list(arguments),
             "files": dict(files or {}),
-            "stdin": stdin,
-            "seconds": limits.seconds,
-            "memory_bytes": limits.memory_mb << 20,
-            "processes": limits.processes,
-            "output_bytes": limits.output_kb << 10,
-            "disk_bytes": limits.disk_mb << 20,
+            "stdin": base64.b64encode(stdin).decode(),
+            "keep_stdin": keep_stdin,
+            "env": dict(environment or {}),
+            "cwd": folder,
+            "seconds": seconds or self._limits.seconds,
+            "output_bytes": output_bytes or self._limits.output_kb << 10,
+            "last": last,
         }
-        if self._free is None:
-            self._free = asyncio.Semaphore(self._count)
-        async with self._free:
-            box = self._idle.pop() if self._idle else _Box(self._packages)
-            try:
-                answer = await box.ask(request, limits.seconds + _GRACE_S)
-            except BaseException:  # also when the caller gives up: what runs must end
-                await box.close()
-                raise
-            if box.lost:
-                await box.close()
-            else:
-                self._idle.append(box)
-        if failed := answer.pop("failed"):
-            if "expected a path inside" in failed or "FileNotFoundError" in failed:
-                raise InvalidInput(f"Sandbox.run: {failed}")
-            raise CannotStart(f"sandbox: {failed}")
-        return Outcome(**answer)
-
-    async def close(self) -> None:
-        """End all idle boxes; those in use end with this process."""
-        while self._idle:
-            await self._idle.pop().close()
-
-
-class _Box:
-    """One bubblewrap with a zygote in it."""
-
-    def __init__(self, packages: Path | None) -> None:
-        self._packages = packages
-        self._process: asyncio.subprocess.Process | None = None
-        self.lost = False
-        """It does not answer any more."""
-
-    async def ask(self, request: dict[str, Any], patience: float) -> dict[str, Any]:
-        """One program; a box that died since its last one is made again."""
-        if self._process is not None and self._process.returncode is not None:
-            self._process = None
-        if self._process is None:
-            self._process = await self._start()
+        command = self.commands[number] = Command(self, number, request)
         try:
-            async with asyncio.timeout(patience):
-                await self._send(request)
-                return await self._receive()
-        except TimeoutError:
-            cause = "time"
-        except (asyncio.IncompleteReadError, ConnectionError):
-            cause = "memory"  # the kernel took the whole box
-        self.lost = True
-        return {
-            "exit_code": 137,
-            "cause": cause,
-            "failed": "",
-            "stdout": "",
-            "stderr": "the whole box was ended",
-            "seconds": patience,
-            "memory": 0,
-        }
+            await self.send(request)
+        except BaseException:
+            self.commands.pop(number, None)
+            raise
+        return command
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Sends a request of session.py's protocol; raises NotFound if the box has ended."""
+        process = self._process
+        if process is None or process.stdin is None:
+            raise NotFound("sandbox: the box has ended")
+        body = json.dumps(message).encode()
+        try:
+            process.stdin.write(len(body).to_bytes(4, "big") + body)
+            await process.stdin.drain()
+        except (ConnectionError, RuntimeError):  # asyncio and uvloop each have their own
+            raise NotFound("sandbox: the box has ended") from None
 
     async def close(self) -> None:
-        """Kill it, and with it all that is inside."""
+        """Kills it, and with it all that is inside."""
         process, self._process = self._process, None
         if process is None:
             return
+        assert process.stdin is not None
+        assert self._reading is not None
+        if self._isolation == "rlimits":  # no kernel ends what it started: it does so itself
+            process.stdin.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
         if process.returncode is None:
             process.kill()
         await process.wait()
-        if process.stdin:
-            process.stdin.close()
+        process.stdin.close()
+        self._reading.cancel()
+        self._end("killed")
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.cleanup)
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        command, program = bubblewrap(self._packages), seccomp_program()
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/"
-        )
-        self._process = process
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Takes its answers until there are none."""
+        assert process.stdout is not None
         try:
-            async with asyncio.timeout(_START_S):
-                await self._send({"seccomp": base64.b64encode(program).decode()})
-                await self._receive()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            await self.close()
-            said = (await process.stderr.read()).decode(errors="replace") if process.stderr else ""
-            raise CannotStart(f"sandbox: {_advice(said) or repr(error)}") from None
-        return process
+            while True:
+                head = await process.stdout.readexactly(4)
+                body = await process.stdout.readexactly(int.from_bytes(head, "big"))
+                self._take(json.loads(body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._end("memory" if self._process is not None else "killed")  # the kernel took it
 
-    async def _send(self, message: dict[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        body = json.dumps(message).encode()
-        self._process.stdin.write(len(body).to_bytes(4, "big") + body)
-        await self._process.stdin.drain()
+    def _take(self, message: dict[str, Any]) -> None:
+        """An answer: of the zygote, or of a session."""
+        if "ready" in message and self._ready is not None:
+            self._ready.set_result(None)
+        elif "closed" in message and self._closed is not None:
+            self._closed.set_result(None)
+            self._end_commands("killed", "")
+        elif "failed" in message:
+            self._end_commands("", str(message["failed"]))
+        elif (command := self.commands.get(message.get("id", 0))) is None:
+            return
+        elif "pid" in message:
+            command.pid.set_result(message["pid"])
+        elif "ended" in message:
+            del self.commands[command.number]
+            command.put(Ended(**message["ended"]))
+        elif "stdout" in message:
+            command.put(("stdout", base64.b64decode(message["stdout"])))
+        else:
+            command.put(("stderr", base64.b64decode(message["stderr"])))
 
-    async def _receive(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        head = await self._process.stdout.readexactly(4)
-        body = await self._process.stdout.readexactly(int.from_bytes(head, "big"))
-        message: dict[str, Any] = json.loads(body)
-        return message
+    def _end_commands(self, cause: Cause, failed: str) -> None:
+        """The session has ended, and all that ran in it."""
+        commands, self.commands = self.commands, {}
+        for command in commands.values():
+            if not command.pid.done():
+                command.pid.set_result(0)
+            command.put(Ended(137, cause, 0.0, 0, failed))
 
-
-def bubblewrap(packages: Path | None) -> list[str]:
-    """Returns the command of a box; raises CannotStart if bubblewrap is missing."""
-    found = shutil.which("bwrap")
-    if not found:
-        raise CannotStart("sandbox: no `bwrap`; install bubblewrap (apt-get install bubblewrap)")
-    base = Path(sys.base_prefix).resolve()
-    inside = base if base.is_relative_to("/usr") else Path("/python")
-    command = [found, "--die-with-parent", "--new-session", "--clearenv"]
-    command += [f"--unshare-{each}" for each in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    if os.getuid() == 0:
-        # Root would stay root in a user namespace, and /proc/sys would obey it. It needs none to
-        # make the others; the zygote mounts /proc and becomes nobody.
-        for capability in ("SYS_ADMIN", "SETUID", "SETGID"):
-            command += ["--cap-add", f"CAP_{capability}"]
-        command += ["--dir", "/proc"]
-    else:
-        command += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
-        command += ["--proc", "/proc"]
-    command += ["--hostname", "box", "--perms", "0755", "--dir", "/etc"]
-    command += ["--ro-bind", "/usr", "/usr"]
-    for path in map(Path, _SYSTEM):
-        if path.is_symlink():
-            command += ["--symlink", str(path.readlink()), str(path)]
-        elif path.exists():
-            command += ["--ro-bind", str(path), str(path)]
-    if inside != base:
-        command += ["--ro-bind", str(base), str(inside)]
-    if packages is not None:
-        command += ["--ro-bind", str(packages), "/packages"]
-    command += ["--ro-bind", str(Path(__file__).with_name("zygote.py")), "/zygote.py"]
-    command += ["--dev", "/dev", "--tmpfs", _FOLDER, "--chdir", _FOLDER]
-    for name, value in (
-        ("PATH", f"{inside}/bin:/usr/local/bin:/usr/bin:/bin"),
-        ("LD_LIBRARY_PATH", f"{inside}/lib"),
-        ("HOME", _FOLDER),
-        ("LANG", "C.UTF-8"),
-        ("OMP_NUM_THREADS", "1"),
-    ):
-        command += ["--setenv", name, value]
-    python = inside / "bin" / f"python3.{sys.version_info.minor}"
-    return [*command, str(python), "-I", "-B", "/zygote.py"]
-
-
-def _advice(said: str) -> str:
-    said = said.strip()[-500:]
-    if "namespace" in said or "Operation not permitted" in said or "uid map" in said:
-        return (
-            f"{said}; expected a machine that lets unprivileged users create namespaces "
-            "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
-            "kernel.apparmor_restrict_unprivileged_userns=0)"
-        )
-    return said
+    def _end(self, cause: Cause) -> None:
+        """The process has ended."""
+        self._end_commands(cause, "")
+        for waited in (self._ready, self._closed):
+            if waited is not None and not waited.done():
+                waited.set_exception(NotFound("sandbox: the box has ended"))
+                waited.exception()  # no one may wait for it

@@ -20,6 +20,8 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET
 
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+_AF_UNIX = 1
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435  # its flags lie in memory, which a filter cannot read; without it libc takes clone
 _REFUSED = {  # x86_64, aarch64
@@ -68,11 +70,13 @@ _REFUSED = {  # x86_64, aarch64
 }
 
 
-def seccomp_program(machine: str = "") -> bytes:
+def seccomp_program(machine: str = "", *, only_unix_sockets: bool = False) -> bytes:
     """Returns the filter, an array of `struct sock_filter`; what it does not refuse is allowed.
 
     Args:
         machine: As `uname -m` says it; empty: this machine's.
+        only_unix_sockets: Refuse sockets of every other kind: for a program without a network
+            namespace of its own.
 
     Raises:
         CannotStart: the numbers of that machine's system calls are not known here.
@@ -95,6 +99,14 @@ def seccomp_program(machine: str = "") -> bytes:
     for numbers in _REFUSED.values():
         rows += [(_EQUAL, 0, 1, numbers[column]), refuse]
     rows += [(_EQUAL, 0, 1, _CLONE3), missing]
+    if only_unix_sockets:
+        rows += [
+            (_EQUAL, 0, 4, _SOCKET[machine]),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT),
+            (_EQUAL, 1, 0, _AF_UNIX),
+            refuse,
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     rows += [
         (_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),

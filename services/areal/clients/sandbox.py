@@ -1,0 +1,232 @@
+"""Client of SandboxService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from areal.clients.base import CallPolicy, Client, Policies, to_duration
+from areal.errors import Unavailable
+from areal.protocol.boxes import Ended, Limits, Outcome, ended_from_pb, limits_to_pb
+from areal.v1 import sandbox_service_pb2 as pb
+from areal.v1 import sandbox_service_pb2_grpc as pb_grpc
+
+_MARGIN_S = 60.0
+"""On top of a command's own seconds: for a free box, and a busy machine."""
+
+
+class SandboxClient(Client):
+    """Lends boxes, and runs programs without one.
+
+    Example:
+        >>> client = SandboxClient("127.0.0.1:7005")
+        >>> outcome = await client.run("print(6 * 7)")       # a box for this program alone
+        >>> async with await client.lend(ttl_s=600) as box:  # one that stays
+        ...     await box.write("a.txt", b"hello")
+        ...     await box.run(argv=["wc", "-c", "a.txt"])
+    """
+
+    POLICIES: ClassVar[Policies] = {
+        "CreateSandbox": CallPolicy(60.0, idempotent=False),
+        "KeepSandbox": CallPolicy(10.0, 10.0),
+        "KillSandbox": CallPolicy(10.0, 10.0),
+        "SendInput": CallPolicy(30.0, idempotent=False),
+        "ReadFile": CallPolicy(90.0),
+        "WriteFile": CallPolicy(90.0),
+        "ListFiles": CallPolicy(90.0),
+        "RemoveFile": CallPolicy(90.0, idempotent=False),
+    }
+
+    @cached_property
+    def stub(self) -> pb_grpc.SandboxServiceAsyncStub:
+        """The generated calls."""
+        return pb_grpc.SandboxServiceStub(self._channel)
+
+    async def lend(
+        self,
+        limits: Limits | None = None,
+        *,
+        ttl_s: float = 300.0,
+        environment: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> LentBox:
+        """Lends a box.
+
+        Args:
+            limits: Of each command, and of all that runs in it; see Limits.
+            ttl_s: Until it is destroyed, unless `keep` puts that off, in seconds.
+            environment: Variables of every command.
+            metadata: For people.
+
+        Raises:
+            CapacityExceeded: All boxes are lent; `retry_after_s` says when to try again.
+            Unavailable: The service is away, or draining.
+        """
+        request = pb.CreateSandboxRequest(
+            limits=limits_to_pb(limits or Limits()),
+            ttl=to_duration(ttl_s),
+            environment=environment or {},
+            metadata=metadata or {},
+        )
+        made = await self.call(self.stub.CreateSandbox, request)
+        return self.box(made.sandbox_id, made.address)
+
+    def box(self, sandbox_id: str, address: str) -> LentBox:
+        """Returns a box that is lent already, by its id and address: an agent's, for a verifier."""
+        if address == self.address:
+            return LentBox(self, sandbox_id)
+        return LentBox(SandboxClient(address, self._security), sandbox_id, owns=True)
+
+    async def run(
+        self,
+        code: str = "",
+        *,
+        argv: Sequence[str] = (),
+        files: Mapping[str, str] | None = None,
+        stdin: str = "",
+        limits: Limits | None = None,
+    ) -> Outcome:
+        """Runs a program in a box of its own; arguments and errors as of areal.rewards' Sandbox.
+
+        So a client can stand wherever a Sandbox does, e.g. in `code_reward`.
+        """
+        limits = limits or Limits()
+        request = pb.RunCommandRequest(
+            code=code,
+            argv=argv,
+            files=files or {},
+            stdin=stdin.encode(),
+            limits=limits_to_pb(limits),
+        )
+        return await collect(self.events(request, limits.seconds))
+
+    async def events(
+        self, request: pb.RunCommandRequest, seconds: float
+    ) -> AsyncGenerator[pb.RunCommandResponse, None]:
+        """Yields what a command says, up to its end; leaving early ends the command."""
+        answers = self.stream(self.stub.RunCommand, request, timeout_s=seconds + _MARGIN_S)
+        try:
+            async for answer in answers:
+                yield answer
+        finally:
+            await answers.aclose()
+
+
+class LentBox:
+    """A lent box; all that know its `id` and `address` share its files and processes."""
+
+    def __init__(self, client: SandboxClient, sandbox_id: str, *, owns: bool = False) -> None:
+        self.id, self.address = sandbox_id, client.address
+        self._client, self._owns = client, owns
+
+    async def __aenter__(self) -> LentBox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def run(
+        self,
+        code: str = "",
+        *,
+        argv: Sequence[str] = (),
+        files: Mapping[str, str] | None = None,
+        stdin: str = "",
+        limits: Limits | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "",
+    ) -> Outcome:
+        """Runs a command to its end.
+
+        Args:
+            code: Python source, or
+            argv: a command.
+            files: Content of text files to write first.
+            stdin: What it reads.
+            limits: Its `seconds` and `output_kb`; the rest is the box's. None: the box's.
+            environment: More variables.
+            folder: Its current one.
+
+        Raises:
+            NotFound: The box is not there any more.
+            InvalidInput: The command, its folder or a file cannot be.
+        """
+        request = pb.RunCommandRequest(
+            sandbox_id=self.id,
+            code=code,
+            argv=argv,
+            files=files or {},
+            stdin=stdin.encode(),
+            environment=environment or {},
+            folder=folder,
+            limits=limits_to_pb(limits) if limits else None,
+        )
+        return await collect(self.stream(request))
+
+    def stream(self, request: pb.RunCommandRequest) -> AsyncGenerator[pb.RunCommandResponse, None]:
+        """Yields a command's output as it comes, then its end; `sandbox_id` is filled in."""
+        request.sandbox_id = self.id
+        return self._client.events(request, request.limits.seconds or 86_400.0)
+
+    async def send(self, pid: int, data: bytes, *, eof: bool = False) -> None:
+        """Adds to the standard input of a command that was started with `keep_stdin`."""
+        request = pb.SendInputRequest(sandbox_id=self.id, pid=pid, data=data, eof=eof)
+        await self._client.call(self._client.stub.SendInput, request)
+
+    async def read(self, path: str) -> bytes:
+        """Returns a file's content; raises NotFound."""
+        request = pb.ReadFileRequest(sandbox_id=self.id, path=path)
+        return bytes((await self._client.call(self._client.stub.ReadFile, request)).content)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Writes a whole file; folders above it are made. CapacityExceeded: the disk is full."""
+        request = pb.WriteFileRequest(sandbox_id=self.id, path=path, content=content)
+        await self._client.call(self._client.stub.WriteFile, request)
+
+    async def files(self, path: str = "") -> dict[str, str]:
+        """Returns what is in a folder: absolute paths, and file, dir, symlink or other."""
+        request = pb.ListFilesRequest(sandbox_id=self.id, path=path)
+        found = await self._client.call(self._client.stub.ListFiles, request)
+        return {file.path: file.kind for file in found.files}
+
+    async def remove(self, path: str) -> None:
+        """Removes a file, or a folder with all in it; raises NotFound."""
+        request = pb.RemoveFileRequest(sandbox_id=self.id, path=path)
+        await self._client.call(self._client.stub.RemoveFile, request)
+
+    async def keep(self, ttl_s: float = 300.0) -> None:
+        """Lets the lease end that many seconds from now; raises NotFound."""
+        request = pb.KeepSandboxRequest(sandbox_id=self.id, ttl=to_duration(ttl_s))
+        await self._client.call(self._client.stub.KeepSandbox, request)
+
+    async def kill(self) -> bool:
+        """Destroys the box; False: it was not there any more."""
+        request = pb.KillSandboxRequest(sandbox_id=self.id)
+        try:
+            killed = await self._client.call(self._client.stub.KillSandbox, request)
+        finally:
+            if self._owns:
+                await self._client.close()
+        return bool(killed.killed)
+
+
+async def collect(answers: AsyncIterator[pb.RunCommandResponse]) -> Outcome:
+    """Returns how a command ended, with its output."""
+    stdout, stderr = [], []
+    ended: Ended | None = None
+    async for answer in answers:
+        stdout.append(answer.stdout)
+        stderr.append(answer.stderr)
+        if answer.HasField("ended"):
+            ended = ended_from_pb(answer.ended)
+    if ended is None:
+        raise Unavailable("sandbox: the call ended before its command did")
+    return Outcome(
+        ended.exit_code,
+        ended.cause,
+        b"".join(stdout).decode(errors="replace"),
+        b"".join(stderr).decode(errors="replace"),
+        ended.seconds,
+        ended.memory,
+    )

@@ -1,0 +1,108 @@
+"""The Connect protocol in JSON, as much of it as E2B's SDKs speak.
+
+A unary call is a JSON body each way. A streaming call is a sequence of envelopes: one byte of
+flags, four of length, JSON; the last envelope has flag 2 and holds the error, if there is one.
+https://connectrpc.com/docs/protocol
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from areal.errors import (
+    ArealError,
+    CapacityExceeded,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+    WaitTimeout,
+)
+
+_END = 2
+_MAX_MESSAGE_BYTES = 64 << 20
+_CODES: dict[type[ArealError], tuple[str, int]] = {
+    InvalidInput: ("invalid_argument", 400),
+    NotFound: ("not_found", 404),
+    CapacityExceeded: ("resource_exhausted", 429),
+    Unavailable: ("unavailable", 503),
+    WaitTimeout: ("deadline_exceeded", 504),
+}
+_INTERNAL = ("internal", 500)
+Json = dict[str, Any]
+
+
+class AlreadyExists(InvalidInput):
+    """A folder to make is there already."""
+
+
+_CODES[AlreadyExists] = ("already_exists", 409)
+
+
+def status_of(error: ArealError) -> int:
+    """Returns the HTTP status of an error."""
+    return _CODES.get(type(error), _INTERNAL)[1]
+
+
+def refusal(error: ArealError) -> web.Response:
+    """Returns the answer of a unary call that failed."""
+    code, status = _CODES.get(type(error), _INTERNAL)
+    return web.json_response({"code": code, "message": str(error)}, status=status)
+
+
+async def messages(request: web.Request) -> AsyncIterator[Json]:
+    """Yields the messages of a request's stream; raises InvalidInput for what is none."""
+    try:
+        while head := await request.content.read(1):
+            size = int.from_bytes(await request.content.readexactly(4), "big")
+            if size > _MAX_MESSAGE_BYTES or head[0] & 1:
+                raise InvalidInput(
+                    f"message of {size} bytes, flags {head[0]}: expected at most "
+                    f"{_MAX_MESSAGE_BYTES} bytes without compression"
+                )
+            body = await request.content.readexactly(size)
+            if head[0] & _END:
+                return
+            yield parse(body)
+    except EOFError:
+        raise InvalidInput("the stream ended inside a message") from None
+
+
+def parse(body: bytes) -> Json:
+    """Returns a JSON object; raises InvalidInput for anything else."""
+    try:
+        message = json.loads(body or b"{}")
+    except ValueError as error:
+        raise InvalidInput(f"body: {error}: expected a JSON object") from None
+    if not isinstance(message, dict):
+        raise InvalidInput("body: expected a JSON object")
+    return message
+
+
+async def stream(request: web.Request, events: AsyncIterator[Json]) -> web.StreamResponse:
+    """Answers with a stream of messages, and at its end with the error that ended it, if any."""
+    response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
+    end: Json = {}
+    async with aclosing(events):  # type: ignore[type-var]
+        try:
+            async for event in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(_envelope(0, event))
+        except ArealError as error:
+            code, _ = _CODES.get(type(error), _INTERNAL)
+            end = {"error": {"code": code, "message": str(error)}}
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(_envelope(_END, end))
+    await response.write_eof()
+    return response
+
+
+def _envelope(flags: int, message: Json) -> bytes:
+    body = json.dumps(message).encode()
+    return bytes([flags]) + len(body).to_bytes(4, "big") + body
