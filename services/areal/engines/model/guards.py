@@ -72,14 +72,19 @@ def set_attention(hf: Any, kernel: str) -> None:
     name = registered_name(kernel)
     if not hf._can_set_attn_implementation():
         raise refusal(hf, "custom attention, which lets packed sequences see one another")
-    hf.set_attn_implementation(name)
-    if vision.sees(hf):  # patches of an image see all others
-        hf.set_attn_implementation({"vision_config": "sdpa"})
+    use_attention(hf, name)
     for module in decoder_of(hf).modules():
         kind = type(module).__name__
         stays = getattr(getattr(module, "config", None), "_attn_implementation", name)
         if stays != name and "Attention" in kind:
             raise refusal(hf, f"attention that stays {stays} in {kind}")
+
+
+def use_attention(hf: Any, name: str) -> None:
+    """Let the layers of text call an attention function that is registered in transformers."""
+    hf.set_attn_implementation(name)
+    if vision.sees(hf):  # patches of an image see all others
+        hf.set_attn_implementation({"vision_config": "sdpa"})
 
 
 def decoder_of(hf: Any) -> nn.Module:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from areal.algorithms import packing
 from areal.algorithms.packing import Batch
 from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import build_layout
-from areal.engines.model.guards import decoder_of, is_scalar, refusal, set_attention
+from areal.engines.model.guards import decoder_of, is_scalar, refusal, use_attention
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.packed import PackedCausalLM
 from areal.errors import InvalidInput
@@ -135,22 +135,30 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
     hf = model.hf
     if isinstance(model, FSDPModule):
         model.unshard()  # what the root gathers: embedding and head
+    packed = hf.config.get_text_config()._attn_implementation
     hf.set_attn_implementation("eager")
     parts = []
     try:
-        for sequence in packing.unpack(batch):
-            ids = sequence["input_ids"]
-            if is_scalar(hf):
-                found = decoder_of(hf)(input_ids=ids[None], use_cache=False)
-                parts.append(_project(found.last_hidden_state[0, :-1]))
-                continue
-            logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
+        with _not_compiled(hf):
+            for sequence in packing.unpack(batch):
+                ids = sequence["input_ids"]
+                if is_scalar(hf):
+                    found = decoder_of(hf)(input_ids=ids[None], use_cache=False)
+                    parts.append(_project(found.last_hidden_state[0, :-1]))
+                    continue
+                logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+                parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
     finally:
-        set_attention(hf, model.kernel)
+        use_attention(hf, packed)
         if isinstance(model, FSDPModule):
             model.reshard()
     return torch.cat(parts)
+
+
+def _not_compiled(hf: nn.Module) -> AbstractContextManager[Any]:
+    """Leave layers uncompiled that are called inside."""
+    compiled = any(module._compiled_call_impl is not None for module in hf.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 class _Probe:

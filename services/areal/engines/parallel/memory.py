@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from areal.config.training import Checkpointing, Kernels, TrainEngineConfig
+from areal.engines.model import guards
 from areal.engines.parallel import estimate
 from areal.engines.parallel.estimate import GIB, ModelShape, Need, Setting
 from areal.engines.parallel.mesh import Mesh, reduce_scalars
@@ -140,9 +141,10 @@ def use_kernels(
 ) -> None:
     """Let torch.compile or Liger compute the layers' norms, rotary embeddings and gates.
 
-    torch.compile compiles each layer on its own, with any number of tokens. Attention is left out:
-    the graph breaks there once per layer, because its layout differs from batch to batch. Liger
-    replaces modules of an architecture that it knows.
+    torch.compile compiles each layer on its own, again when the number of tokens first changes,
+    then for any number; sizes of the model stay constants. Attention is left out: the graph breaks
+    there once per layer, because its layout differs from batch to batch. Liger replaces modules of
+    an architecture that it knows.
 
     Raises:
         InvalidInput: Liger is not installed, there is no GPU, or it does not know the architecture.
@@ -155,9 +157,9 @@ def use_kernels(
         disable: Any = torch.compiler.disable
         attend = disable(AttentionInterface()[name], reason="the layout varies")
         AttentionInterface.register(apart, attend)
-        hf.set_attn_implementation(apart)
+        guards.use_attention(hf, apart)
         for layer in layers:
-            layer.compile(dynamic=True)
+            layer.compile()
     elif kernels == "liger":
         _use_liger(hf, device)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from tests.unit.areal.engines.hub_families import SEEING, make_family
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.algorithms import packing
@@ -11,6 +12,7 @@ from areal.engines.fsdp import FSDPEngine
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.model.source import load_model
+from areal.engines.parallel.memory import use_kernels
 from areal.errors import InvalidInput
 
 SIZE = {
@@ -157,6 +159,25 @@ def test_forward_when_rope_would_depend_on_the_neighbors_then_refuses_long_seque
     long = packing.pack([{"input_ids": [5] * 25, "loss_mask": [False] + [True] * 24}])
     with pytest.raises(InvalidInput, match=r"sequence of 25 tokens: beyond 24 .*rope"):
         engine.forward(long)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_5_vl"])
+def test_self_test_when_layers_are_compiled_then_attention_stays_apart(tmp_path, kind):
+    hf = load_model(str(make_family(kind, tmp_path)), torch.float32, from_scratch=False, seed=0)
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 20)
+    cpu = torch.device("cpu")
+    use_kernels(hf, [], "compile", cpu)  # as where layers are compiled, without the minutes
+    names = [config._attn_implementation for config in configs_of(hf)]
+    assert names[0] == "areal_packed_apart"
+    assert names[1:] == (["sdpa"] if kind in SEEING else [])  # patches see all others
+    self_test(model, cpu, torch.float32)
+    assert [config._attn_implementation for config in configs_of(hf)] == names
+
+
+def configs_of(hf):
+    """Of the layers of text, and of the tower that sees."""
+    vision = getattr(hf.config, "vision_config", None)
+    return [hf.config.get_text_config(), *([vision] if vision else [])]
 
 
 def test_self_test_when_a_model_is_big_then_runs_its_first_layers_of_every_kind(
