@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-verifiers images e2e-compose clean
+.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers images e2e-compose clean
 
 ##@ Start
 
@@ -82,12 +82,17 @@ sglang-gpu: .venv-sglang-gpu/.set-up ## Install SGLang for GPUs into .venv-sglan
 	@touch $@
 
 test-sglang: $(STAMP) sglang ## Run the engines' conformance suite on the CPU engine and on real SGLang
-	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py $(ARGS)
+	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py tests/integration/test_agent_sessions.py $(ARGS)
 
-test-harness: $(STAMP) ## Run unmodified mini-swe-agent as an agent (in its own environment)
+test-harness: $(STAMP) ## Run unmodified mini-swe-agent, Claude Code and Codex as agents (in an environment of their own)
 	$(BIN)/python -m venv .venv-harness
 	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
-	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness/bin/mini $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
+	npm install --silent --no-audit --no-fund --prefix .venv-harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
+
+test-agents-sdk: $(STAMP) ## OpenAI's Agents SDK, unmodified, as an agent (beside .venv, in build/agents-sdk)
+	$(BIN)/pip install -q --no-deps --upgrade --target build/agents-sdk openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 pyjwt==2.15.1 python-multipart==0.0.34 sse-starlette==3.7.0 websockets==16.1.1
+	PYTHONPATH=build/agents-sdk $(BIN)/python -m pytest -q -k sdk tests/integration/test_agent_sessions.py tests/integration/test_agent_recipes.py $(ARGS)
 
 test-verifiers: $(STAMP) ## Run unmodified environments of verifiers and OpenEnv (in an environment of their own; downloads)
 	$(BIN)/python -m venv .venv-verifiers

@@ -38,7 +38,7 @@ _SEEING = "tests/e2e/test_judged_and_seeing_recipes.py"
 
 # Name of a file in examples/ -> its test.
 MINIATURES = {
-    "anthropic_agent": f"{_AGENTS}[anthropic]",
+    "anthropic_agent": f"{_AGENTS}[anthropic_agent]",
     "arithmetic_grpo": f"{_LOOPS}::test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_"
     "and_no_more[2]",
     "clevr_count": f"{_SEEING}::test_clevr_count_when_run_then_servers_and_trainer_see_the_same_"
@@ -61,7 +61,8 @@ MINIATURES = {
     "and_feedback_is_not_trained",
     "on_policy_distill": f"{_SEEING}::test_on_policy_distill_when_the_teacher_is_served_then_its_"
     "steps_are_those_of_a_folder",
-    "openai_agent": f"{_AGENTS}[openai]",
+    "openai_agent": f"{_AGENTS}[openai_agent]",
+    "openai_agents_sdk": f"{_AGENTS}[openai_agents_sdk]",
     "outside_agents": f"{_INTEGRATION}/test_online_recipe.py::test_outside_agents_when_they_play_"
     "beside_the_run_then_it_trains",
     "ppo_critic": f"{_LOOPS}::test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_"

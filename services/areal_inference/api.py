@@ -15,6 +15,7 @@ from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from areal.errors import InvalidInput
+from areal_inference.decode.grammar import KINDS, Grammar, GrammarError
 from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.model.config import ModelConfig
 
@@ -30,6 +31,9 @@ MAX_TOP_LOGPROBS = 128
 RESERVED_POSITIONS = 6
 """Of the context, that SGLang keeps from prompts; so do we, or clients would rely on them."""
 
+Constrain = Callable[[str, str], Grammar]
+"""Compiles a grammar, given its kind and value; raises GrammarError."""
+
 _DEFAULT_MAX_NEW_TOKENS = 128
 _MAX_STOP_TOKENS = 256
 
@@ -41,10 +45,7 @@ _UNSUPPORTED_PARAMS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0, None),
     "presence_penalty": (0, 0.0, None),
     "repetition_penalty": (1, 1.0, None),
-    "json_schema": (None,),
-    "regex": (None,),
     "ebnf": (None,),
-    "structural_tag": (None,),
     "logit_bias": (None, {}),
 }
 _HARMLESS_PARAMS = {
@@ -64,6 +65,7 @@ _OWN_PARAMS = {
     "sampling_seed",
     "skip_special_tokens",
     "stream_interval",
+    *KINDS,
 }
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
@@ -129,6 +131,7 @@ def parse_generate(
     limits: Limits,
     encode: Callable[[str], list[int]] | None,
     see: See | None = None,
+    constrain: Constrain | None = None,
 ) -> GenerateCall:
     """Check a decoded /generate body and make its requests.
 
@@ -137,6 +140,7 @@ def parse_generate(
         limits: limits of the running model.
         encode: the tokenizer, or None when there is none.
         see: makes patches of images; None: the model sees nothing.
+        constrain: compiles a grammar; None: this server has no constrained decoding.
 
     Raises:
         SchemaError: malformed.
@@ -168,6 +172,8 @@ def parse_generate(
     files = _images(body, len(prompts), batched, see)
     now = time.time()
     requests: list[Request] = []
+    # One dictionary may be that of all prompts.
+    constrained, grammar = None, None
     for given, raw, rid, extra_key, images in zip(
         prompts, params_list, rids, extra_keys, files, strict=True
     ):
@@ -176,6 +182,8 @@ def parse_generate(
         if images and see is not None:
             prompt, seen = see(given, images)
             _check_prompt(prompt, limits)
+        if raw is not constrained:
+            constrained, grammar = raw, _grammar(raw, constrain)
         base = rid or f"{getrandbits(128):032x}"
         for index in range(n):
             requests.append(
@@ -188,6 +196,7 @@ def parse_generate(
                     top_logprobs=top,
                     stream=stream,
                     received_at=now,
+                    grammar=grammar.copy() if grammar is not None else None,
                     seen=seen,
                 )
             )
@@ -320,6 +329,24 @@ def _sampling_params(
         skip_special_tokens=_boolean(raw, "skip_special_tokens", default=True),
         stream_interval=_integer(raw, "stream_interval", 1, 1, None),
     )
+
+
+def _grammar(raw: dict[str, Any], constrain: Constrain | None) -> Grammar | None:
+    """What the answer may be."""
+    given = [kind for kind in KINDS if raw.get(kind) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestError(f"sampling_params.{given[1]}: expected no {given[0]} beside it")
+    [kind] = given
+    if not isinstance(raw[kind], str):
+        raise SchemaError(f"sampling_params.{kind}: expected a string")
+    try:
+        if constrain is None:
+            raise GrammarError("this server has no constrained decoding, since it has no tokenizer")
+        return constrain(kind, raw[kind])
+    except GrammarError as error:
+        raise RequestError(f"sampling_params.{kind}: {error}") from None
 
 
 def _per_prompt(

@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from areal.models.directory import serving_dtype
 from areal_inference.api import GenerateCall, Limits, RequestError
 from areal_inference.config import InferenceConfig
 from areal_inference.decode.engine import Engine, EngineError
+from areal_inference.decode.grammar import Grammar, Grammars
 from areal_inference.decode.scheduler import Scheduler
 from areal_inference.metrics import Metrics
 from areal_inference.model.config import ModelConfig
@@ -52,6 +54,7 @@ class Frontend:
         self.max_total_tokens = _max_total_tokens(config, model, self.context_length)
         self.tokenizer = _load_tokenizer(config)
         self.see = _sight(config, model)
+        self.constrain = None if self.tokenizer is None else self._grammar
         self.limits = Limits.of(model, self.context_length, self.max_total_tokens)
         self.boot_id = uuid.uuid4().hex
         self.started_at = time.time()
@@ -193,6 +196,15 @@ class Frontend:
             with contextlib.suppress(TimeoutError, EngineError):
                 async with asyncio.timeout(deadline_s):
                     await self.abort(None, "server is shutting down")
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        """Made when the first request asks: it reads the vocabulary."""
+        limits = self.limits
+        return Grammars(self.tokenizer.to_str(), limits.vocab_size, sorted(limits.eos_token_ids))
+
+    def _grammar(self, kind: str, value: str) -> Grammar:
+        return self._grammars.compile(kind, value)
 
     def encode(self) -> Callable[[str], list[int]] | None:
         """Return a text's token ids, or None without a tokenizer."""

@@ -24,9 +24,10 @@ CallKey = tuple[str, int]
 
 
 def request_digest(request: LLMRequest) -> str:
-    """Returns the digest of a request's prompt, images and sampling parameters."""
+    """Returns the digest of a request's prompt, images, sampling parameters and grammar."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(orjson.dumps([request.input_ids, asdict(request.gconfig)]))
+    digest.update(request.grammar.encode())
     for image in request.images:
         digest.update(hashlib.blake2b(image, digest_size=16).digest())
     return digest.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.containers import image_of, store_in_container
-from tests.contract.engines import EngineUnderTest, Http, running_engine
+from tests.contract.engines import ENGINES, EngineUnderTest, Http, running_engine
 from tests.contract.transport_rig import Rig, open_rig
 from tests.inference_server import make_model, save_tokenizer
 from tests.ledger_support import Book, open_book
 from tests.redis_server import start_redis
 
-ENGINES = ["embedded", "real"] if os.environ.get("AREAL_TEST_SGLANG") else ["embedded"]
 VERSIONS = 4
 
 

@@ -21,9 +21,11 @@ import torch
 from tests.inference_server import REPOSITORY, running_server
 from tests.ports import free_port
 
+ENGINES = ["embedded", "real"] if os.environ.get("AREAL_TEST_SGLANG") else ["embedded"]
+"""What the suites run against; `make test-sglang` adds SGLang."""
 SERVE = REPOSITORY / "tools" / "sglang_cpu" / "serve.sh"
-START_TIMEOUT_S = 300.0
-"""SGLang imports for a minute on a busy machine."""
+START_TIMEOUT_S = 500.0
+"""SGLang imports for a minute, and for several on a busy machine."""
 CONTEXT = 4096
 VOCABULARY = 131
 
@@ -147,6 +149,18 @@ def running_engine(
         return
     with running_sglang(folders[0], log, *flags) as (url, pid):
         yield EngineUnderTest(name, url, pid, folders, models)
+
+
+@contextmanager
+def running_spelling(name: str, folder: Path, log: Path, *flags: str) -> Iterator[tuple[str, int]]:
+    """An engine around a model whose tokens are bytes, with constrained decoding: url and pid."""
+    flags = ("--random-seed", "5", "--weight-version", "0", "--max-running-requests", "16", *flags)
+    if name == "real":
+        with running_sglang(folder, log, *flags, "--grammar-backend", "xgrammar") as served:
+            yield served
+        return
+    with running_server(folder, *flags) as server:
+        yield server.url, server.process.pid
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,36 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
-def test_agent_when_run_then_it_trains(tmp_path: Path, sdk: str) -> None:
+@pytest.mark.parametrize(
+    "example",
+    [
+        "openai_agent",
+        "anthropic_agent",
+        pytest.param(
+            "openai_agents_sdk",
+            marks=pytest.mark.skipif(
+                find_spec("agents") is None, reason="needs openai-agents: make test-agents-sdk"
+            ),
+        ),
+    ],
+)
+def test_agent_when_run_then_it_trains(tmp_path: Path, example: str) -> None:
     steps = ("total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=3")
     small = ("train_problems=200", "heldout_problems=6", "warm_start_steps=2")
     result = subprocess.run(
         [
             *(sys.executable, "-m", "areal_launch.cli", "run"),
-            *(str(ROOT / "examples" / f"{sdk}_agent.py"), *steps, *small),
+            *(str(ROOT / "examples" / f"{example}.py"), *steps, *small),
         ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "services")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "services"), *sys.path])},
         check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    [run] = (tmp_path / "runs" / f"{sdk}-agent").iterdir()
+    [run] = (tmp_path / "runs" / example.replace("_", "-")).iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,19 +1,27 @@
-"""mini-swe-agent, a coding agent of the command line, works unmodified: `make test-harness`.
+"""Coding agents of the command line work unmodified: `make test-harness`.
 
 The model's answers are scripted, so that the agent really runs commands and ends its task.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 from tests.unit.areal.agents.scripted_model import Scripted, check_exact, serving
 
 from areal.agents.command import run_command
 
-MINI = os.environ.get("AREAL_TEST_HARNESS", "")
-pytestmark = pytest.mark.skipif(not MINI, reason="needs mini-swe-agent: make test-harness")
+FOLDER = Path(os.environ.get("AREAL_TEST_HARNESS", ""))
+MINI = str(FOLDER / "bin" / "mini")
+CLAUDE = str(FOLDER / "node_modules/@anthropic-ai/claude-code-linux-x64/claude")
+CODEX = str(FOLDER / "node_modules/.bin/codex")
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("AREAL_TEST_HARNESS"), reason="needs other packages: make test-harness"
+)
+TASK = "Write hello-42 to made.txt."
 
 # The second answer makes two calls: they run in order.
 LOOK = """I look.
@@ -41,7 +49,7 @@ async def test_mini_swe_agent_when_run_then_its_task_is_done_and_its_tokens_are_
         "--cost-limit",
         "0",
         "--task",
-        "Write hello-42 to made.txt.",
+        TASK,
         "--output",
         "log.json",
     ]
@@ -55,3 +63,47 @@ async def test_mini_swe_agent_when_run_then_its_task_is_done_and_its_tokens_are_
     [trajectory] = check_exact(calls, scripted, chains=[[0, 1, 2]])
     text = scripted.tokenizer.decode(trajectory.input_ids.tolist())
     assert "hello-42" in text.rpartition("It is there.")[2], "what the commands wrote"
+
+
+def doing(tool, **arguments):
+    """An answer that calls a tool."""
+    call = json.dumps({"name": tool, "arguments": arguments})
+    return f"I do it.\n<tool_call>\n{call}\n</tool_call>"
+
+
+async def finished(scripted, command, folder, settings, url, key, calls):
+    result = await run_command(
+        command, url, key, timeout_s=240.0, folder=folder, environment=settings
+    )
+    assert result.exit_code == 0, result.output
+    assert "It is written." in result.output
+    assert (folder / "made.txt").read_text() == "hello-42\n"
+    check_exact(calls, scripted, chains=[[0, 1]])
+
+
+@pytest.mark.timeout(300)
+async def test_claude_code_when_run_then_its_task_is_done_and_its_tokens_are_exact(tmp_path):
+    """By Anthropic's messages, streamed."""
+    write = doing("Bash", command="echo hello-$((6*7)) > made.txt", description="Writes it")
+    scripted = Scripted(write, "It is written.")
+    command = [CLAUDE, "-p", TASK, "--dangerously-skip-permissions", "--model", "any"]
+    settings = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
+    async with serving(scripted) as (url, key, _, calls):
+        await finished(scripted, command, tmp_path, settings, url, key, calls)
+
+
+@pytest.mark.timeout(300)
+async def test_codex_when_run_then_its_task_is_done_and_its_tokens_are_exact(tmp_path):
+    """By OpenAI's responses, streamed."""
+    write = doing("exec_command", cmd="echo hello-$((6*7)) > made.txt")
+    scripted = Scripted(write, "It is written.")
+    command = [CODEX, "exec", "--disable", "multi_agent", "--skip-git-repo-check"]
+    command += ["--dangerously-bypass-approvals-and-sandbox", TASK]
+    async with serving(scripted) as (url, key, _, calls):
+        (tmp_path / "config.toml").write_text(
+            'model = "any"\nmodel_provider = "run"\nweb_search = "disabled"\n'
+            f'[model_providers.run]\nname = "run"\nbase_url = "{url}"\n'
+            'env_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
+        )
+        settings = {"CODEX_HOME": str(tmp_path)}
+        await finished(scripted, command, tmp_path, settings, url, key, calls)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -75,7 +76,7 @@ async def test_generate_when_aborted_then_continues_elsewhere_from_its_tokens():
     async with serving(first, second) as client:
         client.table.update([first.listed()])
         task = asyncio.create_task(generate(client, request(6, min_new_tokens=4), empty()))
-        await until(lambda: first.requests)
+        await until(lambda: first._held)
         client.table.update([first.listed(ServerState.DRAINING), second.listed()])
         first.abort_all()
         response = await task
@@ -86,6 +87,25 @@ async def test_generate_when_aborted_then_continues_elsewhere_from_its_tokens():
     assert second.requests[0]["sampling_params"]["max_new_tokens"] == 4
     assert second.requests[0]["sampling_params"]["min_new_tokens"] == 2
     assert client.reports == []
+
+
+async def test_generate_when_it_has_a_grammar_and_is_aborted_then_begins_anew():
+    """No server can begin in the middle of a grammar."""
+    first, second = FakeSGLang(version="1", hold=True), FakeSGLang(version="2")
+    async with serving(first, second) as client:
+        client.table.update([first.listed()])
+        asked = replace(request(6), grammar='{"type": "structural_tag"}')
+        task = asyncio.create_task(generate(client, asked, empty()))
+        await until(lambda: first._held)
+        client.table.update([first.listed(ServerState.DRAINING), second.listed()])
+        first.abort_all()
+        response = await task
+    check(response, 6)
+    assert (response.output_versions, response.interruptions) == ([2] * 6, 1)
+    for server in (first, second):
+        assert server.requests[0]["input_ids"] == PROMPT
+        assert server.requests[0]["sampling_params"]["structural_tag"] == asked.grammar
+        assert server.requests[0]["sampling_params"]["max_new_tokens"] == 6
 
 
 async def test_generate_when_no_server_is_new_enough_then_waits_and_says_for_what():
@@ -123,6 +143,27 @@ async def test_generate_when_400_then_it_is_the_requests_fault():
             InvalidInput, match="refuses the request: max_new_tokens must be positi"
         ):
             await generate(client, request(6), empty())
+    assert client.reports == []
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {"error": {"message": "no grammar", "code": 400}},
+        {
+            "output_ids": [],
+            "meta_info": {
+                "finish_reason": {"type": "abort", "message": "no grammar", "status_code": 400}
+            },
+        },
+    ],
+)
+async def test_generate_when_refused_within_a_stream_then_it_is_the_requests_fault(refusal):
+    server = FakeSGLang(behave=lambda _: refusal)
+    async with serving(server) as client:
+        with pytest.raises(InvalidInput, match="refuses the request: no grammar"):
+            await generate(client, request(600), empty())
     assert client.reports == []
     assert len(server.requests) == 1
 

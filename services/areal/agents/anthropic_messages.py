@@ -27,6 +27,7 @@ from anthropic.types.raw_message_delta_event import Delta
 from pydantic import BaseModel
 
 from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
@@ -34,6 +35,8 @@ from areal.workflows.rendering import Message as ChatMessage
 
 Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 Block = TextBlock | ThinkingBlock | ToolUseBlock
+_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "function"}
+"""The kinds of `tool_choice`, in OpenAI's words."""
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
@@ -53,22 +56,29 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     for index, turn in enumerate(turns):
         messages += _turn(turn, f"messages[{index}]")
     choice = get(body, "tool_choice", dict) or {}
+    kind = choice.get("type", "auto")
+    if kind not in _CHOICES:
+        raise InvalidInput(
+            f"tool_choice.type {str(kind)[:80]!r}: expected one of {', '.join(_CHOICES)}"
+        )
+    output = get(body, "output_config", dict) or {}
+    schema = schema_of(get(output, "format", dict, "output_config."), "output_config.format")
+    tools = _tools(body)
     return ChatRequest(
         messages,
-        _tools(body),
+        tools,
         count(body, "max_tokens"),
         stop=texts(body, "stop_sequences"),
+        may_call=kind != "none",
+        required=Required(schema, forced_calls(_CHOICES[kind], choice.get("name"), tools)),
         parallel=get(choice, "disable_parallel_tool_use", bool, "tool_choice.") is not True,
     )
 
 
 def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
     """As OpenAI writes them, which is what chat templates know."""
-    choice = (get(body, "tool_choice", dict) or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise InvalidInput(f"tool_choice.type {str(choice)[:80]!r}: expected 'auto' or 'none'")
     tools = get(body, "tools", list)
-    if not tools or choice == "none":
+    if not tools:
         return None
     read: list[ChatMessage] = []
     for index, tool in enumerate(objects(tools, "tools")):
@@ -87,8 +97,8 @@ def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
 def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
     """One turn: results of tools first, each a message, then its words."""
     role = turn.get("role")
-    if role not in ("user", "assistant"):
-        raise InvalidInput(f"{where}.role {role!r}: expected 'user' or 'assistant'")
+    if role not in ("user", "assistant", "system"):  # Claude Code: reminders between the turns
+        raise InvalidInput(f"{where}.role {role!r}: expected 'user', 'assistant' or 'system'")
     content = turn.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}

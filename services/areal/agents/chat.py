@@ -7,11 +7,12 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import orjson
 
+from areal.agents.constraints import Required
 from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
@@ -35,6 +36,9 @@ class ChatRequest:
     n: int = 1
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not part of it."""
+    may_call: bool = True
+    """Whether calls are read from an answer; else they are text."""
+    required: Required = field(default_factory=Required)
     parallel: bool = True
     """Whether an answer may have several calls; else it ends with its first."""
     extends: int | None = None

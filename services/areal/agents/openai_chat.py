@@ -23,6 +23,7 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_usage import CompletionUsage
 
 from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
@@ -41,7 +42,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
     refuse(body, logit_bias=({},), modalities=(["text"],), function_call=("none", "auto"))
-    refuse(body, response_format=({"type": "text"},), top_logprobs=(0,))
+    refuse(body, top_logprobs=(0,))
     messages = need(body, "messages", list)
     if not messages:
         raise InvalidInput("messages: expected at least one")
@@ -49,24 +50,28 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         _message(message, f"messages[{i}]")
         for i, message in enumerate(objects(messages, "messages"))
     ]
+    tools = _tools(body)
+    choice, name = body.get("tool_choice") or "auto", None
+    if isinstance(choice, dict):
+        function = get(choice, "function", dict, "tool_choice.") or {}
+        choice, name = choice.get("type"), function.get("name")
+    schema = schema_of(get(body, "response_format", dict), "response_format")
     return ChatRequest(
         read,
-        offered_tools(body),
+        tools,
         count(body, "max_completion_tokens") or count(body, "max_tokens"),
         count(body, "n", MAX_N) or 1,
         texts(body, "stop"),
-        get(body, "parallel_tool_calls", bool) is not False,
+        may_call=choice != "none",
+        required=Required(schema, forced_calls(choice, name, tools)),
+        parallel=get(body, "parallel_tool_calls", bool) is not False,
     )
 
 
-def offered_tools(body: Mapping[str, Any]) -> list[Message] | None:
-    """The functions that the model may call; raises InvalidInput."""
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        # Only a grammar in the engine could force a call.
-        raise InvalidInput(f"tool_choice {str(choice)[:80]!r}: expected 'auto' or 'none'")
+def _tools(body: Mapping[str, Any]) -> list[Message] | None:
+    """The functions that the prompt shows; raises InvalidInput."""
     tools = get(body, "tools", list)
-    if not tools or choice == "none":
+    if not tools:
         return None
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."

@@ -29,6 +29,7 @@ from openai.types.responses.response_reasoning_item import Content
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
 from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, number_of, objects, refuse
 from areal.errors import InvalidInput, NotFound
 from areal.tokenizer import Tokenizer
@@ -74,16 +75,21 @@ def read_request(
     refuse(body, background=(False,), conversation=(), prompt=(), truncation=("disabled",))
     refuse(body, top_logprobs=(0,), context_management=([],))
     words = get(body, "text", dict) or {}
-    if words.get("format") is not None and words["format"] != {"type": "text"}:
-        shown = str(words["format"])[:80]
-        raise InvalidInput(f"text.format {shown!r}: not supported; leave it out")
+    schema = schema_of(get(words, "format", dict, "text."), "text.format")
+    tools = _tools(body)
+    choice: Any = body.get("tool_choice") or "auto"
+    name = None
+    if isinstance(choice, dict):
+        choice, name = choice.get("type"), choice.get("name")
     instructions = get(body, "instructions", str)
     lead: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     asked = _messages(body)
     return ChatRequest(
         [*lead, *before, *asked],
-        _tools(body),
+        tools,
         count(body, "max_output_tokens"),
+        may_call=choice != "none",
+        required=Required(schema, forced_calls(choice, name, tools)),
         parallel=get(body, "parallel_tool_calls", bool) is not False,
         extends=extends,
         keep=get(body, "store", bool) is not False,
@@ -93,11 +99,8 @@ def read_request(
 
 def _tools(body: Mapping[str, Any]) -> list[Message] | None:
     """As chat completions write them, which is what chat templates know."""
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise InvalidInput(f"tool_choice {str(choice)[:80]!r}: expected 'auto' or 'none'")
     tools = get(body, "tools", list)
-    if not tools or choice == "none":
+    if not tools:
         return None
     read: list[Message] = []
     for index, tool in enumerate(objects(tools, "tools")):

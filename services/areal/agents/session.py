@@ -71,13 +71,21 @@ class Session:
         history = History.of(request.messages, request.tools)
         prompt, extended, old = await self._prompt(request, history)
         limit = request.max_new_tokens
-        offered = bool(request.tools)
+        offered = request.tools if request.may_call and request.tools else []
         opened = opens_reasoning(prompt, self.model.tokenizer)
         partials = [
-            PartialAnswer(self.model.tokenizer, request.stop, opened=opened, calls=offered)
+            PartialAnswer(self.model.tokenizer, request.stop, opened=opened, calls=bool(offered))
             for _ in range(request.n)
         ]
-        first, responses = await self._sample(prompt, partials, limit, retry, on_delta)
+        grammar = request.required.grammar(
+            offered,
+            parallel=request.parallel,
+            opened=opened,
+            prompt=prompt,
+            renderer=self.model.renderer,
+            tokenizer=self.model.tokenizer,
+        )
+        first, responses = await self._sample(prompt, partials, limit, retry, on_delta, grammar)
         answers = []
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
@@ -86,7 +94,12 @@ class Session:
                 response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
                 reply = self.model.renderer.parse(response.output_tokens)
             answer = read_answer(
-                number, response, reply, offered=offered, opened=opened, stopped_by=stopped_by
+                number,
+                response,
+                reply,
+                offered=bool(offered),
+                opened=opened,
+                stopped_by=stopped_by,
             )
             partial = partials[number - first]
             answer = replace(answer, streamed=(partial.reasoning, partial.content))
@@ -146,6 +159,7 @@ class Session:
         max_new_tokens: int | None,
         retry: bool,
         on_delta: OnDelta | None,
+        grammar: str = "",
     ) -> tuple[int, list[LLMResponse]]:
         """Returns the number of the first answer, and all answers, one for each of `partials`."""
         n = len(partials)
@@ -159,8 +173,15 @@ class Session:
             if on_delta is not None and (reasoning or content):
                 on_delta(AnswerDelta(first, len(prompt), index, reasoning, content))
 
+        # With a grammar, an interrupted answer begins anew: what was streamed could not be taken
+        # back.
+        live = on_delta is not None and not grammar
         request = LLMRequest(
-            prompt, gconfig, affinity_key=self.id, on_tokens=on_tokens if on_delta else None
+            prompt,
+            gconfig,
+            affinity_key=self.id,
+            grammar=grammar,
+            on_tokens=on_tokens if live else None,
         )
         try:
             responses = await self.model.generate(request)

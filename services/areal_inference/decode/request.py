@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal_inference.decode.grammar import Grammar
     from areal_inference.model.vision import Seen
 
 _GREEDY_BELOW = 1e-6
@@ -60,6 +61,8 @@ class Request:
     """Wake the HTTP side every `stream_interval` tokens, not only at the end."""
     received_at: float = 0.0
     """Unix seconds."""
+    grammar: Grammar | None = None
+    """What may be sampled; None: everything."""
     seen: Seen | None = None
     """The images of the prompt, which `input_ids` has as many tokens for as they have features."""
 

@@ -126,9 +126,16 @@ class ModelRunner:
         logits = self.model.decode(
             self.cache, torch.tensor(last), torch.tensor(positions), span, shifts
         )
+        for row, request in enumerate(requests):
+            if request.grammar is not None:
+                logits[row, torch.from_numpy(~request.grammar.allowed())] = -torch.inf
         generated = [len(r.output_ids) for r in requests]
-        tokens, logprobs = sample(logits, self._sampling, generated, self._generator)
-        return tokens.tolist(), logprobs.tolist()
+        drawn, logprobs = sample(logits, self._sampling, generated, self._generator)
+        tokens = drawn.tolist()
+        for request, token in zip(requests, tokens, strict=True):
+            if request.grammar is not None:
+                request.grammar.accept(token)
+        return tokens, logprobs.tolist()
 
 
 def _similar_lengths(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:

@@ -4,7 +4,8 @@ A token is drawn by inverting the cumulative distribution with one uniform numbe
 seeded request needs one number per token and nothing of vocabulary size but two passes.
 
 The logprob reported is log_softmax(logits / temperature) of the drawn token, before top-k and
-top-p, and of the raw logits for greedy rows: SGLang's definition.
+top-p, and of the raw logits for greedy rows: SGLang's definition. Tokens that a grammar or
+`min_new_tokens` forbids have no part in it, there and here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,16 @@ class _Chat:
         live = request.on_tokens is not None
         if live:
             params["stream_interval"] = _LIVE_TOKENS
+        if request.grammar:
+            params["structural_tag"] = request.grammar
         body = {
             "input_ids": request.input_ids,
             "sampling_params": params,
             "return_logprob": True,
             "stream": live,
         }
-        call = parse_generate(body, limits, None)
+        parse = partial(parse_generate, body, limits, None, constrain=frontend.constrain)
+        call = await asyncio.to_thread(parse) if request.grammar else parse()
         frontend.start(call)
         watch = asyncio.create_task(abort_on_disconnect(frontend, call, receive))
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -13,6 +14,7 @@ from starlette.types import Receive
 
 from areal.chassis import tracing
 from areal_inference.api import GenerateCall, parse_generate, render
+from areal_inference.decode.grammar import KINDS
 from areal_inference.decode.request import Request
 from areal_inference.frontend import Frontend
 from areal_inference.http_api.requests import Route, guarded, json_response, read_json
@@ -25,9 +27,10 @@ def generate_route(frontend: Frontend) -> Route:
     @guarded
     async def generate(http: HttpRequest) -> Response:
         body = await read_json(http)
-        parse = partial(parse_generate, body, frontend.limits, encode, frontend.see)
-        sees = isinstance(body, dict) and body.get("image_data")
-        call = await asyncio.to_thread(parse) if sees else parse()
+        parse = partial(
+            parse_generate, body, frontend.limits, encode, frontend.see, frontend.constrain
+        )
+        call = await asyncio.to_thread(parse) if is_slow(body) else parse()
         frontend.start(call)
         if call.stream:
             return StreamingResponse(stream(call), media_type="text/event-stream")
@@ -57,6 +60,18 @@ def generate_route(frontend: Frontend) -> Route:
             _note(frontend, call)
 
     return generate
+
+
+def is_slow(body: Any) -> bool:
+    """Whether a request has what takes longer to read: images, or a grammar."""
+    if not isinstance(body, dict):
+        return False
+    params = body.get("sampling_params")
+    every = params if isinstance(params, list) else [params]
+    constrained = any(
+        isinstance(each, dict) and not each.keys().isdisjoint(KINDS) for each in every
+    )
+    return constrained or bool(body.get("image_data"))
 
 
 async def updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]:

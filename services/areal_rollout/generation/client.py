@@ -218,6 +218,8 @@ class SGLangClient:
             pending = _unfinished(responses, most)
             if not pending:
                 return
+            if request.grammar:
+                _restart(pending)
             before = [len(response.output_tokens) for response in pending]
             server = await self._server(min_version, request.affinity_key, cost, avoid)
             load = cost * len(pending)
@@ -456,6 +458,15 @@ def _note_server(url: str, responses: Sequence[LLMResponse], before: Sequence[in
         if url not in response.servers:
             response.servers.append(url)
     return bool(grown)
+
+
+def _restart(responses: Sequence[LLMResponse]) -> None:
+    """Forgets the tokens of interrupted answers: a server begins a grammar at its start."""
+    for response in responses:
+        response.output_tokens.clear()
+        response.output_logprobs.clear()
+        response.output_versions.clear()
+        response.servers.clear()
 
 
 def _count_interruption(responses: Sequence[LLMResponse]) -> None:

@@ -69,6 +69,7 @@ def sampling_params(
     sampled: int,
     room: int,
     stream_interval: int = 0,
+    grammar: str = "",
 ) -> dict[str, Any]:
     """SGLang's `sampling_params` for what is left of a request.
 
@@ -78,6 +79,7 @@ def sampling_params(
         sampled: Tokens that the request already has.
         room: Tokens it may still get.
         stream_interval: Tokens between two events; 0: no stream.
+        grammar: See `LLMRequest.grammar`.
     """
     params: dict[str, Any] = {
         "max_new_tokens": room,
@@ -92,6 +94,8 @@ def sampling_params(
         params["top_k"] = gconfig.top_k
     if stream_interval:
         params["stream_interval"] = stream_interval
+    if grammar:
+        params["structural_tag"] = grammar
     return params
 
 
@@ -122,7 +126,9 @@ def request_body(
     prompts = [[*request.input_ids, *response.output_tokens] for response in responses]
     sampled = [len(response.output_tokens) for response in responses]
     params = [
-        sampling_params(request.gconfig, limits, count, most - count, stream_interval)
+        sampling_params(
+            request.gconfig, limits, count, most - count, stream_interval, request.grammar
+        )
         for count in (sampled if any(sampled) else sampled[:1])
     ]
     single = len(responses) == 1
@@ -157,6 +163,7 @@ def append_answers(
         Types of the finish reasons: "stop", "length" or "abort".
 
     Raises:
+        InvalidInput: The server refuses the request.
         ServerError: The answer is not what the protocol says; nothing was appended.
     """
     with _believing(raw):
@@ -164,6 +171,9 @@ def append_answers(
         if isinstance(answers, dict):
             answers = [answers]
             if "error" in answers[0]:  # how a stream says it, with status 200
+                error = answers[0]["error"]
+                if isinstance(error, dict) and error.get("code") == 400:
+                    raise InvalidInput(f"the server refuses the request: {error_message(raw)}")
                 raise ServerError(error_message(raw))
         if len(answers) != len(responses):
             raise ServerError(f"{len(answers)} answers, expected {len(responses)}")
@@ -223,15 +233,19 @@ class _Segment:
 
     @classmethod
     def read(cls, answer: Any, vocab_size: int) -> _Segment:
-        """Reads a finished answer."""
+        """Reads a finished answer; raises InvalidInput if it says that the request is refused."""
         meta = answer["meta_info"]
+        finish = meta["finish_reason"]
+        if finish["type"] == "abort" and finish.get("status_code") == 400:
+            # A stream has no status to say it with. This server's grammar backend, for one.
+            raise InvalidInput(f"the server refuses the request: {finish.get('message')}")
         versions: list[int] = []
         for span in meta.get("weight_versions") or ():
             if span["start"] != len(versions) or span["end"] < span["start"]:
                 raise ServerError(f"weight_versions {span!r} leave a gap")
             versions += [int(span["version"])] * (span["end"] - span["start"])
         tokens, logprobs = _sampled(answer, vocab_size)
-        return cls(meta["finish_reason"]["type"], tokens, logprobs, versions)
+        return cls(finish["type"], tokens, logprobs, versions)
 
     def check(self, min_version: int) -> None:
         """Raises ServerError for values that no healthy server returns."""

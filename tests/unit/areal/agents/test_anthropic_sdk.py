@@ -49,7 +49,8 @@ async def test_tools_when_called_then_read_back_and_extended(stream):
         history += [{"role": "user", "content": [result]}]
         second = await ask(history)
         assert (second.content[0].text, second.stop_reason) == ("46.", "end_turn")
-        await ask([*history, {"role": "assistant", "content": "46."}, ASK])
+        reminder = {"role": "system", "content": "Still be brief."}  # as Claude Code sends them
+        await ask([*history, {"role": "assistant", "content": "46."}, ASK, reminder])
     [trajectory] = check_exact(calls, scripted, chains=[[0, 1, 2]])
     text = scripted.tokenizer.decode(trajectory.input_ids.tolist())
     assert text.startswith("<|im_start|>system\nBe brief.")

@@ -278,11 +278,6 @@ async def test_reward_when_posted_then_for_all_or_for_one_answer():
             "messages[0].role 'bot': expected one of",
         ),
         ({"messages": [ASK], "n": 0}, "n 0: expected 1 to 128"),
-        ({"messages": [ASK], "tools": [ADD], "tool_choice": "required"}, "expected 'auto' or"),
-        (
-            {"messages": [ASK], "response_format": {"type": "json_object"}},
-            "response_format \"{'type': 'json_object'}\": not supported",
-        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]: a part of type 'image_url': expected text",

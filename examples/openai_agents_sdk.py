@@ -1,0 +1,132 @@
+"""Trains an agent written with OpenAI's Agents SDK, which knows nothing of training, on addition.
+
+    pip install openai-agents==0.24.0                       # where the rollout workers run
+    areal run examples/openai_agents_sdk.py                 # trains on a laptop's CPU
+    areal run examples/openai_agents_sdk.py control=true    # shuffled rewards: must not learn
+
+`agent` stands for code that you already have: the SDK's Runner asks the model, and asks again if
+the answer is wrong. `run` gives it a base URL and a key, and returns the reward. Every call is
+recorded with the token ids that the model sampled, and training uses exactly these ids. With
+`OpenAIResponsesModel` in place of `OpenAIChatCompletionsModel` the same works by /v1/responses.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner
+
+from areal import (
+    AgentWorkflow,
+    FSDPPPOActor,
+    GenerationHyperparameters,
+    GRPOConfig,
+    RemoteSGLangEngine,
+    StatefulLoader,
+    WeightUpdateMeta,
+    load_expr_config,
+    shuffle_rewards,
+)
+from areal.datasets.arithmetic import addition
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    control: bool = False
+    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    train_problems: int = 6000
+    heldout_problems: int = 300
+    warm_start_steps: int = 250
+    """Supervised steps before version 0; after them about a third of the answers are right."""
+
+
+# -- the agent: imports nothing of areal -------------------------------------------------------
+
+
+async def agent(client: openai.AsyncOpenAI, question: str, right: str) -> int:
+    """Asks at most twice; returns the number of the try that was right, or 0."""
+    adder = Agent("adder", model=OpenAIChatCompletionsModel("any", client))
+    quiet = RunConfig(tracing_disabled=True)  # traces would go to OpenAI
+    said = [{"role": "user", "content": question}]
+    for attempt in (1, 2):
+        result = await Runner.run(adder, said, run_config=quiet)
+        if result.final_output.strip().lstrip("0") == right:
+            return attempt
+        said = [*result.to_input_list(), {"role": "user", "content": "no"}]
+    return 0
+
+
+# -- what trains it ----------------------------------------------------------------------------
+
+
+async def run(task, base_url, api_key):
+    """Makes one attempt at a row and returns its reward. Runs in a rollout worker."""
+    # The URL is plain HTTP: loading certificates would only cost 50 ms of CPU per run.
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+        attempt = await agent(client, task["messages"][0]["content"], task["answer"])
+    return {0: 0.0, 1: 1.0, 2: 0.5}[attempt]
+
+
+def problems(config):
+    """Disjoint train and held-out rows: {"messages": "94+27=", "answer": "121"}."""
+    return addition(
+        2, train=config.train_problems, heldout=config.heldout_problems, seed=config.seed
+    )
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    train, heldout = problems(config)
+
+    rollout = RemoteSGLangEngine(config.rollout)
+    actor = FSDPPPOActor(config.actor)
+    workflow = AgentWorkflow(run, config.gconfig)
+    one_run = AgentWorkflow(run, GenerationHyperparameters(max_new_tokens=8))
+    dataloader = StatefulLoader(train, seed=config.seed)
+
+    rollout.evaluate(heldout, one_run, name="heldout_before")
+    for step in range(actor.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        if config.control:
+            shuffle_rewards(batch, seed=step)
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.upload_weights(WeightUpdateMeta.from_disk())
+    rollout.evaluate(heldout, one_run, name="heldout_after")
+
+
+# -- model: created once, at the start ----------------------------------------------------------
+
+
+def prepare_model(config: Config) -> None:
+    """Creates a Qwen2 of 0.6 M parameters and teaches it the format and some of the sums."""
+    import random
+
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.engines.sft import FSDPLMEngine, pack_examples
+    from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
+
+    if (Path(config.model.path) / "model.safetensors").exists():
+        return
+    fresh = Path(f"{config.model.path}-fresh")
+    make_tiny_model(fresh, seed=config.seed)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.07)
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=max(1, config.warm_start_steps))
+    tokenizer = Tokenizer.load(fresh)
+    examples = [
+        (
+            tokenizer.apply_chat_template(row["messages"]),
+            [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],
+        )
+        for row in problems(config)[0]
+    ]
+    rng = random.Random(config.seed)
+    for _ in range(config.warm_start_steps):
+        engine.train_lm(pack_examples(rng.sample(examples, 128)))
+    engine.save(config.model.path)
+    engine.destroy()
