@@ -85,4 +85,5 @@ def test_reasoning_gym_when_run_then_easy_questions_come_first(tmp_path: Path) -
     assert 0.0 <= summary["heldout_before"] <= 1.0
     asked = [(row["tokens_total"] - row["train/loss_tokens"]) / row["samples"] for row in rows]
     question = "Spell this word backward (example: sun -> nus): cat"
-    assert asked == [len(question) + 2] * 3, "words of three letters are the shortest"
+    assert asked[0] == len(question) + 2, "words of three letters are the shortest"
+    assert asked == sorted(asked)
