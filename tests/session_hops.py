@@ -85,6 +85,9 @@ class Groups:
         self._book = book
         self.group: TrajectoryGroup | None = None
 
+    async def renew_leases(self, worker_id: str, leases: Sequence[tuple[str, int]]) -> object:
+        return await self._book.store.renew(worker_id, list(leases))
+
     async def complete_task(
         self, task_id: str, token: int, group: TrajectoryGroup, worker_id: str
     ) -> bool:
@@ -104,9 +107,9 @@ class Hops:
         self.sampler, self.groups = Sampler(letters, self.sent), Groups(book)
         self.id = ""
 
-    async def open(self, task_id: str) -> None:
+    async def open(self, task_id: str, idle_ms: int = 60_000) -> None:
         digest = hashlib.sha256(KEY.encode()).hexdigest()
-        await self.store.open(new_task(task_id, Purpose.SERVE), [digest], 60_000)
+        await self.store.open(new_task(task_id, Purpose.SERVE), [digest], idle_ms)
         self.id = f"{task_id}-0"
 
     def worker(self) -> Sessions:

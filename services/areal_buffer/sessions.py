@@ -27,7 +27,7 @@ from areal_buffer.scripts import Argument, Scripts, translate
 MAX_ATTEMPTS = 64
 MAX_ANSWERS = 128
 _MIN_IDLE_MS, _MAX_IDLE_MS = 100, 7 * 24 * 3600 * 1000
-_FIELDS = ("sessions", "keys", "token", "floor")
+_FIELDS = ("sessions", "keys", "token", "floor", "idle")
 # Of a call. Of several answers to one prompt the first has it.
 _PARTS = (b"prompt", b"answer", b"reward")
 _Calls = dict[bytes, bytes]
@@ -100,6 +100,7 @@ class SessionStore:
             ended=b"ended" in calls,
             continued=rest is not None,
         )
+        response.idle.FromMilliseconds(int(row["idle"] or 0))
         if b"outcome" in calls:
             response.outcome, parts = _reward_from_text(calls[b"outcome"])
             response.outcome_parts.update(parts)

@@ -24,6 +24,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from areal.agents.fields import score
@@ -33,6 +34,7 @@ from areal.agents.session import Model, Session
 from areal.agents.tree import merge
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import (
+    ArealError,
     InvalidInput,
     NotFound,
     Unauthenticated,
@@ -91,7 +93,7 @@ class Sessions:
         async def find(key: str) -> Session:
             nonlocal calls
             calls = await self._find(session_id, key)
-            return Session(session_id, self._of(calls.found.policy_version), calls)
+            return Session(session_id, self._of(calls.found), calls)
 
         async def state(_: dict[str, Any]) -> dict[str, Any]:
             return _state(session_id, calls)
@@ -121,8 +123,8 @@ class Sessions:
             self._sessions, found, int(attempt), cached, lambda: self._cache.drop(place)
         )
 
-    def _of(self, min_version: int) -> Model:
-        """The model as a session opened at this version may see it."""
+    def _of(self, found: pb.GetSessionResponse) -> Model:
+        """The model as this session may see it."""
         if self._model is None:
             raise Unavailable("the rollout worker is starting: try again in 1 s")
         generation, tokenizer, renderer = self._model
@@ -132,10 +134,24 @@ class Sessions:
                 LLMResponse(list(request.input_ids), [], [], [], StopReason.ABORT)
                 for _ in range(request.gconfig.n_samples)
             ]
-            await generation.generate(request, responses, min_version=min_version, avoid=())
+            renewing = asyncio.create_task(self._renew(found))
+            try:
+                await generation.generate(
+                    request, responses, min_version=found.policy_version, avoid=()
+                )
+            finally:
+                renewing.cancel()
             return responses
 
         return Model("areal", generate, tokenizer, renderer, self._config.gconfig)
+
+    async def _renew(self, found: pb.GetSessionResponse) -> None:
+        """Keeps a session while a call is answered: its agent waits, and is not silent."""
+        lease = found.lease.task_id, found.lease.token
+        while True:
+            await asyncio.sleep(found.idle.ToMilliseconds() / 1000 / 3)
+            with suppress(ArealError):  # the answer's own record says what is wrong
+                await self._buffer.renew_leases(_WORKER, [lease])
 
     # ------------------------------------------------------------ ending
 

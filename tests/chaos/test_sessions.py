@@ -29,7 +29,7 @@ ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "2"))
 AT_ONCE = 20
 TURNS = 3
 # Under load a killed service is away for a minute, and silence must not be what ends most sessions.
-IDLE_S = max(60.0, float(AGENTS))
+IDLE_S = max(120.0, float(AGENTS))
 AGENTS_S = 180.0 + 4 * AGENTS
 """Within this all agents must have ended after the last kill."""
 

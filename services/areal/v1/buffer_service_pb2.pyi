@@ -1838,6 +1838,7 @@ class GetSessionResponse(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     OUTCOME_PARTS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """No request may start on a server below this version."""
     key_digest: _builtins.str
@@ -1861,6 +1862,10 @@ class GetSessionResponse(_message.Message):
     def outcome_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of `outcome`, before weights; may be empty."""
 
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """The session expires when nothing comes for so long."""
+
     def __init__(
         self,
         *,
@@ -1874,10 +1879,11 @@ class GetSessionResponse(_message.Message):
         calls: _abc.Iterable[Global___SessionCall] | None = ...,
         outcome_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         continued: _builtins.bool = ...,
+        idle: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "lease", b"lease", "outcome", b"outcome", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "idle", b"idle", "lease", b"lease", "outcome", b"outcome", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "continued", b"continued", "ended", b"ended", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "continued", b"continued", "ended", b"ended", "idle", b"idle", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
     _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015
