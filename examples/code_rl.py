@@ -69,7 +69,7 @@ async def reward_fn(prompt, completions, prompt_ids, completion_ids, tests, **da
     return [score[body] for body in completions]
 
 
-# -- data: functions, by what they return ------------------------------------------------------
+# -- data: functions, to be guessed from two of their values -----------------------------------
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:

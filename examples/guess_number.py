@@ -35,7 +35,7 @@ class Config(GRPOConfig):
     """Control experiment: shuffle each batch's rewards, so that they teach nothing."""
     heldout_games: int = 200
     warm_start_steps: int = 150
-    """Supervised steps that teach the format, and to use the replies now and then."""
+    """Supervised steps that teach the format and, a little, how to use the replies."""
 
 
 class GuessNumber:

@@ -2,8 +2,7 @@
 
     areal run examples/multi_turn_math.py                  # on a laptop's CPU
     areal run examples/multi_turn_math.py control=true     # shuffled rewards: must not learn
-    areal run examples/multi_turn_math.py turn_discount=1  # the second try is worth as much as the
-    first
+    areal run examples/multi_turn_math.py turn_discount=1  # both tries are worth the same
 
 The reward is 1 for the right sum at the first try, and `turn_discount` at the second. The loss
 covers both answers, not the feedback between them.

@@ -140,7 +140,7 @@ class LLMResponse:
     images: tuple[bytes, ...] = ()
     """The images of the request."""
     servers: list[str] = field(default_factory=list)
-    """URLs of the servers that sampled its tokens, in the order of their first ones."""
+    """URLs of the servers that sampled its tokens, in the order in which they began."""
 
 
 class Score(float):

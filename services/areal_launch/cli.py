@@ -358,7 +358,7 @@ def show(
     task: Annotated[str, typer.Argument(help="A task id; default: the groups of a step.")] = "",
     step: Annotated[int | None, typer.Option(help="Default: the newest stored step.")] = None,
     discarded: Annotated[
-        bool, typer.Option("--discarded", help="Groups that were not trained on, and why.")
+        bool, typer.Option("--discarded", help="Show groups that were not trained on, and why.")
     ] = False,
     run: Run = None,
     json: Json = False,

@@ -55,7 +55,7 @@ class BaseExperimentConfig:
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
-    """The number of inference servers and the layout of trainer ranks: `d8`: 8 data-parallel ranks;
+    """The number of inference servers and the layout of trainer ranks. `d8`: 8 data-parallel ranks;
     `s4`: weights sharded over 4 of them; `t2`, `c2`, `e4`: tensor, context, expert parallelism.
     `sglang.d2p1t1+d1p1t1` is accepted too. With `fsdp:d1` alone, without servers, the recipe trains
     on rows and no service is started."""

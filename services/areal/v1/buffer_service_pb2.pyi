@@ -404,7 +404,7 @@ class RejectTaskRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     group: _builtins.bytes
-    """What it made, as in Completion, for those who look at it later; may be empty."""
+    """The group that the attempt produced, as in Completion, kept for inspection; may be empty."""
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
     def __init__(
@@ -749,8 +749,8 @@ class RegisterTrainerResponse(_message.Message):
     """Steps up to this one get the same batches as before."""
     last_committed_step: _builtins.int
     retried: _builtins.int
-    """Number of tasks that are queued again because the previous recipe failed them or because they
-    stopped the run.
+    """Number of tasks that are queued again because they failed with the previous recipe, or because
+    their failures had stopped the run.
     """
     def __init__(
         self,
@@ -1003,9 +1003,11 @@ class FetchDiscardedRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
-    """Those since the batch before it was taken, until its own was; of the step to take next: until now."""
+    """Selects what ended after the previous step's batch was taken and before this step's batch was;
+    for the next step to take, until now.
+    """
     start: _builtins.int
-    """How many of them to pass over."""
+    """Number of entries to skip."""
     def __init__(
         self,
         *,
@@ -1032,12 +1034,12 @@ class Discarded(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     token: _builtins.int
-    """Of its last lease; 0: it had none."""
+    """Token of its last lease; 0 if it had none."""
     outcome: _builtins.str
     """rejected, expired, dead_lettered, cancelled; too_stale: it was queued again."""
     reason: _builtins.str
     group: _builtins.bytes
-    """As in FetchGroups. Empty: there was none, or no room for it."""
+    """The group, as in FetchGroups. Empty: there was none, or there was no room for it."""
     def __init__(
         self,
         *,
@@ -1062,10 +1064,10 @@ class FetchDiscardedResponse(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     DISCARDED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
-    """Of the step."""
+    """Number of entries of the step."""
     @_builtins.property
     def discarded(self) -> _containers.RepeatedCompositeFieldContainer[Global___Discarded]:
-        """From `start` on, as many as a message of moderate size holds."""
+        """Entries from `start` on, as many as fit into a message of moderate size."""
 
     def __init__(
         self,

@@ -267,7 +267,8 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchDiscarded(self, request, context):
-        """Returns train tasks that ended untrained, and groups that were dropped, between two steps' batches.
+        """Returns the train tasks that ended without training, and the groups that were dropped, between
+        the batches of two steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -80,7 +80,9 @@ class BufferServiceStub:
     FetchGroups: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]
     """Streams the groups of a taken step."""
     FetchDiscarded: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.FetchDiscardedRequest, _buffer_service_pb2.FetchDiscardedResponse]
-    """Returns train tasks that ended untrained, and groups that were dropped, between two steps' batches."""
+    """Returns the train tasks that ended without training, and the groups that were dropped, between
+    the batches of two steps.
+    """
     CommitStep: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]
     """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]
@@ -160,7 +162,9 @@ class BufferServiceAsyncStub(BufferServiceStub):
     FetchGroups: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchGroupsRequest, _buffer_service_pb2.FetchGroupsResponse]  # type: ignore[assignment]
     """Streams the groups of a taken step."""
     FetchDiscarded: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.FetchDiscardedRequest, _buffer_service_pb2.FetchDiscardedResponse]  # type: ignore[assignment]
-    """Returns train tasks that ended untrained, and groups that were dropped, between two steps' batches."""
+    """Returns the train tasks that ended without training, and the groups that were dropped, between
+    the batches of two steps.
+    """
     CommitStep: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CommitStepRequest, _buffer_service_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Reports that a checkpoint contains all steps up to this one. Cumulative, idempotent."""
     GetStats: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -321,7 +325,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.FetchDiscardedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.FetchDiscardedResponse, _abc.Awaitable[_buffer_service_pb2.FetchDiscardedResponse]]:
-        """Returns train tasks that ended untrained, and groups that were dropped, between two steps' batches."""
+        """Returns the train tasks that ended without training, and the groups that were dropped, between
+        the batches of two steps.
+        """
 
     @_abc_1.abstractmethod
     def CommitStep(

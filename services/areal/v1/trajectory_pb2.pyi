@@ -341,7 +341,9 @@ class TrajectoryGroup(_message.Message):
     queued_s: _builtins.float
     """Seconds from its submission, or from the end of an earlier attempt, to its lease."""
     episode_s: _builtins.float
-    """Seconds that the workflow ran, and those that it waited for rewards (calls at once add up)."""
+    """Seconds that the workflow ran, and seconds that it waited for rewards (concurrent calls add
+    up).
+    """
     score_s: _builtins.float
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]: ...
