@@ -240,8 +240,7 @@ class PPOActorConfig(TrainEngineConfig):
     tokens are left out, starting with those that changed most, until the mean squared log weight of
     the others is below the cap (M2PO); takes an extra forward pass. AReaL uses `token_mask`. But a
     wrong token above the cap has just become likely, and leaving it out removes the gradient that
-    would make it unlikely again: with a staleness of 8, the arithmetic example then learns half as
-    much."""
+    would make it unlikely again."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
