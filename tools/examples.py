@@ -71,6 +71,8 @@ MINIATURES = {
     "reward_model": f"{_PAIRS}[reward_model-keys4]",
     "search_agent": f"{_TURNS}::test_search_agent_when_run_then_documents_are_read_and_not_trained",
     "tldr": f"{_SEEING}::test_tldr_when_run_then_answers_have_the_scores_of_the_reward_model",
+    "tool_calculator": f"{_TURNS}::test_tool_calculator_when_run_then_results_are_context_and_only_"
+    "right_ones_are_rewarded",
 }
 
 

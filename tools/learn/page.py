@@ -27,7 +27,8 @@ create the model. "Load" is the machine's load average at the start and at the e
 is above about 4, other work was running at the same time; the seconds are then an upper bound and
 cannot be compared. Seeds marked * ran an earlier revision of the recipe or its settings, a
 default included; `make learn` runs them again. The rows of Algorithms ran while the default of
-`actor.behavior_weight_mode` was `token_mask`.
+`actor.behavior_weight_mode` was `token_mask`. The seconds of a run that was interrupted are those
+of its last start; seed 0 of reasoning-gym is such a run.
 
 SFT and distillation have no row with LoRA, because their models start from random weights, which
 LoRA keeps frozen. With LoRA, SFT reached a loss of 3.4, and distillation closed a quarter of the

@@ -1,0 +1,152 @@
+"""A tool: a tiny model learns to ask a calculator rather than to guess a product.
+
+    areal run examples/tool_calculator.py                  # on a laptop's CPU
+    areal run examples/tool_calculator.py control=true     # rewards dealt at random: must not learn
+
+`calc` is a function of this file; `ToolWorkflow` shows the model its result. The model starts
+out asking every second time. It cannot multiply by
+itself, so only a right question, and a result copied without a mistake, has a reward. The loss
+covers the question and the answer, and not the result between them.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal import (
+    FSDPPPOActor,
+    GenerationHyperparameters,
+    GRPOConfig,
+    RemoteSGLangEngine,
+    StatefulLoader,
+    ToolWorkflow,
+    WeightUpdateMeta,
+    load_expr_config,
+    shuffle_rewards,
+)
+
+
+@dataclass
+class Config(GRPOConfig):
+    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+
+    control: bool = False
+    """Deal each batch's rewards at random: held-out reward must then stay where it was."""
+    train_problems: int = 4000
+    heldout_problems: int = 300
+    warm_start_loss: float = 0.02
+    """Supervised steps on questions end at this loss per token of the questions and answers."""
+    warm_start_steps: int = 1500
+    """Or here."""
+    guess_steps: int = 40
+    """Supervised steps after that, in which every second conversation is a guess."""
+
+
+def calc(x: str) -> int:
+    """Multiplies two numbers, such as 42*34."""
+    factors = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", x)
+    if factors is None:
+        raise ValueError("expected a product such as 42*34")
+    return int(factors[1]) * int(factors[2])
+
+
+def problems(config: Config) -> tuple[list[dict], list[dict]]:
+    """Disjoint train and held-out rows: {"prompt": "94*27=", "answer": "2538"}, of four digits."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a * b >= 1000]
+    random.Random(config.seed).shuffle(pairs)
+    rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
+    held = config.heldout_problems
+    return rows[held : held + config.train_problems], rows[:held]
+
+
+def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:
+    """1 for the right product, else 0. Runs in a reward worker."""
+    return float(completions.strip() == answer)
+
+
+def main(argv):
+    config, _ = load_expr_config(argv, Config)
+    train, heldout = problems(config)
+
+    rollout = RemoteSGLangEngine(config.rollout)
+    actor = FSDPPPOActor(config.actor)
+    workflow = ToolWorkflow([calc], reward_fn, config.gconfig, max_turns=2)
+    one_sample = ToolWorkflow(
+        [calc],
+        reward_fn,
+        GenerationHyperparameters(max_new_tokens=config.gconfig.max_new_tokens),
+        max_turns=2,
+    )
+    dataloader = StatefulLoader(train, seed=config.seed)
+
+    rollout.evaluate(heldout, one_sample, name="heldout_before")
+    for step in range(actor.get_version(), config.total_train_steps):
+        batch = rollout.prepare_batch(dataloader, workflow=workflow)
+        if config.control:
+            shuffle_rewards(batch, seed=step)
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.upload_weights(WeightUpdateMeta.from_disk())
+    rollout.evaluate(heldout, one_sample, name="heldout_after")
+
+
+# -- model: made on the spot, once -------------------------------------------------------------
+
+
+def question(expression: str) -> str:
+    """How Qwen and others write a call."""
+    called = f'{{"name": "calc", "arguments": {{"x": "{expression}"}}}}'
+    return f"<tool_call>{called}</tool_call>"
+
+
+def warm_chat(row: dict, draw: random.Random, *, asks: bool) -> list[dict]:
+    """A conversation that asks the calculator, or a guess: some product of two numbers."""
+    prompt = {"role": "user", "content": row["prompt"]}
+    if not asks:
+        guess = str(draw.randrange(10, 100) * draw.randrange(10, 100))
+        return [prompt, {"role": "assistant", "content": guess}]
+    return [
+        prompt,
+        {"role": "assistant", "content": question(row["prompt"].removesuffix("="))},
+        {"role": "tool", "content": row["answer"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]
+
+
+def prepare_model(config: Config) -> None:
+    """Makes a 0.6 M parameter Qwen2 that knows how to ask, and asks every second time."""
+    from areal.algorithms.packing import pack
+    from areal.config.training import OptimizerConfig, TrainEngineConfig
+    from areal.datasets.chats import chat_unit
+    from areal.engines.sft import FSDPLMEngine
+    from areal.models.tiny import make_tiny_model
+    from areal.tokenizer import Tokenizer
+
+    if (Path(config.model.path) / "model.safetensors").exists():
+        return
+    fresh = make_tiny_model(f"{config.model.path}-fresh", seed=config.seed)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.03)
+    engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
+    engine.initialize(total_train_steps=config.warm_start_steps + config.guess_steps)
+    tokenizer, draw = Tokenizer.load(fresh), random.Random(config.seed)
+    rows = problems(config)[0]
+
+    def learn(share: int) -> float:
+        """One step on 32 conversations, of which one in `share` asks the calculator."""
+        drawn = enumerate(draw.sample(rows, 32))
+        chats = [warm_chat(row, draw, asks=number % share == 0) for number, row in drawn]
+        units = [chat_unit(tokenizer, chat) for chat in chats]
+        return engine.train_lm(pack([each for unit in units for each in unit]))["loss"]
+
+    loss = 5.0
+    for step in range(config.warm_start_steps):
+        loss += 0.1 * (learn(1) - loss)
+        if step % 25 == 0:
+            print(f"warm start, step {step}: loss {loss:.3f}", flush=True)
+        if loss <= config.warm_start_loss:
+            break
+    for _ in range(config.guess_steps):
+        learn(2)
+    engine.save(config.model.path)
+    engine.destroy()
