@@ -1,12 +1,12 @@
 """A tool: a tiny model learns to ask a calculator rather than to guess a product.
 
     areal run examples/tool_calculator.py                  # on a laptop's CPU
-    areal run examples/tool_calculator.py control=true     # rewards dealt at random: must not learn
+    areal run examples/tool_calculator.py control=true     # shuffled rewards: must not learn
 
-`calc` is a function of this file; `ToolWorkflow` shows the model its result. The model starts
-out asking every second time. It cannot multiply by
-itself, so only a right question, and a result copied without a mistake, has a reward. The loss
-covers the question and the answer, and not the result between them.
+`calc` is a function of this file; `ToolWorkflow` shows the model its result. The model cannot
+multiply by itself. At first it calls the calculator about every second time and guesses otherwise,
+so it must learn to call it, and to copy the numbers without a mistake. The loss covers the call and
+the answer, not the result between them.
 """
 
 import random
@@ -32,14 +32,14 @@ class Config(GRPOConfig):
     """The experiment file's schema: GRPOConfig and what this recipe adds."""
 
     control: bool = False
-    """Deal each batch's rewards at random: held-out reward must then stay where it was."""
+    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 4000
-    heldout_problems: int = 300
-    warm_start_loss: float = 0.02
-    """Supervised steps on questions end at this loss per token of the questions and answers."""
-    warm_start_steps: int = 1500
+    heldout_problems: int = 200
+    warm_start_loss: float = 0.05
+    """Supervised steps on calls end at this loss per token of the calls and answers."""
+    warm_start_steps: int = 400
     """Or here."""
-    guess_steps: int = 40
+    guess_steps: int = 20
     """Supervised steps after that, in which every second conversation is a guess."""
 
 
@@ -91,31 +91,29 @@ def main(argv):
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 
-# -- model: made on the spot, once -------------------------------------------------------------
+# -- model: created once, at the start ----------------------------------------------------------
+
+OPENING, CLOSING = '<tool_call>{"name": "calc", "arguments": {"x": "', '"}}</tool_call>'
+"""Of a call, as Qwen and others write it; one token each, so that an answer has few tokens."""
 
 
-def question(expression: str) -> str:
-    """How Qwen and others write a call."""
-    called = f'{{"name": "calc", "arguments": {{"x": "{expression}"}}}}'
-    return f"<tool_call>{called}</tool_call>"
-
-
-def warm_chat(row: dict, draw: random.Random, *, asks: bool) -> list[dict]:
-    """A conversation that asks the calculator, or a guess: some product of two numbers."""
-    prompt = {"role": "user", "content": row["prompt"]}
-    if not asks:
-        guess = str(draw.randrange(10, 100) * draw.randrange(10, 100))
-        return [prompt, {"role": "assistant", "content": guess}]
+def demonstration(row: dict, draw: random.Random, *, calls: bool) -> list[dict]:
+    """A conversation that calls the calculator, or a guess: some product of two numbers."""
+    problem = {"role": "user", "content": row["prompt"]}
+    if not calls:
+        guess = str(draw.randrange(32, 100) * draw.randrange(32, 100))
+        return [problem, {"role": "assistant", "content": guess}]
+    expression = row["prompt"].removesuffix("=")
     return [
-        prompt,
-        {"role": "assistant", "content": question(row["prompt"].removesuffix("="))},
+        problem,
+        {"role": "assistant", "content": f"{OPENING}{expression}{CLOSING}"},
         {"role": "tool", "content": row["answer"]},
         {"role": "assistant", "content": row["answer"]},
     ]
 
 
 def prepare_model(config: Config) -> None:
-    """Makes a 0.6 M parameter Qwen2 that knows how to ask, and asks every second time."""
+    """Creates a Qwen2 of 0.6 M parameters that calls the calculator every second time."""
     from areal.algorithms.packing import pack
     from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.datasets.chats import chat_unit
@@ -125,25 +123,28 @@ def prepare_model(config: Config) -> None:
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return
-    fresh = make_tiny_model(f"{config.model.path}-fresh", seed=config.seed)
-    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.03)
+    texts = ("<|tool|>", OPENING, CLOSING)
+    fresh = make_tiny_model(f"{config.model.path}-fresh", seed=config.seed, texts=texts)
+    optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.05)
     engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
     engine.initialize(total_train_steps=config.warm_start_steps + config.guess_steps)
-    tokenizer, draw = Tokenizer.load(fresh), random.Random(config.seed)
+    tokenizer, draw, loss = Tokenizer.load(fresh), random.Random(config.seed), 5.0
     rows = problems(config)[0]
 
-    def learn(share: int) -> float:
-        """One step on 32 conversations, of which one in `share` asks the calculator."""
-        drawn = enumerate(draw.sample(rows, 32))
-        chats = [warm_chat(row, draw, asks=number % share == 0) for number, row in drawn]
+    def learn(every: int) -> float:
+        """One step on 64 conversations; one in `every` calls the calculator. Returns the loss."""
+        drawn = enumerate(draw.sample(rows, 64))
+        chats = [demonstration(row, draw, calls=number % every == 0) for number, row in drawn]
         units = [chat_unit(tokenizer, chat) for chat in chats]
         return engine.train_lm(pack([each for unit in units for each in unit]))["loss"]
 
-    loss = 5.0
     for step in range(config.warm_start_steps):
         loss += 0.1 * (learn(1) - loss)
         if step % 25 == 0:
-            print(f"warm start, step {step}: loss {loss:.3f}", flush=True)
+            print(
+                f"warm start, step {step}: loss {loss:.2f} (until {config.warm_start_loss})",
+                flush=True,
+            )
         if loss <= config.warm_start_loss:
             break
     for _ in range(config.guess_steps):

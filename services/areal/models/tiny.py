@@ -59,8 +59,13 @@ def _byte_characters() -> list[str]:
     return characters
 
 
-def make_byte_tokenizer(more: tuple[str, ...] = ()) -> Any:
-    """Make the 261-token `tokenizers.Tokenizer`, with more special tokens; needs no torch."""
+def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ()) -> Any:
+    """Make the 261-token `tokenizers.Tokenizer`; needs no torch.
+
+    Args:
+        more: more special tokens.
+        texts: texts that are one token each, after all others, and no special tokens.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
@@ -72,21 +77,24 @@ def make_byte_tokenizer(more: tuple[str, ...] = ()) -> Any:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *more)]
     )
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
     return tokenizer
 
 
-def save_tokenizer(directory: str | Path, *, sees: bool = False) -> None:
+def save_tokenizer(
+    directory: str | Path, *, sees: bool = False, texts: tuple[str, ...] = ()
+) -> None:
     """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
 
     Args:
         directory: created if missing.
         sees: add the tokens for images and videos.
+        texts: texts that are one token each.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    make_byte_tokenizer((IMAGE_TOKEN, VIDEO_TOKEN) if sees else ()).save(
-        str(directory / "tokenizer.json")
-    )
+    more = (IMAGE_TOKEN, VIDEO_TOKEN) if sees else ()
+    make_byte_tokenizer(more, texts).save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": END_TOKEN,
@@ -111,6 +119,7 @@ def make_tiny_model(
     num_key_value_heads: int = 2,
     intermediate_size: int = 384,
     max_position_embeddings: int = 2048,
+    texts: tuple[str, ...] = (),
 ) -> Path:
     """Write a freshly initialized model and its tokenizer.
 
@@ -123,6 +132,7 @@ def make_tiny_model(
         num_key_value_heads: key and value heads.
         intermediate_size: width of the gated MLP.
         max_position_embeddings: longest sequence.
+        texts: texts that are one token each, such as the fixed parts of a tool call; ids from 261.
 
     Returns:
         The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json
@@ -133,7 +143,7 @@ def make_tiny_model(
 
     directory = Path(directory)
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE + len(texts),
         hidden_size=hidden_size,
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=num_attention_heads,
@@ -153,7 +163,7 @@ def make_tiny_model(
         eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
     )
     model.save_pretrained(directory)
-    save_tokenizer(directory)
+    save_tokenizer(directory, texts=texts)
     return directory
 
 
