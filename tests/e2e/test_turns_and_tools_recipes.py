@@ -71,22 +71,20 @@ def test_tool_calculator_when_run_then_results_are_context_and_only_right_ones_a
     tmp_path: Path,
 ) -> None:
     stack = RunningStack(tmp_path / "runs" / "tool-calculator" / "demo")
-    more = ("heldout_problems=10", "warm_start_steps=60", "guess_steps=10")
+    more = ("heldout_problems=10", "warm_start_steps=70", "guess_steps=5")
     summary, _ = run(stack, tmp_path, str(EXAMPLES / "tool_calculator.py"), *SMALL, *more)
     assert summary["status"] == "finished"
     trained = samples(stack, tmp_path / "runs/models/tool-calculator-seed0")
     asked = [(said, read) for said, read, _ in trained if said.startswith("<tool_call>")]
-    assert asked, "a model that has only seen questions asks"
+    assert asked, "the warm start shows it how to call"
     for said, read, reward in trained:
         first, _, answer = said.partition("<|end|>")
         [(a, b)] = re.findall(r"<\|user\|>(\d+)\*(\d+)=", read)
         final = (answer or first).removesuffix("<|end|>").strip()
         assert reward == float(final == str(int(a) * int(b)))
-        call = re.search(r'"expression": "(\d+)\*(\d+)"', first)
+        call = re.search(r'"x": "(\d+)\*(\d+)"', first)
         if call is not None and answer:
-            result = int(call[1]) * int(call[2])
-            assert f"<|tool|>{result}" in read
-            assert str(result) not in first
+            assert f"<|tool|>{int(call[1]) * int(call[2])}" in read
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")

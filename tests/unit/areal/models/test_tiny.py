@@ -44,6 +44,23 @@ def test_tokenizer_when_loaded_either_way_then_bytes_are_ids(tmp_path):
     assert auto.decode([55, tiny.END_ID], skip_special_tokens=True) == "7"
 
 
+def test_make_tiny_model_when_texts_are_given_then_each_is_one_token_and_no_special_one(tmp_path):
+    texts = ("<|tool|>", '<tool_call>{"name": "calc", "arguments": {"x": "', '"}}</tool_call>')
+    tiny.make_tiny_model(tmp_path, texts=texts)
+    said = f"<|user|>{texts[0]}1{texts[1]}2*3{texts[2]}<|end|>"
+    ids = [tiny.USER_ID, 261, *b"1", 262, *b"2*3", 263, tiny.END_ID]
+    for tokenizer in (
+        Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+        AutoTokenizer.from_pretrained(tmp_path),
+    ):
+        encoded = tokenizer.encode(said)
+        assert getattr(encoded, "ids", encoded) == ids
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert text == f"{texts[0]}1{texts[1]}2*3{texts[2]}"
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([ids])).logits
+    assert logits.shape == (1, len(ids), 264)
+
+
 def test_chat_template_when_rendered_then_costs_two_tokens_besides_the_text(tmp_path):
     tiny.save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
