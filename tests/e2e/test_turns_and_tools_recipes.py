@@ -75,8 +75,7 @@ def test_tool_calculator_when_run_then_results_are_context_and_only_right_ones_a
     summary, _ = run(stack, tmp_path, str(EXAMPLES / "tool_calculator.py"), *SMALL, *more)
     assert summary["status"] == "finished"
     trained = samples(stack, tmp_path / "runs/models/tool-calculator-seed0")
-    asked = [(said, read) for said, read, _ in trained if said.startswith("<tool_call>")]
-    assert asked, "the warm start shows it how to call"
+    results = []
     for said, read, reward in trained:
         first, _, answer = said.partition("<|end|>")
         [(a, b)] = re.findall(r"<\|user\|>(\d+)\*(\d+)=", read)
@@ -84,7 +83,9 @@ def test_tool_calculator_when_run_then_results_are_context_and_only_right_ones_a
         assert reward == float(final == str(int(a) * int(b)))
         call = re.search(r'"x": "(\d+)\*(\d+)"', first)
         if call is not None and answer:
-            assert f"<|tool|>{int(call[1]) * int(call[2])}" in read
+            results.append(f"<|tool|>{int(call[1]) * int(call[2])}")
+            assert results[-1] in read
+    assert results, "the warm start shows it how to call"
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
