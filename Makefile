@@ -91,7 +91,8 @@ test-harness: $(STAMP) ## Run unmodified mini-swe-agent, Claude Code and Codex a
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
 test-agents-sdk: $(STAMP) ## OpenAI's Agents SDK, unmodified, as an agent (beside .venv, in build/agents-sdk)
-	$(BIN)/pip install -q --no-deps --upgrade --target build/agents-sdk openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 pyjwt==2.15.1 python-multipart==0.0.34 sse-starlette==3.7.0 websockets==16.1.1
+	$(BIN)/python -m venv .venv-agents-sdk
+	.venv-agents-sdk/bin/pip install -q --no-deps --upgrade --target build/agents-sdk openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 pyjwt==2.15.1 python-multipart==0.0.34 sse-starlette==3.7.0 websockets==16.1.1
 	PYTHONPATH=build/agents-sdk $(BIN)/python -m pytest -q -k sdk tests/integration/test_agent_sessions.py tests/integration/test_agent_recipes.py $(ARGS)
 
 test-verifiers: $(STAMP) ## Run unmodified environments of verifiers and OpenEnv (in an environment of their own; downloads)

@@ -85,7 +85,7 @@ async def test_object_when_damaged_then_no_server_takes_it(
     if damage == "flipped":
         whole[-3] ^= 1
     if damage == "missing":
-        await run(lambda: store._remove([f"{name}/model.safetensors"]))
+        await run(lambda: store.remove([f"{name}/model.safetensors"]))
     else:
         kept = bytes(whole if damage == "flipped" else whole[:-100])
         await run(lambda: store.put(f"{name}/model.safetensors", kept))
@@ -109,13 +109,13 @@ async def test_versions_when_old_then_deleted_with_the_manifest_first(
     await run(lambda: store.put("v00000002-inc0/model.safetensors", b"of a killed trainer"))
     await run(lambda: store.put("v00000005-inc1/model.safetensors", b"being uploaded"))
     removed: list[str] = []
-    remove = ObjectStore._remove
+    remove = ObjectStore.remove
 
     def noted(self: ObjectStore, paths: list[str]) -> None:
         removed.extend(paths)
         remove(self, paths)
 
-    monkeypatch.setattr(ObjectStore, "_remove", noted)
+    monkeypatch.setattr(ObjectStore, "remove", noted)
     gone = await run(lambda: collect_objects(URL, 4, 2, [f"{URL}/v00000001-inc1"]))
     assert gone == ["v00000002-inc0", "v00000002-inc1"], "version 1 is being read"
     ours = [path for path in removed if path.startswith("v00000002-inc1")]

@@ -133,7 +133,7 @@ async def test_tool_when_too_many_calls_hang_then_the_task_fails_instead_of_the_
     flow = ToolWorkflow(
         [search], "math", GenerationHyperparameters(n_samples=1), tool_timeout_s=0.05
     )
-    flow._calls = BlockingCalls(max_hung=1)
+    flow.calls._blocking = BlockingCalls(max_hung=1)
     asked = '<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call>'
     engine = ScriptedEngine([[asked], [asked], ["unused"]], None)
     row = {"prompt": "?", "answer": "1"}
