@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,6 +154,8 @@ class RolloutWriter:
             self._writing.popleft()
             try:
                 oldest.result()
+            except CancelledError:  # its call to the ledger; a resumed trainer asks again
+                self._complain("the trainer ended before the ledger answered")
             except (OSError, ArealError) as error:
                 self._complain(str(error))
 
