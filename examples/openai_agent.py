@@ -40,7 +40,7 @@ class Config(GRPOConfig):
     """Supervised steps before version 0; after them about a third of the answers are right."""
 
 
-# -- the agent: imports nothing of areal -------------------------------------------------------
+# -- the agent: imports nothing from areal ------------------------------------------------------
 
 
 async def agent(client: openai.AsyncOpenAI, question: str, right: str) -> int:

@@ -6,8 +6,8 @@
 
 `agent` stands for code that you already have: the SDK's Runner asks the model, and asks again if
 the answer is wrong. `run` gives it a base URL and a key, and returns the reward. Every call is
-recorded with the token ids that the model sampled, and training uses exactly these ids. With
-`OpenAIResponsesModel` in place of `OpenAIChatCompletionsModel` the same works by /v1/responses.
+recorded with the token ids that the model sampled, and training uses exactly these ids. To
+use /v1/responses, replace `OpenAIChatCompletionsModel` with `OpenAIResponsesModel`.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Config(GRPOConfig):
     """Supervised steps before version 0; after them about a third of the answers are right."""
 
 
-# -- the agent: imports nothing of areal -------------------------------------------------------
+# -- the agent: imports nothing from areal ------------------------------------------------------
 
 
 async def agent(client: openai.AsyncOpenAI, question: str, right: str) -> int:

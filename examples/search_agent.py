@@ -79,7 +79,7 @@ def search(query: str) -> str:
     return found[0] if found else "nothing"
 
 
-# -- the agent: imports nothing of areal -------------------------------------------------------
+# -- the agent: imports nothing from areal ------------------------------------------------------
 
 
 async def agent(client: openai.AsyncOpenAI, question: str) -> str:

@@ -344,8 +344,8 @@ def submit(
     """Submit tasks to a running stack.
 
     A line is a dataset row, or {"data": row} with any of task_id, workflow,
-    kwargs, purpose, and time_to_live_s next to it. An error names the line;
-    nothing is submitted then.
+    kwargs, purpose, and time_to_live_s next to it. If a line is
+    invalid, the error names it, and nothing is submitted.
     """
     from areal_launch.commands.tasks import SubmitOptions, submit_file
 

@@ -89,7 +89,7 @@ class BaseExperimentConfig:
 
     @property
     def namespace(self) -> str:
-        """`experiment_name/trial_name`: prefix of keys, subjects and metrics labels."""
+        """`experiment_name/trial_name`: the run in Redis keys, NATS subjects, logs and traces."""
         return f"{self.experiment_name}/{self.trial_name}"
 
     @property

@@ -295,7 +295,7 @@ class PPOActorConfig(TrainEngineConfig):
 
 @dataclass
 class CriticConfig:
-    """PPO's value model: the actor's layers with a head of one number, trained beside the actor.
+    """PPO's value model: the actor's layers with a scalar head, trained beside the actor.
 
     It uses the actor's precision, ranks and micro-batches. It starts with the actor's weights and a
     head of zeros.

@@ -108,7 +108,7 @@ class _DigestingWriter(FileSystemWriter):
 
 
 def holds_scalar_model(directory: Path) -> bool:
-    """Return whether its model has a head of one number, like a reward model.
+    """Return whether its model has a scalar head, like a reward model.
 
     Raises:
         InvalidInput: the checkpoint is incomplete.

@@ -66,8 +66,8 @@ class OfflineTrainer:
     def batches(self, units: Sequence[Unit]) -> Iterator[Batch]:
         """Yields this rank's share of `train_dataset.batch_size` units, once per remaining step.
 
-        Every epoch has its own order. A resumed run continues with the unit that would have come
-        next.
+        A unit is one sequence, or a chosen and a rejected one (`chat_unit`, `pair_unit`). Every
+        epoch has its own order. A resumed run continues with the unit that would have come next.
 
         Raises:
             InvalidInput: There are no units.
@@ -123,7 +123,7 @@ class OfflineTrainer:
         return mean
 
     def save(self, name: str = "model") -> Path:
-        """Writes a Hugging Face folder into the run folder; collective."""
+        """Writes a Hugging Face folder into the run folder. All ranks must call it."""
         folder = self.session.config.run_dir / name
         self.engine.save(folder)
         return folder

@@ -214,7 +214,7 @@ class FSDPPPOActor:
 
         Returns:
             A future that is done once this rank's part is in `directory`. Recipes rarely need this:
-            `upload_weights` saves checkpoints as the `checkpoint` section says.
+            `upload_weights` saves checkpoints as configured in the `checkpoint` section.
         """
         return self.engine.save_checkpoint(directory, background=True)
 

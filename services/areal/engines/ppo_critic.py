@@ -22,7 +22,7 @@ _IN_ROW = ("loss", "grad_norm", "lr", "value", "return", "explained_variance", "
 
 
 class FSDPPPOCritic:
-    """A critic on all ranks of the trainer, saved and resumed in the actor's checkpoints.
+    """A critic on all ranks of the trainer, saved in and restored from the actor's checkpoints.
 
     Example:
         >>> actor, critic = FSDPPPOActor(config.actor), FSDPPPOCritic(config.critic)
@@ -34,7 +34,7 @@ class FSDPPPOCritic:
     """
 
     def __init__(self, config: CriticConfig | None) -> None:
-        """Loads the actor's model with a head of one number, or the checkpoint to resume from.
+        """Loads the actor's model with a scalar head, or the checkpoint to resume from.
 
         Args:
             config: The experiment's `critic` section.

@@ -53,9 +53,11 @@ class InferenceEngine(Protocol):
         """Generates one answer. It handles interruptions (weight updates, dead servers) itself.
 
         Raises:
-            InvalidInput: The request cannot be served: too long, a token id out of range.
+            InvalidInput: The request cannot be served: it is too long, or a token id is out of
+                range.
             Unavailable: Servers failed repeatedly; the message names each failure.
-            WaitTimeout: No admissible server, or no answer, within rollout.request_timeout_s.
+            WaitTimeout: No server with a recent enough version, or no answer, within
+                rollout.request_timeout_s.
         """
         ...
 

@@ -25,8 +25,9 @@ from areal.workflows.tool_calls import ToolCalls
 class ToolWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` conversations with tools on a row; scores the last answer.
 
-    The calls of one answer run at once. What tools return is context: the loss covers exactly what
-    the model sampled. If a call has wrong arguments or raises, the model reads the error.
+    The tool calls of one answer run concurrently. What tools return is context: the loss covers
+    exactly what the model sampled. If a call has wrong arguments or raises, the model reads the
+    error.
 
     Example:
         >>> def multiply(a: int, b: int) -> int:

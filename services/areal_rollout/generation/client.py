@@ -104,7 +104,7 @@ class SGLangClient:
             report: Tells weight-sync (url, cause) of a server that failed.
             observer: For metrics.
             request_timeout_s: One request, from sending to its last token.
-            setup_timeout_s: How long to wait for an admissible server.
+            setup_timeout_s: How long to wait for a server with a recent enough version.
             headers: Sent with every request: the bearer token.
             connections: Requests at once; more wait for one to end.
         """
@@ -161,7 +161,7 @@ class SGLangClient:
         Raises:
             InvalidInput: See `ModelLimits.check`, or the server refused it as malformed.
             GenerationFailed: Servers failed again and again; names each cause.
-            WaitTimeout: No admissible server, or no answer, in time.
+            WaitTimeout: No server with a recent enough version, or no answer, in time.
             Interrupted: `interrupt` was called.
         """
         self.limits.check(request)

@@ -22,7 +22,7 @@ def build(path: str, dtype: torch.dtype, *, scalar: bool = False) -> Any:
     Args:
         path: a folder with config.json.
         dtype: dtype of the parameters.
-        scalar: give it a head of one number, `score`, instead of the language-model head.
+        scalar: give it a scalar head, `score`, instead of the language-model head.
 
     Raises:
         InvalidInput: there is no such folder, or transformers cannot build such a model.
