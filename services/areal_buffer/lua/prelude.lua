@@ -468,7 +468,7 @@ local function serve_room(meta)
   return most - running, math.min(most - running, clients - of_clients)
 end
 
--- Groups that may still start: areal.staleness.admission_headroom.
+-- Groups that may still start.
 local function admission(meta)
   if meta.stopped ~= '' then return 0, 'admission: the run was stopped: ' .. meta.stopped end
   -- Only the two newest batches can be ahead: one is trained on, and the version of the other may be on
