@@ -173,7 +173,7 @@ class Session:
             if on_delta is not None and (reasoning or content):
                 on_delta(AnswerDelta(first, len(prompt), index, reasoning, content))
 
-        # With a grammar, an interrupted answer begins anew: what was streamed could not be taken
+        # With a grammar, an interrupted answer starts again: what was streamed could not be taken
         # back.
         live = on_delta is not None and not grammar
         request = LLMRequest(

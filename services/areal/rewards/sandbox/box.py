@@ -13,7 +13,7 @@ a folder, limits and a filter of system calls.
 
 | consumes                     | waits for            | unblocked by                             |
 |------------------------------|----------------------|------------------------------------------|
-| a process, memory of its /tmp | the box's answers   | a command's end; the box's; whoever asks |
+| a process, memory of its /tmp | the box's answers   | a command's end; the box's; its client |
 |                              |                      | sets the deadline                        |
 """
 
@@ -51,7 +51,7 @@ class Command:
         self._box = box
         self._listeners: list[asyncio.Queue[Output | Ended]] = []
         self.events = self.listen()
-        """All of them, for whoever started it."""
+        """All of them, for the process that started it."""
 
     def listen(self) -> AsyncIterator[Output | Ended]:
         """Returns what follows from now on: output, then Ended."""
