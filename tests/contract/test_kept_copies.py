@@ -70,4 +70,4 @@ def test_rollouts_when_the_store_refuses_then_the_run_folder_has_them(
     keep(writer, 1, group("a", 1.0))
     writer.close()
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == [file_name(1, 0)]
-    assert capsys.readouterr().out.count("rollouts_not_copied") == 1
+    assert "".join(capsys.readouterr()).count("rollouts_not_copied") == 1
