@@ -42,7 +42,7 @@ async def test_servers_when_their_version_is_made_anew_then_out_of_traffic_befor
         assert (status.confirmed_servers, status.confirmed_version) == (0, 0)
         for name in ("a", "b"):
             assert rig.server(name).state is JOINING
-            assert "made again" in rig.server(name).cause
+            assert "created again" in rig.server(name).cause
         for name in ("a", "b"):
             await rig.at(name, SERVING, 1)
             assert rig.engine(name).calls.count("load 1") == 1
