@@ -78,6 +78,14 @@ Run = Annotated[
     Path | None,
     typer.Option("--run", help="Run folder; default: the newest in ./runs that is running."),
 ]
+RolloutsOf = Annotated[
+    str,
+    typer.Option(
+        "--run",
+        help="Run folder, or the copies in an object store: s3://bucket/prefix-rollouts; "
+        "default: the newest run in ./runs.",
+    ),
+]
 AcceptChanges = Annotated[
     bool,
     typer.Option("--accept-changes", help="Continue a trial whose configuration has changed."),
@@ -360,7 +368,7 @@ def show(
     discarded: Annotated[
         bool, typer.Option("--discarded", help="Show groups that were not trained on, and why.")
     ] = False,
-    run: Run = None,
+    run: RolloutsOf = "",
     json: Json = False,
 ) -> int:
     """Show what a step trained on: its groups, or one task's texts, tokens, and rewards."""
@@ -378,7 +386,7 @@ def export(
     ] = ExportAs.ROWS,
     first: Annotated[int | None, typer.Option(help="First step.")] = None,
     last: Annotated[int | None, typer.Option(help="Last step.")] = None,
-    run: Run = None,
+    run: RolloutsOf = "",
 ) -> int:
     """Write the trajectories that a run trained on to one file."""
     from areal_launch.commands.rollouts import export as export_rollouts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -12,9 +14,12 @@ from tests.unit.areal.training.test_kept_discarded import EQUAL, discard
 from tests.unit.areal.training.test_kept_rollouts import group, keep
 
 from areal.config.services import rollouts_url
+from areal.errors import NotFound
 from areal.training.rollouts.records import discarded_name, file_name, step_of
 from areal.training.rollouts.writer import RolloutWriter
 from areal.weights.objects import ObjectStore
+from areal.weights.publisher import TransportError
+from areal_launch.commands.rollouts import export, show
 
 URL = f"s3://{BUCKET}/arithmetic/seed-1"
 
@@ -51,11 +56,53 @@ def test_rollouts_when_versions_are_in_a_store_then_each_file_is_copied_and_dele
     ObjectStore(URL).put("v00000001-inc1/x", b"")  # versions are not touched
     after = RolloutWriter(tmp_path / "rollouts", 0, 1, "", mirror=url)
     after.resume(2)
-    assert {step_of(Path(name)) for name in store.files()} == {1, 2}
+    assert {step_of(name) for name in store.files()} == {1, 2}
     keep(after, 3, group("t3", 1.0))
     after.close()
     assert store.files() == [file_name(3, 0)]  # only one step may stay
     assert ObjectStore(URL).files() == ["v00000001-inc1/x"]
+
+
+def test_show_and_export_when_given_the_copies_then_as_from_the_run_folder(
+    s3: S3Server, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = rollouts_url(URL)
+    run = tmp_path / "runs" / "x" / "y"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "stack.json").write_text("{}")
+    writer = RolloutWriter(run / "rollouts", 0, 1 << 30, str(tiny_model), mirror=url)
+    for step in (1, 2):
+        keep(writer, step, group(f"t{step}", 0.0, 1.0))
+        discard(writer, step, [EQUAL])
+    writer.close()
+
+    def shown(where: str, **asked: Any) -> str:
+        assert show(where, asked.pop("task_id", ""), None, as_json=True, **asked) == 0
+        return capsys.readouterr().out
+
+    for asked in ({}, {"discarded": True}, {"task_id": "t1"}):
+        assert shown(url, **asked) == shown(str(run), **asked)
+    assert '"t2"' in shown(url)
+    for name in ("log.json", "all.jsonl"):
+        for where in (url, str(run)):
+            folder = tmp_path / ("copies" if where == url else "run")
+            kind = "inspect" if name == "log.json" else "rows"
+            assert export(where, folder / name, kind, None, None) == 0
+    copied, kept = (
+        json.loads((tmp_path / of / "log.json").read_text()) for of in ("copies", "run")
+    )
+    assert copied["samples"] == kept["samples"]
+    assert (copied["eval"]["task"], copied["eval"]["run_id"]) == (
+        "arithmetic",
+        "arithmetic/seed-1-rollouts",
+    )
+    assert (tmp_path / "copies" / "all.jsonl").read_text() == (
+        tmp_path / "run" / "all.jsonl"
+    ).read_text()
+    with pytest.raises(NotFound, match=f"'{URL}': no rollouts"):
+        show(URL, "", None, as_json=True)
+    with pytest.raises(TransportError, match="s3://no-such-bucket/x"):
+        show("s3://no-such-bucket/x", "", None, as_json=True)
 
 
 def test_rollouts_when_the_store_refuses_then_the_run_folder_has_them(

@@ -176,6 +176,20 @@ class ObjectStore:
         with self._failing(""):
             return [entry["path"] for entry in obstore.list(self._client).collect()]
 
+    def read(self, path: str) -> bytes:
+        """Returns the whole content of an object."""
+        import obstore
+
+        with self._failing(path):
+            return bytes(obstore.get(self._client, path).bytes())
+
+    def written_at(self, path: str) -> float:
+        """Returns when an object was written, in seconds since the epoch."""
+        import obstore
+
+        with self._failing(path):
+            return obstore.head(self._client, path)["last_modified"].timestamp()
+
     def _small(self, path: str) -> bytes:
         import obstore
 

@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 from areal.errors import InvalidInput
@@ -129,7 +129,6 @@ def write_log(path: Path, folder: RolloutFolder, steps: list[int], batches: Iter
         batches: The same, one after the other as they are written.
     """
     messages = Messages(folder.tokenizer())
-    run = folder.folder.parent
     model = folder.model_name()
     rewards: list[float] = []
     # Attempts of the same task are epochs of one sample.
@@ -143,7 +142,7 @@ def write_log(path: Path, folder: RolloutFolder, steps: list[int], batches: Iter
                 file.write((",\n" if sum(attempts.values()) > 1 else "") + json.dumps(row))
                 rewards += [] if one.reward is None else [one.reward]
         file.write("\n], ")
-        _write_header(file, run, model, steps, attempts, rewards)
+        _write_header(file, folder, model, steps, attempts, rewards)
     return sum(attempts.values())
 
 
@@ -195,15 +194,16 @@ def _sample(one: Kept, epoch: int, messages: list[dict[str, Any]], model: str) -
 
 def _write_header(
     file: TextIO,
-    run: Path,
+    folder: RolloutFolder,
     model: str,
     steps: list[int],
     attempts: dict[str, int],
     rewards: list[float],
 ) -> None:
     """Writes what the log says of the run, and closes it."""
-    now = datetime.fromtimestamp(folder_time(run), UTC).isoformat()
-    name = f"{run.parent.name}/{run.name}"
+    now = datetime.fromtimestamp(folder.written_at(), UTC).isoformat()
+    experiment, trial = PurePath(folder.run).parts[-2:]
+    name = f"{experiment}/{trial}"
     count = sum(attempts.values())
     mean = statistics.fmean(rewards) if rewards else 0.0
     header: dict[str, Any] = {
@@ -211,7 +211,7 @@ def _write_header(
             "eval_id": name,
             "run_id": name,
             "created": now,
-            "task": run.parent.name,
+            "task": experiment,
             "task_id": name,
             "dataset": {"name": f"steps {steps[0]} to {steps[-1]}", "samples": len(attempts)},
             "model": model,
@@ -232,8 +232,3 @@ def _write_header(
         "stats": {"started_at": now, "completed_at": now},
     }
     file.write(json.dumps(header)[1:] + "\n")
-
-
-def folder_time(run: Path) -> float:
-    """When the run last wrote a rollout, in seconds since the epoch."""
-    return max(path.stat().st_mtime for path in (run / "rollouts").iterdir())

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
 from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
 from areal.training.rollouts.records import schema
+from areal.weights.objects import ObjectStore
 from areal_launch.commands.inspect_logs import write_log
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
@@ -22,12 +24,12 @@ _SHOWN = 60
 
 
 def show(
-    run: Path | None, task_id: str, step: int | None, *, discarded: bool = False, as_json: bool
+    run: str, task_id: str, step: int | None, *, discarded: bool = False, as_json: bool
 ) -> int:
     """Prints the groups of a step, or the trajectories of a task; the exit code.
 
     Args:
-        run: The run folder; None: the newest.
+        run: The run folder, or the URL of the copies in an object store; "": the newest run.
         task_id: A task; "": a step's groups.
         step: None: the newest step.
         discarded: Groups that were not trained on, instead of those that were.
@@ -35,6 +37,7 @@ def show(
 
     Raises:
         NotFound: The run, step or task does not exist, or nothing was kept.
+        TransportError: The object store does not answer, or refuses.
     """
     folder = _folder(run)
     if task_id:
@@ -46,10 +49,12 @@ def show(
     return 0
 
 
-def _folder(run: Path | None) -> RolloutFolder:
+def _folder(run: str) -> RolloutFolder:
     if importlib.util.find_spec("pyarrow") is None:
         raise InvalidInput("this installation cannot read rollouts; pip install pyarrow")
-    return RolloutFolder(find_run(run, live=False).path)
+    if in_object_store(run):
+        return RolloutFolder(ObjectStore(run))
+    return RolloutFolder(find_run(Path(run) if run else None, live=False).path)
 
 
 def _show_step(folder: RolloutFolder, step: int | None, *, as_json: bool) -> None:
@@ -206,11 +211,12 @@ def _short(text: str | None) -> str:
     return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
 
 
-def export(run: Path | None, to: Path, kind: str, first: int | None, last: int | None) -> int:
+def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -> int:
     """Writes kept rollouts into one file; the exit code.
 
     Raises:
         NotFound: The run does not exist, or nothing was kept for those steps.
+        TransportError: The object store does not answer, or refuses.
         InvalidInput: The file exists, or its suffix is none that is known.
     """
     suffixes = (".json",) if kind == "inspect" else _SUFFIXES

@@ -35,7 +35,7 @@ def log(tmp_path: Path, tiny_model: Path) -> Path:
     discard(writer, 2, [EQUAL, NOTHING])
     writer.close()
     to = tmp_path / "log.json"
-    assert export(run, to, "inspect", None, None) == 0
+    assert export(str(run), to, "inspect", None, None) == 0
     return to
 
 
@@ -125,4 +125,4 @@ def test_export_for_inspect_when_the_name_is_not_json_then_one_line(
 ) -> None:
     run = kept_run(tmp_path, tiny_model)
     with pytest.raises(InvalidInput, match=r"--to .*expected a name that ends in \.json"):
-        export(run, tmp_path / "x.parquet", "inspect", None, None)
+        export(str(run), tmp_path / "x.parquet", "inspect", None, None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from areal.errors import InvalidInput, NotFound, did_you_mean
 from areal.tokenizer import Tokenizer
 from areal.training.rollouts.records import DISCARDED, FILES, MODEL_KEY, TRAINED, step_of
+from areal.weights.objects import ObjectStore
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,42 @@ class Kept:
 
 
 class RolloutFolder:
-    """The `rollouts` folder of a run."""
+    """The `rollouts` folder of a run, or its copy in an object store."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Raises NotFound when nothing was kept there."""
-        self.folder = run_dir / "rollouts"
-        self.files = sorted(self.folder.glob(FILES))
+    def __init__(self, run: Path | ObjectStore) -> None:
+        """Lists the files.
+
+        Args:
+            run: The run folder, or the store that has copies of the files in its `rollouts`.
+
+        Raises:
+            NotFound: Nothing was kept there.
+            TransportError: The object store does not answer, or refuses.
+        """
+        self.store = run if isinstance(run, ObjectStore) else None
+        self.folder = Path() if isinstance(run, ObjectStore) else run / "rollouts"
+        names = self.store.files() if self.store else [each.name for each in self.folder.glob("*")]
+        self.files = sorted(fnmatch.filter(names, FILES))
         if not self.files:
             raise NotFound(
-                f"{str(self.folder)!r}: no rollouts; a run keeps them from its first finished step "
+                f"{self.run!r}: no rollouts; a run keeps them from its first finished step "
                 "on (checkpoint.rollouts_gib above 0)"
             )
-        self.steps = sorted({step_of(path) for path in self.files})
-        self._discarded = sorted(self.folder.glob(DISCARDED))
+        self.steps = sorted({step_of(name) for name in self.files})
+        self._discarded = sorted(fnmatch.filter(names, DISCARDED))
         self._tokenizer: Tokenizer | None = None
+
+    @property
+    def run(self) -> str:
+        """The run folder's path, or the URL of the copies."""
+        return self.store.url if self.store else str(self.folder.parent)
+
+    def written_at(self) -> float:
+        """Returns when the newest step's file was written, in seconds since the epoch."""
+        newest = self.files[-1]
+        if self.store:
+            return self.store.written_at(newest)
+        return (self.folder / newest).stat().st_mtime
 
     def read(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
         """Trajectories that were trained on, in the order of steps and batches.
@@ -95,7 +120,7 @@ class RolloutFolder:
             steps: Only of these; None: of all.
             task_id: Only of this task; "": of all.
         """
-        return _read(self.files, steps, task_id)
+        return self._read(self.files, steps, task_id)
 
     def discarded(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
         """Those that were not, in the order in which they ended; a task may have no tokens.
@@ -104,7 +129,7 @@ class RolloutFolder:
             steps: Only what ended before the batches of these steps were taken; None: all.
             task_id: As in `read`.
         """
-        return _read(self._discarded, steps, task_id)
+        return self._read(self._discarded, steps, task_id)
 
     def groups(self, step: int | None = None) -> dict[str, list[Kept]]:
         """Returns the groups of one step by task; None: of the newest step.
@@ -154,7 +179,7 @@ class RolloutFolder:
         """The model that the ids belong to, as the run named it."""
         from pyarrow import parquet
 
-        metadata = parquet.read_schema(self.files[-1]).metadata or {}
+        metadata = parquet.read_schema(self._open(self.files[-1])).metadata or {}
         return str(metadata.get(MODEL_KEY, b""), "utf-8")
 
     def _model(self) -> Path:
@@ -164,20 +189,22 @@ class RolloutFolder:
             if (base / named).is_dir():
                 return base / named
         raise InvalidInput(
-            f"model {named!r} of {str(self.folder)!r}: does not exist, so texts cannot be shown"
+            f"model {named!r} of {self.run!r}: does not exist, so texts cannot be shown"
         )
 
+    def _open(self, name: str) -> Path | BytesIO:
+        return BytesIO(self.store.read(name)) if self.store else self.folder / name
 
-def _read(files: Sequence[Path], steps: Sequence[int] | None, task_id: str) -> list[Kept]:
-    from pyarrow import parquet
+    def _read(self, names: Sequence[str], steps: Sequence[int] | None, task_id: str) -> list[Kept]:
+        from pyarrow import parquet
 
-    filters = [("task_id", "=", task_id)] if task_id else None
-    found: list[Kept] = []
-    for path in files:
-        if steps is None or step_of(path) in steps:
-            table = parquet.read_table(path, filters=filters, partitioning=None)
-            found += [Kept(**row) for row in table.to_pylist()]
-    return found
+        filters = [("task_id", "=", task_id)] if task_id else None
+        found: list[Kept] = []
+        for name in names:
+            if steps is None or step_of(name) in steps:
+                table = parquet.read_table(self._open(name), filters=filters, partitioning=None)
+                found += [Kept(**row) for row in table.to_pylist()]
+        return found
 
 
 def by_attempt(kept: Sequence[Kept]) -> dict[str, list[Kept]]:

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,9 +65,9 @@ def discarded_name(step: int) -> str:
     return f"step-{step:08}-discarded.parquet"
 
 
-def step_of(path: Path) -> int:
+def step_of(name: str) -> int:
     """Returns the step in a file's name."""
-    return int(path.name.split("-")[1])
+    return int(name.split("-")[1])
 
 
 def schema() -> pa.Schema:

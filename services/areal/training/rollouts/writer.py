@@ -10,6 +10,7 @@ same. If the disk fails, that is logged once, and training continues without the
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,7 +80,7 @@ class RolloutWriter:
         """Deletes what belongs to lost steps (rank 0, before any rank writes)."""
         self._copy(lambda store: store.remove(_above(step, store.files())))
         if self._folder.is_dir():
-            lost = [path for path in self._folder.glob(_FILES) if step_of(path) > step]
+            lost = [path for path in self._folder.glob(_FILES) if step_of(path.name) > step]
             for path in [*lost, *self._folder.glob(f".{_FILES}.tmp")]:
                 path.unlink(missing_ok=True)
 
@@ -213,10 +214,10 @@ class RolloutWriter:
         sizes = {path: path.stat().st_size for path in self._folder.glob(_FILES)}
         total = sum(sizes.values())
         gone: list[Path] = []
-        for step in sorted({step_of(path) for path in sizes})[:-1]:
+        for step in sorted({step_of(path.name) for path in sizes})[:-1]:
             if total <= self._keep_bytes:
                 break
-            for path in [path for path in sizes if step_of(path) == step]:
+            for path in [path for path in sizes if step_of(path.name) == step]:
                 path.unlink(missing_ok=True)
                 total -= sizes[path]
                 gone.append(path)
@@ -238,8 +239,7 @@ class RolloutWriter:
 
 def _above(step: int, names: Sequence[str]) -> list[str]:
     """Those of our files that belong to later steps."""
-    ours = [Path(name) for name in names if Path(name).match(_FILES)]
-    return [path.name for path in ours if step_of(path) > step]
+    return [name for name in fnmatch.filter(names, _FILES) if step_of(name) > step]
 
 
 def _fsync(folder: Path) -> None:

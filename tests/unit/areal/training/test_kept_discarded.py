@@ -148,7 +148,7 @@ def test_files_of_an_earlier_release_when_read_then_what_they_lack_has_defaults(
     late = folder.read([2])[0]
     assert (late.outcome, late.cause, late.servers, late.queued_s) == ("trained", None, [], 0.0)
     assert [turn["text"] for turn in folder.turns(late)][1] == "AB"
-    export(run, tmp_path / "out.parquet", "rows", None, None)
+    export(str(run), tmp_path / "out.parquet", "rows", None, None)
     assert parquet.read_table(tmp_path / "out.parquet")["response"].to_pylist()[0] == "AB"
 
 
@@ -159,24 +159,24 @@ def test_show_when_groups_were_discarded_then_they_are_counted_listed_and_shown(
     writer = writer_of(run, model=str(tiny_model))
     discard(writer, 2, [EQUAL, NOTHING])
     writer.close()
-    show(run, "", None, as_json=False)
+    show(str(run), "", None, as_json=False)
     out = capsys.readouterr().out
     assert "not trained on before this step: 2 groups: 1 rejected (all samples have the same" in out
-    show(run, "", None, discarded=True, as_json=False)
+    show(str(run), "", None, discarded=True, as_json=False)
     out = capsys.readouterr().out
     assert "2 groups ended untrained before the batch of step 2 was taken" in out
     assert "workflow_error" in out
-    show(run, "", 2, discarded=True, as_json=True)
+    show(str(run), "", 2, discarded=True, as_json=True)
     found = json.loads(capsys.readouterr().out)["discarded"]
     assert [(one["task_id"], one["samples"], one["reward_mean"]) for one in found] == [
         ("easy", 2, 1.0),
         ("broken", 0, None),
     ]
-    show(run, "easy", None, as_json=False)
+    show(str(run), "easy", None, as_json=False)
     out = capsys.readouterr().out
     assert "easy, rejected before step 2: all samples have the same reward" in out
     assert "BB" in out
-    show(run, "broken", None, as_json=False)
+    show(str(run), "broken", None, as_json=False)
     assert "broken, dead_lettered before step 2: workflow_error after 3" in capsys.readouterr().out
     with pytest.raises(NotFound, match="no group was discarded before step 1"):
-        show(run, "", 1, discarded=True, as_json=False)
+        show(str(run), "", 1, discarded=True, as_json=False)

@@ -76,7 +76,7 @@ def exported(tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -
     """(kind, file) of `areal export`."""
     kind, suffix = request.param
     to = tmp_path / f"out{suffix}"
-    assert export(kept_run(tmp_path, tiny_model), to, kind, None, None) == 0
+    assert export(str(kept_run(tmp_path, tiny_model)), to, kind, None, None) == 0
     return kind, to
 
 

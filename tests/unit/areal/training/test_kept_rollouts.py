@@ -310,39 +310,39 @@ def kept_run(tmp_path: Path, model: Path) -> Path:
 
 
 def test_show_when_no_task_is_named_then_the_newest_step_as_a_table(run, capsys):
-    assert show(run, "", None, as_json=False) == 0
+    assert show(str(run), "", None, as_json=False) == 0
     out = capsys.readouterr().out
     assert "late" in out
     assert "0.50" in out
     assert "step 2: 1 groups, 0 of them with equal rewards; kept: steps 1 to 2" in out
-    show(run, "", 1, as_json=True)
+    show(str(run), "", 1, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [(g["task_id"], g["reward_mean"]) for g in found["groups"]] == [
         ("even", 1),
         ("odd", 0.5),
     ]
     with pytest.raises(NotFound, match="step 3: not kept; kept: 1 to 2"):
-        show(run, "", 3, as_json=False)
+        show(str(run), "", 3, as_json=False)
 
 
 def test_show_when_a_task_is_named_then_its_texts_and_rewards(run, capsys):
-    assert show(run, "odd", None, as_json=False) == 0
+    assert show(str(run), "odd", None, as_json=False) == 0
     out = capsys.readouterr().out
     assert "sample 1: reward 1, advantage +" in out
     assert "2 of 5 tokens sampled by version 7" in out
     assert "BB" in out  # ids 66, 66
-    show(run, "odd", None, as_json=True)
+    show(str(run), "odd", None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [turn["sampled"] for turn in found[1]["turns"]] == [False, True]
     assert found[1]["turns"][1]["text"] == "BB"
     with pytest.raises(NotFound, match=r"task 'lat': not among the groups of steps 1 to 2.*'late'"):
-        show(run, "lat", None, as_json=False)
+        show(str(run), "lat", None, as_json=False)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_export_when_rows_are_wanted_then_one_file_that_others_read(run, tmp_path, suffix):
     to = tmp_path / f"out{suffix}"
-    assert export(run, to, "rows", None, None) == 0
+    assert export(str(run), to, "rows", None, None) == 0
     rows = (
         [json.loads(line) for line in to.read_text().splitlines()]
         if suffix == ".jsonl"
@@ -353,7 +353,7 @@ def test_export_when_rows_are_wanted_then_one_file_that_others_read(run, tmp_pat
     ]
     assert rows[3]["response"] == "BB"
     with pytest.raises(InvalidInput, match="exists"):
-        export(run, to, "rows", None, None)
+        export(str(run), to, "rows", None, None)
 
 
 def test_export_when_a_column_is_null_at_first_then_later_values_are_there(run, tmp_path):
@@ -367,7 +367,7 @@ def test_export_when_a_column_is_null_at_first_then_later_values_are_there(run, 
     )
     writer.keep([group("first", 1.0)], step=1, incarnation=1, advantages=None)
     writer.close()
-    export(run, tmp_path / "out.parquet", "rows", None, None)
+    export(str(run), tmp_path / "out.parquet", "rows", None, None)
     table = parquet.read_table(tmp_path / "out.parquet")
     assert table["advantages"].to_pylist() == [None, [0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert table.schema.field("advantages").type == pa.list_(pa.float32())
@@ -384,18 +384,18 @@ def test_export_when_for_sft_or_preferences_then_groups_of_equal_rewards_are_lef
 
 def test_export_when_asked_wrongly_then_one_line(run, tmp_path):
     with pytest.raises(InvalidInput, match=r"expected a name that ends in \.parquet or \.jsonl"):
-        export(run, tmp_path / "x.csv", "rows", None, None)
+        export(str(run), tmp_path / "x.csv", "rows", None, None)
     with pytest.raises(InvalidInput, match="steps 5 to 2: expected steps from 1 to 2"):
-        export(run, tmp_path / "x.jsonl", "rows", 5, None)
+        export(str(run), tmp_path / "x.jsonl", "rows", 5, None)
     with pytest.raises(NotFound):
-        export(tmp_path / "nowhere", tmp_path / "x.jsonl", "rows", None, None)
+        export(str(tmp_path / "nowhere"), tmp_path / "x.jsonl", "rows", None, None)
     assert not list(tmp_path.glob("x.*"))
 
 
 def test_show_when_pyarrow_is_not_installed_then_one_line(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match="cannot read rollouts; pip install pyarrow"):
-        show(run, "", None, as_json=False)
+        show(str(run), "", None, as_json=False)
 
 
 def test_the_files_when_another_tool_opens_them_then_types_are_plain(run):
