@@ -17,19 +17,28 @@ from tests.chaos.faults import KILL, Fault
 BEGIN, END = "<!-- written by make chaos: begin -->", "<!-- written by make chaos: end -->"
 # What a user sees of a process that was killed, and what is lost; the rest is measured.
 SEEN = {
-    "trainer": ("`trainer ended with signal 9; restart 1`; steps since the checkpoint again", ""),
-    "torchrun": ("`trainer ended with signal 9; restart 1`; steps since the checkpoint again", ""),
-    "rank": ("`rank_lost` with its number; steps since the checkpoint again", ""),
-    "inference": ("`QUARANTINED` in `areal status`, then SERVING", "tokens it held"),
-    "rollout": ("`died and was started again` as the reason of its tasks", "episodes it ran"),
-    "reward": ("scoring retried", ""),
+    "trainer": (
+        "`trainer ended with signal 9; restart 1`; the steps since the checkpoint run again",
+        "",
+    ),
+    "torchrun": (
+        "`trainer ended with signal 9; restart 1`; the steps since the checkpoint run again",
+        "",
+    ),
+    "rank": ("`rank_lost` with its number; the steps since the checkpoint run again", ""),
+    "inference": ("`QUARANTINED` in `areal status`, then SERVING", "the tokens it had not sent"),
+    "rollout": (
+        "`died and was started again` as the reason of its tasks",
+        "the tokens of its episodes",
+    ),
+    "reward": ("calls to score are retried", ""),
     "reward-worker": ("`worker_ended`", ""),
-    "buffer": ("calls retried; `leases_extended`", ""),
-    "redis": ("calls retried", ""),
-    "weight-sync": ("a new coordinator after its lease of 3 s", ""),
+    "buffer": ("calls are retried; `leases_extended`", ""),
+    "redis": ("calls are retried", ""),
+    "weight-sync": ("the next process takes over within 3 s", ""),
     "nats": ("`announcements_paused`", ""),
-    "gateway": ("the page reconnects", ""),
-    "guard": ("`guard ended`; started again", ""),
+    "gateway": ("the dashboard reconnects", ""),
+    "guard": ("`guard ended`; it is started again", ""),
 }
 
 
