@@ -64,6 +64,12 @@ class SecurityConfig:
         file = Path(self.dir) / "token"
         return str(file) if self.dir and file.is_file() else ""
 
+    def files(self) -> list[Path]:
+        """The files that hold secrets."""
+        held = [Path(self.dir) / name for name in _FILES] if self.dir else []
+        keys = [Path(self.tls_dir) / "tls.key"] if self.tls_dir else []
+        return [file for file in [*held, *keys] if file.is_file()]
+
 
 @dataclass(frozen=True)
 class Tls:

@@ -61,10 +61,17 @@ class GatewayServer(Server):
         self._http = HttpServer(app, log_level="warning", timeout_graceful_shutdown=drain_s)
         self._serving: asyncio.Task[None] | None = None
 
-    def _client(self, kind: type[C], address: str, **policy: float) -> C | None:
+    def _client(
+        self,
+        kind: type[C],
+        address: str,
+        timeout_s: float | None = None,
+        retry_s: float | None = None,
+    ) -> C | None:
         if not address:
             return None
-        return self._context.own(kind(address, self._context.security, **policy))
+        security = self._context.security
+        return self._context.own(kind(address, security, timeout_s=timeout_s, retry_s=retry_s))
 
     async def start(self) -> None:
         """Listens at once: the page is there before the run is."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
 from areal.protocol.boxes import Isolation
+from areal.rewards.sandbox.launch import hides_files
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class SandboxConfig:
     """rlimits: the weaker mode."""
     http: str = ""
     """http://host:port of the E2B-compatible side; empty: none."""
+    secrets: tuple[str, ...] = ()
+    """Files that no program may read."""
     warm: int = 2
     """Boxes kept ready to be lent."""
     ttl_s: float = 300.0
@@ -40,5 +45,24 @@ class SandboxConfig:
             boxes=section.boxes,
             isolation=section.isolation,
             http=experiment.endpoints.sandbox_http,
+            secrets=tuple(map(str, experiment.security.files())),
             warm=min(cls.warm, section.boxes),
         )
+
+
+def check_secrets(config: SandboxConfig) -> None:
+    """Refuses to run programs that could read the service's secrets.
+
+    Raises:
+        ConfigError: They could; names the file, and the ways out.
+    """
+    if config.isolation == "namespaces" or hides_files():
+        return
+    for file in config.secrets:
+        # As root the programs run as user nobody; else as this process does.
+        if Path(file).stat().st_mode & 0o004 if os.getuid() == 0 else os.access(file, os.R_OK):
+            raise ConfigError(
+                f"sandbox.isolation rlimits: programs in a box could read {file}; expected a "
+                "kernel with Landlock, isolation namespaces, or a service without that file (the "
+                "token in AREAL_TOKEN, no TLS)"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,11 @@ from areal.rewards.code import code_reward
 from areal.v1 import sandbox_service_pb2 as pb
 
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "boxes work")
+
+
+def nap(seconds: int) -> str:
+    """An argument of `sleep` that no other run of these tests on this machine has."""
+    return f"{seconds}.{os.getpid()}"
 
 
 @asynccontextmanager
@@ -52,13 +58,16 @@ async def test_lent_box_when_several_commands_run_then_what_they_leave_stays(tmp
         outcome = await verifier.run("print(open('../a').read(), open('b').read())", folder="sub")
         assert outcome.stdout == "agent x\n 2\n"
         # A daemon stays, too, until the box ends.
-        await box.run(argv=["sh", "-c", "setsid sleep 4243 > /dev/null 2>&1 &"])
-        listed = await box.run(argv=["cat", *[f"/proc/{pid}/cmdline" for pid in range(1, 40)]])
-        assert "4243" in listed.stdout
+        await box.run(argv=["sh", "-c", f"setsid sleep {nap(4243)} > /dev/null 2>&1 &"])
+        wait = (
+            "until cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' ' ' | grep -q 'slee[p] %s'; "
+            "do sleep 0.05; done"
+        )
+        assert (await box.run(argv=["sh", "-c", wait % nap(4243)])).exit_code == 0
         await box.kill()
         with pytest.raises(NotFound, match="no such box"):
             await verifier.run("1")
-        assert ["sleep", "4243"] not in [
+        assert ["sleep", nap(4243)] not in [
             p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
         ]
 
@@ -110,12 +119,12 @@ async def test_output_when_streamed_then_it_comes_while_the_command_runs(tmp_pat
         with pytest.raises(NotFound, match=f"no command with pid {pid}"):
             await box.send(pid, b"more")
         # One who goes away ends the command, and its children.
-        answers = box.stream(pb.RunCommandRequest(argv=["sh", "-c", "sleep 4244; true"]))
+        answers = box.stream(pb.RunCommandRequest(argv=["sh", "-c", f"sleep {nap(4244)}; true"]))
         await anext(answers)
         await answers.aclose()
         await until(
             lambda: (
-                ["sleep", "4244"]
+                ["sleep", nap(4244)]
                 not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
             )
         )
@@ -230,10 +239,11 @@ async def test_service_when_full_or_expired_then_says_so(tmp_path):
 async def test_service_when_told_to_stop_then_boxes_end_at_once(tmp_path):
     async with serving(tmp_path) as (client, service):
         box = await client.lend()
-        running = asyncio.create_task(box.run(argv=["sleep", "4245"]))
+        running = asyncio.create_task(box.run(argv=["sleep", nap(4245)]))
         await until(
             lambda: (
-                ["sleep", "4245"] in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+                ["sleep", nap(4245)]
+                in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
             )
         )
         began = time.monotonic()
@@ -241,7 +251,7 @@ async def test_service_when_told_to_stop_then_boxes_end_at_once(tmp_path):
         assert time.monotonic() - began < 20
         outcome = await running
         assert (outcome.exit_code, outcome.cause) == (137, "killed")
-        assert ["sleep", "4245"] not in [
+        assert ["sleep", nap(4245)] not in [
             p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
         ]
 
@@ -280,8 +290,8 @@ async def test_service_when_there_are_no_namespaces_then_it_refuses_and_names_wh
                 assert outcome.cause in (cause, "processes"), (name, outcome)
             outcome = await box.run(ESCAPES["network"])
             assert "PermissionError" in outcome.stderr
-            leak = "setsid sleep 4246 > /dev/null 2>&1 &"
+            leak = f"setsid sleep {nap(4246)} > /dev/null 2>&1 &"
             await box.run(argv=["sh", "-c", leak])
-        assert ["sleep", "4246"] not in [
+        assert ["sleep", nap(4246)] not in [
             p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
         ]

@@ -41,12 +41,19 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str, security: Security) -> grpc.aio.Channel:
-    """A channel that reconnects by itself within seconds of a server's return."""
+def open_channel(address: str, security: Security, name: str = "") -> grpc.aio.Channel:
+    """A channel that reconnects by itself within seconds of a server's return.
+
+    Args:
+        address: host:port.
+        security: Token and certificates to present.
+        name: The host name in the server's certificate; empty: the address's.
+    """
     if (tls := security.tls) is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _OPTIONS
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def from_rpc_error(
@@ -127,6 +134,7 @@ class Client:
         *,
         timeout_s: float | None = None,
         retry_s: float | None = None,
+        name: str = "",
     ) -> None:
         """Opens a channel; connects with the first call.
 
@@ -136,10 +144,11 @@ class Client:
             timeout_s: For one try of every call, instead of its policy's.
             retry_s: Retries of every idempotent call, instead of its policy's: 0 for a caller that
                 has another answer, more for one that cannot do without the service.
+            name: The host name in the server's certificate; empty: the address's.
         """
         self.address = address
         self._security = security = security or Security()
-        self._channel = open_channel(address, security)
+        self._channel = open_channel(address, security, name)
         # Given with each call: an interceptor would cost every call a task of its own.
         self._metadata = tuple((k.lower(), v) for k, v in security.headers().items())
         self._timeout_s, self._retry_s = timeout_s, retry_s

@@ -73,10 +73,15 @@ class SandboxClient(Client):
         return self.box(made.sandbox_id, made.address)
 
     def box(self, sandbox_id: str, address: str) -> LentBox:
-        """Returns a box that is lent already, by its id and address: an agent's, for a verifier."""
+        """Returns a box that is lent already, by its id and address: an agent's, for a verifier.
+
+        With TLS, the process there must have a certificate of the name in this client's address: a
+        pod's own address is in none.
+        """
         if address == self.address:
             return LentBox(self, sandbox_id)
-        return LentBox(SandboxClient(address, self._security), sandbox_id, owns=True)
+        name = self.address.rpartition(":")[0]
+        return LentBox(SandboxClient(address, self._security, name=name), sandbox_id, owns=True)
 
     async def run(
         self,

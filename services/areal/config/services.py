@@ -112,8 +112,8 @@ class SandboxConfig:
     """Boxes lent at a time by each sandbox service; 0: `areal run` starts none."""
     isolation: Literal["namespaces", "rlimits"] = "namespaces"
     """namespaces: bubblewrap; the service refuses to start where the machine does not allow them.
-    rlimits: limits and a filter of system calls alone, which is no protection from malicious
-    code (docs/isolation.md)."""
+    rlimits: limits, a filter of system calls, and Landlock where the kernel has it, which is no
+    protection from malicious code (docs/isolation.md)."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ NAMESPACES = (
     "kernel.apparmor_restrict_unprivileged_userns=0)"
 )
 _ZYGOTE = Path(__file__).with_name("zygote.py")
+_LANDLOCK_CREATE_RULESET, _VERSION = 444, 1
 
 
 def bubblewrap(packages: Path | None) -> list[str]:
@@ -72,7 +74,15 @@ def plain(folder: str) -> tuple[list[str], dict[str, str]]:
                 f"read, not {sys.base_prefix}; run as another user"
             )
     path = f"{base}/bin:/usr/local/bin:/usr/bin:/bin"
-    return [str(python), "-I", "-B", str(_ZYGOTE), folder], variables(folder, path, f"{base}/lib")
+    shown = [str(base), "/usr", *_SYSTEM] if hides_files() else []
+    command = [str(python), "-I", "-B", str(_ZYGOTE), folder, *shown]
+    return command, variables(folder, path, f"{base}/lib") | {"TMPDIR": folder}
+
+
+def hides_files() -> bool:
+    """Whether a box without namespaces keeps files from programs: the kernel has Landlock."""
+    libc = ctypes.CDLL(None)
+    return int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _VERSION)) > 0
 
 
 def confine(argv: Sequence[str], folders: Sequence[str], disk_mb: int) -> tuple[list[str], int]:

@@ -10,7 +10,8 @@ Requests and answers are JSON after four bytes of length:
 
 When init ends, the kernel kills whatever programs left behind: daemons, forks, everything.
 With a folder as its argument (`rlimits`, the weaker mode) there are no namespaces: init is a plain
-child that finds its programs by descent, and they see the machine's files.
+child that finds its programs by descent. Further arguments are all that they may read of the
+machine's files (Landlock); without them the kernel cannot hide files.
 
 | waits for                | unblocked by                             |
 |--------------------------|------------------------------------------|
@@ -44,6 +45,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 38, 22
 NOBODY = 65534
 PLAIN = sys.argv[1] if len(sys.argv) > 1 else ""
 FOLDER = PLAIN or "/tmp"
+READABLE = sys.argv[2:]
 AT_HAND = "bisect collections copy functools heapq itertools math random re string"
 """What short programs import most: imported before the first fork."""
 
@@ -60,6 +62,8 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+    if READABLE:
+        hide_files()
     # Nothing in the box can read this process, or be traced by what it runs.
     LIBC.prctl(PR_SET_DUMPABLE, 0)
     if os.path.isdir("/packages"):
@@ -101,6 +105,40 @@ def check(result: int) -> None:
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def hide_files() -> None:
+    """Leaves this process and its children the box's folder, and READABLE to read and execute.
+
+    Signals and abstract sockets end at the box, too, where the kernel knows how (6.12).
+    """
+    version = LIBC.syscall(444, None, 0, 1)
+    # linux/landlock.h: 13 rights in the first version; moves between folders, truncate and ioctl
+    # of devices came with 2, 3 and 5.
+    rights = (1 << 13 + (version >= 2) + (version >= 3) + (version >= 5)) - 1
+    execute, write, read, read_folder = 1, 2, 4, 8
+    handled = (ctypes.c_uint64 * 3)(rights, 0, 3 if version >= 6 else 0)
+    rules = LIBC.syscall(444, handled, ctypes.sizeof(handled), 0)
+    check(rules < 0)
+    allowed = {FOLDER: rights, "/proc": read | read_folder}
+    allowed |= {f"/dev/{name}": read | write for name in ("null", "zero", "full", "urandom")}
+    allowed |= dict.fromkeys(READABLE, execute | read | read_folder)
+
+    class Rule(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = [("rights", ctypes.c_uint64), ("parent", ctypes.c_int32)]
+
+    for path, may in allowed.items():
+        try:
+            parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        rule = Rule(may if os.path.isdir(path) else may & ~read_folder, parent)
+        check(LIBC.syscall(445, rules, 1, ctypes.byref(rule), 0))
+        os.close(parent)
+    check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check(LIBC.syscall(446, rules, 0))
+    os.close(rules)
 
 
 def guard(limits: dict[str, Any], program: bytes, requests: int, answers: int) -> NoReturn:
