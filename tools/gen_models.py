@@ -158,43 +158,44 @@ def render(rows: list[Row]) -> str:
         "This page lists every causal language model that transformers "
         f"{transformers.__version__} knows (`AutoModelForCausalLM`). Each was tried at a tiny",
         "size with large random weights. The trainer packs sequences end to end and computes "
-        "common prefixes once; its results are compared",
+        "common prefixes once. The test compares the results",
         "with those of plain eager transformers on each sequence alone. **Correct** means that in "
-        f"float32 every logprob is within {LOGPROB_TOLERANCE:g}",
-        f"nats and the gradient within {GRADIENT_TOLERANCE:g} of its norm.",
+        f"float32 every logprob differs by at most {LOGPROB_TOLERANCE:g}",
+        f"nats, and the gradient by at most {GRADIENT_TOLERANCE:g} of its norm.",
         "",
         "Regardless of this table, each run repeats the comparison with its own weights before it "
         "trains (for a big model, with its first",
-        "layers) and stops with a one-line error if the results differ. So a new architecture, "
-        "remote code or another version of",
-        "transformers cannot be trained incorrectly without an error. `areal doctor DIRECTORY` "
-        "makes the same comparison without a run.",
+        "layers) and stops with a one-line error if the results differ. So a new architecture, a "
+        "model with code of its own, or another version of",
+        "transformers is not trained incorrectly without an error. `areal doctor FOLDER` makes "
+        "the same comparison without a run.",
         "",
         f"## Correct ({count(RIGHT)})",
         "",
-        "This includes sliding windows, attention and logit softcaps, sinks, logit scales, latent "
-        "attention and experts. Dropout and router",
+        "Among these are models with sliding windows, softcaps of attention and logits, attention "
+        "sinks, logit scales, latent attention and experts. Dropout and router",
         "jitter are turned off. With `longrope` or dynamic NTK rope, sequences beyond the length "
         "that the rope was trained on are refused,",
         "because transformers would apply the longest sequence's rope to all sequences of a "
         "micro-batch.",
         "",
-        "Router replay is missing. The trainer chooses a token's experts again, and because of "
-        "rounding it can choose experts other than the",
-        "server's. So a mixture of experts has a higher `mismatch/kl` than a dense model. "
-        "SGLang's `return_routed_experts` is not used.",
+        "In a mixture of experts, the trainer chooses a token's experts itself, and because of "
+        "rounding it may not choose those of the server. So such a",
+        "model has a higher `mismatch/kl` than a dense one. Replaying the server's choice (router "
+        "replay, SGLang's `return_routed_experts`) is not supported.",
         "",
         *table(RIGHT),
         "",
         f"## Refused ({count(REFUSED)})",
         "",
-        "A run with one of these models stops at its start and gives this reason.",
+        "A run with one of these models stops at its start and prints the reason.",
         "",
         *table(REFUSED, notes="why"),
         "",
         f"## Not tried ({count(NOT_TRIED)})",
         "",
-        "These have no tiny version to try. The comparison at the start of a run still decides.",
+        "There was no tiny version of these models to try. Whether a run may train one is decided "
+        "by the comparison at its start.",
         "",
         *table(NOT_TRIED, notes="why"),
         "",

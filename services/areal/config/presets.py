@@ -51,17 +51,17 @@ PRESETS: dict[str, Preset] = {
     "ppo": Preset(
         "PPO",
         "1707.06347",
-        "A = normalized over the batch's tokens: Σ λ^k δ_k, δ = r + V_next - V",
+        "A = Σ_k λ^k δ_k, normalized over the batch's tokens; δ = (token reward) + V_next - V",
         _grpo(reward_norm=None, adv_norm="batch/batch", gae_lambda=0.95),
         critic={},
-        note="Uses a critic: the recipe needs `FSDPPPOCritic`, as in examples/ppo_critic.py. The "
-        "critic's loss is half the squared error, a mean over tokens. New values are clipped to "
-        "within 0.2 of the values at the start of the update.",
+        note="Needs a recipe with a critic (`FSDPPPOCritic`), such as examples/ppo_critic.py. V is "
+        "the critic's value of a token. Its loss is half the squared error, averaged over tokens. "
+        "New values are clipped to within 0.2 of the values at the start of the update.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
         "2503.20783",
-        "A = R - mean(group); l = Σ_tokens / max_new_tokens",
+        "A = R - mean(group); a sequence's loss = (sum over its tokens) / max_new_tokens",
         _grpo(reward_norm="group/none", loss_aggregation="constant"),
         note="Divides neither by the standard deviation nor by the response's length.",
     ),
@@ -75,16 +75,16 @@ PRESETS: dict[str, Preset] = {
     "reinforce_pp": Preset(
         "REINFORCE++",
         "2501.03262",
-        "A = (R - Σ KL - mean(batch's tokens)) / (std(batch's tokens) + 1e-5)",
+        "A = R - Σ KL, normalized over the batch's tokens",
         _grpo(reward_norm=None, adv_norm="batch/batch"),
-        note="The paper's KL term, in the token rewards, is `actor.kl_ctl`.",
+        note="For the paper's KL term, which is part of the token rewards, set `actor.kl_ctl`.",
     ),
     "reinforce_pp_baseline": Preset(
         "REINFORCE++-baseline",
         "2501.03262",
-        "A = normalized over the batch's tokens: R - mean(group)",
+        "A = R - mean(group), normalized over the batch's tokens",
         _grpo(reward_norm="group/none", adv_norm="batch/batch"),
-        note="The paper's KL term, in the loss, is `actor.kl_loss_ctl` with "
+        note="For the paper's KL term, which is part of the loss, set `actor.kl_loss_ctl` and "
         "`actor.kl_estimator=k2`.",
     ),
     "lite_ppo": Preset(
@@ -97,7 +97,7 @@ PRESETS: dict[str, Preset] = {
     "gspo": Preset(
         "GSPO",
         "2507.18071",
-        "r = exp(mean over the sequence of log π/π_center); each sequence counts once",
+        "r = exp(mean over the sequence of log π/π_proximal); each sequence counts once",
         _grpo(
             loss_type="gspo",
             eps_clip=3e-4,
@@ -126,8 +126,8 @@ PRESETS: dict[str, Preset] = {
     "dapo": Preset(
         "DAPO",
         "2503.14476",
-        "r clipped to [0.8, 1.28]; R minus a penalty that grows from 0 to 1 over the last fifth of "
-        "max_new_tokens",
+        "r is clipped to [0.8, 1.28]; R is reduced by a penalty that grows from 0 to 1 over the "
+        "last fifth of max_new_tokens",
         _grpo(eps_clip=0.2, eps_clip_higher=0.28, overlong_tokens=0.2),
         {"dynamic_sampling": True},
         note="Groups whose rewards are all equal are rejected, and other rows take their place.",
