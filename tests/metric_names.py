@@ -1,21 +1,30 @@
-"""The metrics that docs/metrics.md explains."""
+"""Whether a run's rows have only metrics that docs/metrics.md explains."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+from areal.training.metric_names import METRICS
 
 
-def documented() -> set[str]:
-    """Names in the first column of the page's tables."""
-    lines = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
-    return {name for line in lines for name in re.findall(r"`([^`]+)`", line)}
+def known() -> re.Pattern[str]:
+    """Matches the names of the table from which the page is generated."""
+    names = [re.escape(metric.name) for section in METRICS.values() for metric in section]
+    return re.compile("|".join(names).replace("NAME", r"[\w.-]+"))
 
 
 def undocumented(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Keys of metrics.jsonl that the page does not have."""
-    return {key for row in rows for key in row} - documented()
+    """Keys of metrics.jsonl, or of a tracker, that the table does not have."""
+    pattern = known()
+    return {key for row in rows for key in row if not pattern.fullmatch(key)}
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's metrics.jsonl; fails on a key that the page does not explain."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented(rows)
+    return rows

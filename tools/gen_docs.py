@@ -1,4 +1,4 @@
-"""docs/configuration.md from the experiment file's dataclasses; gen_api.py and gen_migration.py."""
+"""docs/configuration.md from the experiment file's dataclasses; then the other generated pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import gen_algorithms
 import gen_api
+import gen_metrics
 import gen_migration
 from areal.config.experiment import GRPOConfig
 
@@ -106,7 +107,7 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 def main() -> int:
     """Writes the pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    return gen_api.main() or gen_migration.main() or gen_algorithms.main()
+    return gen_api.main() or gen_migration.main() or gen_algorithms.main() or gen_metrics.main()
 
 
 if __name__ == "__main__":

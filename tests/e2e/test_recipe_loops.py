@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.integration.stack_tools import RunningStack, areal
-from tests.metric_names import undocumented
+from tests.metric_names import read_metrics
 
 from areal.models.tiny import make_tiny_model
 
@@ -25,8 +25,7 @@ def run(stack: RunningStack, cwd: Path, *arguments: str) -> tuple[dict[str, Any]
         stack.assert_gone()
     finally:
         stack.clean_up()
-    rows = [json.loads(line) for line in (stack.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert not undocumented(rows)
+    rows = read_metrics(stack.run_dir)
     return json.loads((stack.run_dir / "summary.json").read_text()), rows
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.metric_names import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +49,7 @@ def test_agent_when_run_then_it_trains(tmp_path: Path, example: str) -> None:
     [run] = (tmp_path / "runs" / example.replace("_", "-")).iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run)
     # A warm start of two steps gets every sum wrong: both answers of a run are trained on.
     assert all(row["staleness/max"] <= 2 for row in rows), rows
     assert len(rows) == 2

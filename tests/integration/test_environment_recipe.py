@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.metric_names import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +39,6 @@ def test_guess_number_when_run_then_each_guess_is_an_answer_of_one_trajectory(
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     # The model knows to say digits: some games are won, most take more than one guess.
     assert 0 < summary["heldout_before"] < 1
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run)
     assert [row["samples"] for row in rows] == [16, 16]
     assert all(row["rollout/length_mean"] > 2 for row in rows), "a digit and an end are one guess"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.metric_names import read_metrics
 
 from areal_launch.commands.versions import export_version
 
@@ -44,7 +45,7 @@ def test_lora_grpo_when_run_then_servers_have_what_peft_merges(tmp_path: Path) -
     run = tmp_path / "runs" / "lora" / "demo"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 3)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run)
     assert rows[0]["train/grad_norm"] > 0, "some sums were right, others wrong"
     assert [row["staleness/max"] for row in rows] == [0, 0, 0]
     # What the servers sampled with versions 1 and 2 is what the adapted model computes.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.stack_tools import RunningStack, areal_background, environment, eventually
+from tests.metric_names import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +40,6 @@ def test_outside_agents_when_they_play_beside_the_run_then_it_trains(tmp_path: P
                 process.wait(60)
     summary = json.loads((stack.run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
-    rows = [json.loads(line) for line in (stack.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(stack.run_dir)
     assert all(0 <= row["reward/mean"] < 1 for row in rows)
     assert len(rows) == 2

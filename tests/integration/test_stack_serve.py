@@ -20,6 +20,7 @@ from tests.integration.stack_tools import RunningStack, areal, eventually, runni
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = 100
 
 
@@ -216,9 +217,10 @@ def processes(stack: RunningStack) -> list[tuple[str, dict[str, Any]]]:
     return list(stack.content["processes"].items())
 
 
-def test_metrics_when_scraped_then_every_service_has_the_age_of_its_oldest_wait(
+def test_metrics_when_scraped_then_the_page_has_each_and_every_service_its_oldest_wait(
     stack: RunningStack,
 ) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
     for name, entry in processes(stack):
         if not entry["metrics"]:
             continue
@@ -228,6 +230,11 @@ def test_metrics_when_scraped_then_every_service_has_the_age_of_its_oldest_wait(
             text = reply.read().decode()
         service = re.sub(r"-\d+$", "", name).replace("-", "_")
         assert f"# TYPE areal_{service}_oldest_wait_seconds gauge" in text, name
+        for exported in re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE):
+            if exported.startswith("process_") or exported.endswith("_created"):
+                continue
+            common = exported.replace(f"areal_{service}_", "areal_SERVICE_")
+            assert re.search(rf"`({exported}|{common})[`{{]", page), exported
 
 
 def test_logs_when_a_process_is_named_then_its_log(stack: RunningStack, tmp_path: Path) -> None:

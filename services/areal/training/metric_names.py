@@ -1,56 +1,245 @@
-"""Names of the metrics of a step, as metrics.jsonl, trackers and views have them (docs/metrics.md).
+"""All metrics of a step: names, units and meanings, as metrics.jsonl, trackers and views have them.
 
 Engines describe one update and know nothing about a run; their statistics get the run's names here.
 Rows of earlier releases use the same names as those statistics, so this table renames them as well.
+docs/metrics.md is generated from this table, and tests compare it with the rows of real runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-_TIMES = (
-    *("step", "wait", "train", "publish", "confirm", "checkpoint", "update"),
-    *("forward", "backward", "optimizer"),
-)
+
+@dataclass(frozen=True)
+class Metric:
+    """One name in a row."""
+
+    name: str
+    """`NAME` in it stands for any name: of a part of the reward, of an evaluation."""
+    unit: str
+    """"": a number without a unit."""
+    meaning: str
+    statistics: tuple[str, ...] = ()
+    """What engines, or rows of earlier releases, call it."""
+
+
+def _time(part: str, meaning: str, *statistics: str) -> Metric:
+    return Metric(f"time/{part}", "s", meaning, statistics or (f"{part}_seconds",))
+
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Batch": (
+        Metric("step", "steps", "finished train steps, from 1"),
+        Metric("incarnation", "", "the trainer's incarnation, which grows with each restart"),
+        Metric("policy_version", "", "the version that this step produced; equals `step`"),
+        Metric("time", "s", "Unix time at which the step ended"),
+        Metric("groups", "", "groups in the batch, over all ranks"),
+        Metric("samples", "", "trajectories in the batch, over all ranks", ("n_sequences",)),
+        Metric("tokens_total", "tokens", "tokens in the batch, including prompts"),
+        Metric(
+            "reward/mean",
+            "",
+            "mean of the trajectories' rewards, before any shaping",
+            ("reward", "reward_mean"),
+        ),
+        Metric("reward/std", "", "standard deviation of these rewards", ("reward_std",)),
+        Metric(
+            "reward/NAME",
+            "",
+            "mean of a part of the reward, before its weight ([rubric](rewards.md#several-parts))",
+        ),
+        Metric(
+            "group/zero_std",
+            "share of groups",
+            "groups with several trajectories whose rewards are all equal, so that they give no "
+            "gradient",
+            ("groups_zero_std",),
+        ),
+        Metric(
+            "rollout/length_mean",
+            "tokens",
+            "sampled tokens of a trajectory, mean",
+            ("response_tokens",),
+        ),
+        Metric(
+            "rollout/length_max",
+            "tokens",
+            "sampled tokens of the longest trajectory",
+            ("response_tokens_max",),
+        ),
+        Metric(
+            "rollout/truncated",
+            "share of trajectories",
+            "trajectories cut off by `gconfig.max_new_tokens` or by the model's context length",
+            ("truncated",),
+        ),
+        Metric(
+            "staleness/mean",
+            "versions",
+            "the policy's version minus the oldest version that sampled a token of the group, mean "
+            "over groups",
+            ("staleness_mean",),
+        ),
+        Metric("staleness/max", "versions", "the same of the oldest group", ("staleness_max",)),
+        Metric("replay", "", "true if a resumed run takes the same batch again"),
+        Metric(
+            "queued",
+            "groups",
+            "finished groups that waited in the ledger when this batch was taken",
+        ),
+    ),
+    "Loss": (
+        Metric("train/loss", "", "the loss that the optimizer minimizes", ("loss",)),
+        Metric(
+            "train/advantage_abs",
+            "",
+            "mean absolute value of an advantage, after normalization",
+            ("advantage_abs",),
+        ),
+        Metric(
+            "train/accuracy",
+            "share of pairs",
+            "DPO and reward models: pairs in the right order",
+            ("accuracy",),
+        ),
+        Metric("train/margin", "", "DPO and reward models: mean difference of a pair", ("margin",)),
+        Metric(
+            "policy/ppo_ratio",
+            "",
+            "mean ratio of the policy to the proximal policy",
+            ("ppo_ratio",),
+        ),
+        Metric(
+            "policy/clip_ratio",
+            "share of tokens",
+            "tokens whose ratio was clipped",
+            ("clip_ratio",),
+        ),
+        Metric(
+            "policy/dual_clip_ratio",
+            "share of tokens",
+            "tokens clipped by the dual clip",
+            ("dual_clip_ratio",),
+        ),
+        Metric(
+            "policy/kl",
+            "nats",
+            "KL divergence between the proximal policy and the policy, estimator k3",
+            ("approx_kl",),
+        ),
+        Metric("policy/entropy", "nats", "entropy of the policy, mean over tokens", ("entropy",)),
+        Metric(
+            "policy/behavior_weight",
+            "",
+            "exp(proximal - behavior), mean over the tokens that are kept",
+            ("behavior_weight",),
+        ),
+        Metric("policy/behavior_weight_max", "", "the largest of these", ("behavior_weight_max",)),
+        Metric(
+            "policy/behavior_weight_capped",
+            "share of tokens",
+            "tokens whose weight was masked or truncated",
+            ("behavior_weight_capped_ratio",),
+        ),
+        Metric(
+            "reference/kl",
+            "nats",
+            "KL divergence from the reference in the loss, with `actor.kl_loss_ctl`",
+            ("kl",),
+        ),
+        Metric(
+            "mismatch/kl",
+            "nats",
+            "KL divergence between the servers' and the trainer's logprobs for the same version "
+            "([runbook](runbooks/logprob-mismatch.md))",
+        ),
+        Metric("mismatch/max", "nats", "largest difference of these logprobs"),
+        Metric("critic/loss", "", "the critic's loss"),
+        Metric("critic/value", "", "mean value"),
+        Metric("critic/return", "", "mean return"),
+        Metric(
+            "critic/explained_variance",
+            "",
+            "share of the returns' variance that the values explain; at most 1",
+        ),
+        Metric("critic/clip_ratio", "share of tokens", "tokens whose value was clipped"),
+    ),
+    "Optimizer": (
+        Metric(
+            "train/grad_norm",
+            "",
+            "gradient norm before clipping, mean over minibatches",
+            ("grad_norm",),
+        ),
+        Metric("train/lr", "", "learning rate of the last minibatch", ("lr",)),
+        Metric("critic/grad_norm", "", "the critic's gradient norm before clipping"),
+        Metric("critic/lr", "", "the critic's learning rate"),
+        Metric(
+            "train/skipped_steps",
+            "steps",
+            "optimizer steps skipped because a gradient was not finite",
+            ("skipped_steps",),
+        ),
+        Metric(
+            "train/micro_batches",
+            "",
+            "forward and backward passes of a rank",
+            ("n_micro_batches",),
+        ),
+        Metric(
+            "train/tokens",
+            "tokens",
+            "tokens that the engine computed, including prompts, summed over minibatches",
+            ("n_tokens",),
+        ),
+        Metric(
+            "train/loss_tokens",
+            "",
+            "number of items in the loss: sampled tokens, or pairs for DPO and reward models",
+            ("n_loss_tokens", "tokens"),
+        ),
+        Metric(
+            "train/tokens_per_second",
+            "tokens/s",
+            "`train/tokens` over `time/engine`",
+            ("tokens_per_second",),
+        ),
+        Metric(
+            "train/mfu",
+            "",
+            "share of the GPU's peak that the model's own arithmetic uses; only on known GPUs",
+            ("mfu",),
+        ),
+        Metric("train/peak_gib", "GiB", "peak memory of the rank that uses most", ("peak_gib",)),
+    ),
+    "Time": (
+        _time("step", "from asking for the batch to the end of the step"),
+        _time("wait", "waiting for the batch"),
+        _time("train", "the update and its metrics"),
+        _time("update", "the whole update"),
+        _time("engine", "the engine's part of the update", "seconds"),
+        _time("forward", "forward passes, of the slowest rank"),
+        _time("backward", "backward passes, of the slowest rank"),
+        _time("optimizer", "clipping and optimizer, of the slowest rank"),
+        _time("critic", "the update of the critic", "critic/seconds"),
+        _time("confirm", "waiting for a server to confirm the previous version"),
+        _time("publish", "waiting for the export of the new version"),
+        _time("checkpoint", "copying the state, in a step that saves"),
+    ),
+    "Evaluations": (
+        Metric("eval/NAME/mean", "", "mean reward of an evaluation over its answers"),
+        Metric("eval/NAME/stderr", "", "standard error of this mean, over its rows"),
+    ),
+}
+"""By section of docs/metrics.md. Only trackers get the last section: metrics.jsonl has steps."""
 
 NAMES: dict[str, str] = {
-    "reward": "reward/mean",
-    "reward_mean": "reward/mean",
-    "reward_std": "reward/std",
-    "groups_zero_std": "group/zero_std",
-    "truncated": "rollout/truncated",
-    "response_tokens": "rollout/length_mean",
-    "response_tokens_max": "rollout/length_max",
-    "staleness_mean": "staleness/mean",
-    "staleness_max": "staleness/max",
-    "n_sequences": "samples",
-    "loss": "train/loss",
-    "accuracy": "train/accuracy",
-    "margin": "train/margin",
-    "advantage_abs": "train/advantage_abs",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "skipped_steps": "train/skipped_steps",
-    "n_micro_batches": "train/micro_batches",
-    "n_tokens": "train/tokens",
-    "tokens": "train/loss_tokens",
-    "n_loss_tokens": "train/loss_tokens",
-    "tokens_per_second": "train/tokens_per_second",
-    "mfu": "train/mfu",
-    "peak_gib": "train/peak_gib",
-    "ppo_ratio": "policy/ppo_ratio",
-    "clip_ratio": "policy/clip_ratio",
-    "dual_clip_ratio": "policy/dual_clip_ratio",
-    "approx_kl": "policy/kl",
-    "entropy": "policy/entropy",
-    "behavior_weight": "policy/behavior_weight",
-    "behavior_weight_max": "policy/behavior_weight_max",
-    "behavior_weight_capped_ratio": "policy/behavior_weight_capped",
-    "kl": "reference/kl",
-    "seconds": "time/engine",
-    "critic/seconds": "time/critic",
-    **{f"{part}_seconds": f"time/{part}" for part in _TIMES},
+    statistic: metric.name
+    for section in METRICS.values()
+    for metric in section
+    for statistic in metric.statistics
 }
 """Statistic of an engine, or key of an earlier release's row -> metric. All other keys are kept."""
 
