@@ -55,10 +55,11 @@ class BaseExperimentConfig:
     run_root: str = "runs"
     """The run's files go to run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
-    """The number of inference servers and the layout of trainer ranks. `d8`: 8 data-parallel ranks;
-    `s4`: weights sharded over 4 of them; `t2`, `c2`, `e4`: tensor, context, expert parallelism.
-    `sglang.d2p1t1+d1p1t1` is accepted too. With `fsdp:d1` alone, without servers, the recipe trains
-    on rows and no service is started."""
+    """The inference servers and the layout of trainer ranks. In `sglang:d2t4`, `d` is the number of
+    servers and `t` the tensor parallelism of each. In `fsdp:d8s4`, there are 8 data-parallel ranks,
+    and the weights are sharded over 4 of them; `t`, `c` and `e` add tensor, context and expert
+    parallelism. `sglang.d2p1t1+d1p1t1` is accepted too. With `fsdp:d1` alone, without servers, the
+    recipe trains on rows and no service is started."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -42,7 +42,7 @@ class ModelConfig:
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
     context_length: int = 4096
-    """Prompt and completion together, in tokens."""
+    """Maximum length of prompt and completion together, in tokens."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RolloutConfig:
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
     """Groups running at once, across all rollout workers."""
     max_head_offpolicyness: Annotated[int, Ge(0)] = 2
-    """The staleness bound (eta): 0 is synchronous training."""
+    """The staleness bound (eta), in policy versions; 0: generation and training take turns."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
     """A worker that is silent for this long loses its leases."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
@@ -99,21 +99,22 @@ class RewardConfig:
     """Address space, in MiB, that a worker may add after loading its recipe; its children may each
     add as much."""
     isolation: Literal["process", "sandbox"] = "process"
-    """What surrounds a worker: limits of a process, or also a box (bubblewrap): no network, no
-    files but Python and its packages, no other process. Without user namespaces the service refuses
-    to start."""
+    """`process`: a worker has limits on time and memory. `sandbox`: it also runs in a box
+    (bubblewrap) without network, without files except Python and its packages, and without sight
+    of other processes; where user namespaces are not allowed, the service does not start."""
 
 
 @dataclass
 class SandboxConfig:
-    """The sandbox service, which lends boxes for code that no one trusts."""
+    """The sandbox service, which lends boxes for untrusted code."""
 
     boxes: Annotated[int, Ge(0)] = 0
-    """Boxes lent at a time by each sandbox service; 0: `areal run` starts none."""
+    """How many boxes each sandbox service may lend at a time; 0: `areal run` starts no such
+    service."""
     isolation: Literal["namespaces", "rlimits"] = "namespaces"
-    """namespaces: bubblewrap; the service refuses to start where the machine does not allow them.
-    rlimits: limits, a filter of system calls, and Landlock where the kernel has it, which is no
-    protection from malicious code (docs/isolation.md)."""
+    """namespaces: bubblewrap; where the machine does not allow namespaces, the service does not
+    start. rlimits: only limits, a filter of system calls, and Landlock where the kernel has it;
+    they do not protect against malicious code (docs/isolation.md)."""
 
 
 @dataclass
@@ -135,8 +136,9 @@ class WeightSyncConfig:
     distributed: broadcast by the trainer to the serving servers (gloo; NCCL on GPUs), and also
     stored as with disk, for new servers and for those that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
-    """What the trainer writes or uploads. full: all weights. delta: only what changed, if that is
-    less than half. Servers with the previous version read the delta, others read all weights."""
+    """What the trainer writes or uploads. full: all weights. delta: only what changed, unless that
+    is more than half as large as all weights. Servers with the previous version read the delta,
+    others read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
     """What an update does to running requests: in_place (they pause), retract (they pause and are
     computed again), or abort."""
@@ -196,7 +198,7 @@ class StackConfig:
     """What `areal run` and `areal up` start, and where."""
 
     rollout_workers: Annotated[int, Ge(1)] = 1
-    """Rollout service processes."""
+    """Number of rollout service processes."""
     inference_command: str = ""
     """Command that starts an inference server, e.g. `/opt/sglang/bin/python -m
     sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: the CPU
@@ -222,7 +224,7 @@ class EndpointsConfig:
     redis: str = ""
     """redis://[:password@]host:port/db"""
     nats: str = ""
-    """nats://host:port, or several of one cluster, separated by commas"""
+    """nats://host:port; for a cluster, the addresses of several servers, separated by commas"""
     buffer: str = ""
     """host:port of BufferService."""
     rollout: str = ""

@@ -149,9 +149,10 @@ class LoraConfig:
     """Adapters of rank `rank` for linear layers, trained instead of the model (LoRA)."""
 
     rank: Annotated[int, Gt(0)] = 16
-    """Rows of A and columns of B; a higher rank can learn more and takes more memory."""
+    """Rank of the product B A that is added to a layer's weight; a higher rank can learn more and
+    takes more memory."""
     alpha: Annotated[int, Gt(0)] = 32
-    """The product of A and B is multiplied by alpha / rank."""
+    """The product B A is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
     """Last names of the language decoder's linear layers, such as q_proj; empty: all of them."""
 
@@ -165,7 +166,7 @@ class TrainEngineConfig(EngineConfig):
     CPU). The weights that the optimizer updates have 32 bits or more: 16 bits would round most
     updates to zero."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    """Micro-batches."""
+    """How a batch is split into micro-batches, whose gradients are added up."""
     gradient_checkpointing: bool | Checkpointing | None = None
     """What the backward pass recomputes instead of keeping in memory. `none` or false: nothing.
     `selective`: everything except matrix products and attention (less than half the memory, nearly
@@ -177,7 +178,7 @@ class TrainEngineConfig(EngineConfig):
     another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
     package liger-kernel; a GPU). Not measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """Optimizer; null for a model that is not trained."""
+    """AdamW and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)
     """Tokens for which memory is estimated: a sequence longer than the budget forms a micro-batch
     of its own. 0: the budget."""
@@ -210,12 +211,13 @@ class PPOActorConfig(TrainEngineConfig):
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
     loss_type: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
-    """`ppo` (clipped ratio of each token), `gspo` (of each sequence), `cispo` (clipped, detached
-    ratio as weight) or `sapo` (a soft gate on the ratio instead of a clip)."""
+    """How the loss uses the probability ratio of policy and proximal policy. `ppo` clips the ratio
+    of each token, `gspo` that of each sequence. `cispo` uses the clipped ratio as a weight without
+    gradient, and `sapo` a soft gate on the ratio instead of a clip."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """What the loss averages over, in a minibatch of all ranks. `token_mean`: tokens.
+    """What the loss averages over, in the minibatch of all ranks together. `token_mean`: tokens.
     `sequence_mean`: sequences, each the mean of its tokens. `constant`: sequences, each the sum of
-    its tokens over `gconfig.max_new_tokens`, so that length has no influence (Dr. GRPO)."""
+    its tokens divided by `gconfig.max_new_tokens`, so that length has no influence (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
@@ -246,7 +248,7 @@ class PPOActorConfig(TrainEngineConfig):
     reward_scaling: float = 1.0
     """Each sequence's reward is multiplied by this."""
     reward_clip: Annotated[float, Gt(0)] = 20.0
-    """A sequence's reward, after bias and scaling, is clipped to +- this."""
+    """After scaling, a sequence's reward is clipped to between minus this and this."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
     """Number of tokens at the end of `gconfig.max_new_tokens` over which a penalty grows linearly
     and is subtracted from the reward (DAPO); 0: no penalty."""
@@ -280,7 +282,8 @@ class PPOActorConfig(TrainEngineConfig):
     critic: bool = field(default=False, metadata=_NOT_A_KEY)
     """Advantages are taken over a critic's values: the experiment has a `critic`."""
     adv_norm: AdvantageNorm | None = "batch/batch"
-    """Like `reward_norm`, for token advantages over the batch: MEAN/STD, each `batch` or `none`."""
+    """MEAN/STD as for `reward_norm`, but over the advantages of all tokens of the batch; each is
+    `batch` or `none`."""
 
     @property
     def decoupled(self) -> bool:
