@@ -32,64 +32,63 @@ _TRY_AGAIN = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
 
 
 class ArealError(Exception):
-    """Base of all errors of this package; `str(error)` is one clear line."""
+    """Base class of all errors of AReaL; `str(error)` is one line."""
 
 
 class InvalidInput(ArealError):
-    """The caller sent something wrong."""
+    """An argument, row or request is wrong; the message says which, and what was expected."""
 
 
 class ConfigError(InvalidInput):
-    """A configuration key or value is wrong."""
+    """A configuration key or its value is wrong; the message names it and what was expected."""
 
 
 class CannotStart(ArealError):
-    """The request is valid, but a model, folder, program or port is missing or taken."""
+    """A model, folder, program, package or port that is needed to start is missing or in use."""
 
 
 class NotFound(ArealError):
-    """The named thing does not exist."""
+    """The task, recipe, session, run, program or policy version that is named does not exist."""
 
 
 class Unauthenticated(ArealError):
-    """A call carried no bearer token, or a wrong one."""
+    """A call to a service carried no bearer token, or a wrong one."""
 
 
 class StaleIncarnation(ArealError):
-    """A newer trainer has registered."""
+    """A newer trainer of the same run has registered, so this one must stop."""
 
 
 class LeaseLost(ArealError):
-    """The lease's task was leased to another worker, was cancelled, or has ended."""
+    """A worker lost its task, which has ended, was cancelled, or was leased to another worker."""
 
 
 class WrongStep(ArealError):
-    """A take or commit came out of order."""
+    """The trainer took a batch, committed a step or published a version out of order."""
 
 
 class CapacityExceeded(ArealError):
-    """The call would exceed a stated limit."""
+    """A call would exceed a limit (memory, message size, queue); the message names it."""
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds until the same call may be tried again; None if it would be refused again.
+        """Seconds after which to repeat the same call; None if it would be refused again.
 
-        It is read from the end of the message, because every transport carries the message
-        unchanged.
+        The number comes from the end of the message ("try again in 5 s").
         """
         found = _TRY_AGAIN.search(str(self))
         return float(found[1]) if found else None
 
 
 class Unavailable(ArealError):
-    """A service does not answer now; try the same call again."""
+    """A service does not answer at the moment; the same call may succeed later."""
 
 
 class WorkflowError(ArealError):
-    """User code raised, or returned something that makes no sense.
+    """A workflow, reward, tool or environment raised an error or returned an unusable value.
 
     Attributes:
-        traceback: where it failed, for the list of dead letters; may be empty.
+        traceback: Python's traceback of the failure, shown with the dead letter; may be empty.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -98,16 +97,16 @@ class WorkflowError(ArealError):
 
 
 class PromptDrift(WorkflowError):
-    """A later turn's prompt does not begin with the tokens before it."""
+    """The prompt of a later turn does not begin with the previous prompt and output."""
 
 
 class TrainingDiverged(ArealError):
-    """Several optimizer steps in a row had a gradient that is not finite; every rank raises it.
+    """`optimizer.max_skipped_steps` gradients in a row were not finite; every rank raises it.
 
     Attributes:
-        cause: whether the loss, gradient, logprobs or inputs are not finite, and on which ranks.
-        batch: this rank's batch of the last of these steps.
-        groups: values of `group_index` in the batch whose inputs are not finite.
+        cause: Which of loss, gradient, logprobs and inputs is not finite, and on which ranks.
+        batch: This rank's batch in the last of these steps.
+        groups: The values of `group_index` whose inputs in `batch` are not finite.
     """
 
     def __init__(
@@ -118,23 +117,24 @@ class TrainingDiverged(ArealError):
 
 
 class WaitTimeout(ArealError):
-    """A deadline passed.
+    """A deadline passed; the message says what was awaited, from which process, and how long.
 
     Example:
-        >>> raise WaitTimeout("batch of step 12", on="buffer 127.0.0.1:7001", since=t0, hint="...")
-        waited 30.0 s for batch of step 12 on buffer 127.0.0.1:7001 (...)
+        >>> since = time.monotonic() - 30
+        >>> str(WaitTimeout("batch of step 12", on="buffer 127.0.0.1:7001", since=since))
+        'waited 30.0 s for batch of step 12 on buffer 127.0.0.1:7001'
     """
 
     def __init__(
         self, what: str, *, on: str = "", since: float | None = None, hint: str = ""
     ) -> None:
-        """Builds the message.
+        """Composes the message.
 
         Args:
-            what: The thing waited for.
-            on: The process that should have delivered it.
-            since: `time.monotonic()` when the wait began.
-            hint: What to look at.
+            what: What was awaited.
+            on: The process that should have delivered it; empty: not named.
+            since: `time.monotonic()` when the wait began, in seconds; None: no duration is shown.
+            hint: Where to look for the cause, shown in parentheses; empty: nothing.
         """
         text = "waited "
         if since is not None:

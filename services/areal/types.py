@@ -72,7 +72,7 @@ class GenerationHyperparameters:
     max_new_tokens: Annotated[int, Ge(1)] = 512
     """Maximum number of tokens per sample."""
     min_new_tokens: int = field(default=0, metadata={"omegaconf_ignore": True})
-    """Stop tokens are masked until this many tokens are sampled. A workflow sets it."""
+    """No stop token is sampled before this many tokens. Not a configuration key: for workflows."""
     temperature: float = 1.0
     """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
     distribution; training compares them at this temperature."""
@@ -82,14 +82,14 @@ class GenerationHyperparameters:
     top_k: int = -1
     """Top-k sampling; -1 turns it off. Logprobs and the warning are the same as with `top_p`."""
     greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
-    """Same as temperature 0. A workflow sets it."""
+    """Same as temperature 0. Not a configuration key: for workflows."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a sample, in addition to the model's end-of-sequence token."""
 
 
 @dataclass(frozen=True)
 class LLMRequest:
-    """A request for one answer to one prompt, or for a group of them.
+    """A prompt with its sampling parameters, for `agenerate` or `agenerate_group`.
 
     Example:
         >>> LLMRequest(input_ids=[257, 49, 50, 258], gconfig=GenerationHyperparameters())
@@ -98,21 +98,21 @@ class LLMRequest:
     input_ids: list[int]
     """Token ids of the prompt."""
     gconfig: GenerationHyperparameters
-    """How to sample; `agenerate` gives one answer, `agenerate_group` gives `n_samples`."""
+    """Sampling parameters. `agenerate` ignores `n_samples`: it returns one answer."""
     rid: str = ""
-    """Unique id; the engine makes one when empty."""
+    """Unique id of the request; empty: the engine generates one."""
     affinity_key: str = ""
-    """Requests with the same key go to the same server when possible (prefix cache)."""
+    """Requests with the same key go to the same server if possible, to reuse its prefix cache."""
     images: tuple[bytes, ...] = ()
-    """Files of the prompt's images (PNG, JPEG, WebP), in order; each is one token of the prompt."""
+    """Contents of the prompt's image files (PNG, JPEG, WebP), in order; each image is one token."""
     grammar: str = ""
-    """What an answer may be: a structural tag (JSON) as SGLang and xgrammar define it. Empty:
-    anything. Only tokens that it allows are sampled, and logprobs are those of the distribution
-    over these tokens."""
+    """A constraint on the answer: a structural tag (JSON) as SGLang and xgrammar define it; empty:
+    none. Only tokens that it allows are sampled, and logprobs are those of the distribution over
+    these tokens."""
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(
         default=None, compare=False, repr=False
     )
-    """Called during sampling with the index of an answer and all its token ids so far."""
+    """Called during sampling with an answer's index in the group and its token ids so far."""
 
 
 @dataclass
@@ -127,20 +127,21 @@ class LLMResponse:
     input_tokens: list[int]
     """Token ids of the prompt."""
     output_tokens: list[int]
-    """Token ids of the answer, a stop token included."""
+    """Token ids of the answer, including a stop token that ended it."""
     output_logprobs: list[float]
-    """Behavior logprob of each output token."""
+    """Behavior logprob of each output token: under the weights that sampled it."""
     output_versions: list[int]
     """Policy version that sampled each output token."""
     stop_reason: StopReason
+    """Why the answer ended."""
     latency_s: float = 0.0
-    """Seconds from the call to the answer, interruptions included."""
+    """Seconds from the call to the end of the answer, including interruptions."""
     interruptions: int = 0
-    """Times the request was continued after an abort, drain or dead server."""
+    """How often the request was continued after an abort, a drain, or a server's death."""
     images: tuple[bytes, ...] = ()
     """The images of the request."""
     servers: list[str] = field(default_factory=list)
-    """URLs of the servers that sampled its tokens, in the order in which they began."""
+    """URLs of the servers that sampled the output tokens, in the order in which they began."""
 
 
 class Score(float):
@@ -168,15 +169,16 @@ class Score(float):
 
 @dataclass(frozen=True)
 class McpServer:
-    """A server of the Model Context Protocol: either a program or a URL."""
+    """A tool server that speaks the Model Context Protocol: set either `command` or `url`."""
 
     command: list[str] = field(default_factory=list)
-    """The program and its arguments; it speaks on its standard input and output. Each conversation
-    has a process of its own. It sees PATH, HOME and the like of the worker, and `environment`."""
+    """The program and its arguments. Each conversation starts its own process and talks to it
+    through standard input and output."""
     url: str = ""
-    """Of a server that runs already (streamable HTTP)."""
+    """Address of a server that is already running, for the transport "streamable HTTP"."""
     environment: dict[str, str] = field(default_factory=dict)
-    """More variables for the program. They are stored with the task: no secrets."""
+    """Environment variables for the program, in addition to the worker's PATH, HOME and the like.
+    They are stored with the task, so put no secrets here."""
 
 
 @dataclass(frozen=True)
@@ -210,42 +212,49 @@ class Task:
 
 @dataclass
 class Trajectory:
-    """The immutable record of one sample; arrays are aligned, all of length L.
+    """The record of one sample, which does not change later.
+
+    Index t of every array describes token t; each array has one entry per token, L in all.
 
     Example:
-        >>> t.input_ids, t.loss_mask, t.token_versions
-        (array([257, 49, 52, 260]), array([0, 0, 1, 1], bool), array([-1, -1, 3, 4]))
+        >>> t.input_ids.tolist(), t.loss_mask.tolist(), t.token_versions.tolist()
+        ([257, 49, 52, 260], [False, False, True, True], [-1, -1, 3, 4])
     """
 
     trajectory_id: str
+    """Unique id; the rollout worker sets it."""
     input_ids: npt.NDArray[np.int32]
+    """Token ids of the prompt, the answers, and the context between them."""
     loss_mask: npt.NDArray[np.bool_]
+    """True on tokens that the policy sampled, False on all others."""
     behavior_logprobs: npt.NDArray[np.float32]
-    """0 where loss_mask is False."""
+    """Logprob of each token under the weights that sampled it; 0 where `loss_mask` is False."""
     token_versions: npt.NDArray[np.int32]
-    """-1 on tokens that the policy did not sample."""
+    """Policy version that sampled each token; -1 where `loss_mask` is False."""
     rewards: npt.NDArray[np.float32]
-    """Token-aligned; a single outcome sits on the last generated token."""
+    """Reward of each token. A single reward for the whole sample is on the last sampled token."""
     finish_reason: StopReason = StopReason.STOP
+    """Why the last answer ended."""
     completion_text: str = ""
+    """The text shown to people."""
     images: tuple[bytes, ...] = ()
-    """Files of the images of its prompt, in order; each is one token of `input_ids`. All
+    """Contents of the prompt's image files, in order; each image is one token of `input_ids`. All
     trajectories of a group have the same images."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The parts of its reward before weighting (`areal.rubric`); for people and metrics."""
+    """The parts of its reward before weighting (`areal.rubric`), which become metrics."""
     generation_s: float = 0.0
-    """Seconds that its answers took, interruptions included."""
+    """Seconds that its answers took, including interruptions."""
     servers: tuple[str, ...] = ()
     """URLs of the servers that sampled its tokens."""
 
     @property
     def reward(self) -> float:
-        """Sum of the token rewards."""
+        """The sum of `rewards`."""
         return float(self.rewards.sum())
 
     @property
     def head_version(self) -> int:
-        """Smallest version that sampled a token; -1 if none was sampled."""
+        """The smallest policy version among its sampled tokens; -1 if no token was sampled."""
         sampled = self.token_versions[self.token_versions >= 0]
         return int(sampled.min()) if sampled.size else -1
 
@@ -277,14 +286,18 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """How new weights reach the inference servers."""
+    """Names the transport that carries new weights from the trainer to the inference servers."""
 
     type: str = ""
-    """disk, stream or distributed; empty: `weight_sync.transport`."""
+    """`disk`, `stream` or `distributed`; empty: as `weight_sync.transport` says."""
     path: str = ""
-    """For disk: the root folder of published versions; empty: the run's own."""
+    """For `disk`: the folder that holds the published versions; empty: a folder of the run."""
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
-        """Publishes weights below `path`, a folder that all servers can read; "": as configured."""
+        """Returns the transport `disk` with a folder that all servers can read.
+
+        Args:
+            path: The folder. Empty: returns the configured transport instead.
+        """
         return cls(type="disk" if path else "", path=path)

@@ -59,12 +59,15 @@ def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dic
 
 
 class VerifiersWorkflow(RolloutWorkflow):
-    """Has an EnvServer play `gconfig.n_samples` episodes on a row; trains on what was sampled.
+    """Runs an environment of the `verifiers` package: `gconfig.n_samples` episodes on each row.
 
-    Every trace of an episode that the environment marks as trainable becomes trajectories with the
-    rewards of that trace. Their parts are the environment's reward functions, before weights.
+    The package's own program, EnvServer, plays the episodes and calls the model being trained. An
+    episode has one or more traces, each of one agent. The traces that the environment marks as
+    trainable become trajectories with the trace's reward; their `reward_parts` are the values of
+    the environment's reward functions before weighting.
 
     Example:
+        >>> from areal.agents.verifiers import verifiers_rows
         >>> rows = verifiers_rows("/opt/verifiers/bin/python", {"id": "my-env"}, count=2000)
         >>> VerifiersWorkflow("tcp://127.0.0.1:5000", config.gconfig)
     """
@@ -79,20 +82,21 @@ class VerifiersWorkflow(RolloutWorkflow):
         timeout_s: float = 600.0,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Connects to nothing yet.
+        """Checks the arguments; episodes connect to the server later.
 
         Args:
             server: Address of the EnvServer, `tcp://HOST:PORT`.
-            gconfig: How to sample; it overrides what the environment asks for. `max_new_tokens` is
-                for each call.
+            gconfig: Sampling parameters, which override the environment's own. `max_new_tokens`
+                limits each call. None: the defaults of `GenerationHyperparameters`.
             tokenizer: Name or folder of the model's tokenizer on the server's machine. If given,
-                the package's training client makes the token ids (its `renderers`), and the traces
-                of the server have ids and logprobs. Otherwise the chat template here makes them.
-            timeout_s: Limit of an episode, in seconds.
-            template: Variables of the chat template (`{"enable_thinking": False}`).
+                EnvServer turns messages into token ids itself (with the package's `renderers`), and
+                its traces have ids and logprobs. None: AReaL's chat template makes the ids.
+            timeout_s: Time limit of an episode, in seconds.
+            template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            InvalidInput: The address is none, a package is missing, or the limit is not above 0.
+            InvalidInput: The address is malformed, the package `pyzmq` or `msgpack` is missing, or
+                `timeout_s` is not above 0.
         """
         check_address(server)
         if timeout_s <= 0:
@@ -104,7 +108,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Has the server play n episodes at once, and returns one group."""
+        """Returns one group: the trajectories of `n_samples` concurrent episodes."""
 
         async def generate(request: LLMRequest) -> list[LLMResponse]:
             return await engine.agenerate_group(request)

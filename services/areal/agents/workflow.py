@@ -21,11 +21,11 @@ a `rubric(...)`."""
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs an agent `gconfig.n_samples` times on a row, and trains on the tokens that it sampled.
+    """Runs an agent `gconfig.n_samples` times on each row, to train on the tokens it samples.
 
-    The agent calls the model as it calls OpenAI or Anthropic. Every call is recorded with the ids
-    that were sampled: turns that extend each other become one trajectory; sub-agents, branches and
-    rewritten histories become further ones with the same reward.
+    The agent calls the model through the API of OpenAI or Anthropic. Every call is recorded with
+    the sampled token ids. Calls whose prompts extend each other become one trajectory. A sub-agent,
+    a branch or a rewritten history becomes a separate trajectory with the same reward.
 
     Example:
         >>> async def run(task, base_url, api_key):
@@ -46,11 +46,12 @@ class AgentWorkflow(RolloutWorkflow):
         """Checks the arguments that can be checked without a row.
 
         Args:
-            run: The recipe's `async def run(task, base_url, api_key) -> float | None`. `task` is
-                the row. If it returns None, it posts its rewards itself (`POST {base_url}/reward`).
-            gconfig: How to sample; it overrides what the agent asks for. `max_new_tokens` is for
-                each call.
-            template: Variables for the chat template (`{"enable_thinking": False}`).
+            run: An async function of the recipe, `run(task, base_url, api_key)`. `task` is the row.
+                It returns the reward (a number or a `rubric(...)`), or None if it has sent its
+                rewards with `POST {base_url}/reward`.
+            gconfig: Sampling parameters, which override the agent's own. `max_new_tokens` limits
+                each call. None: the defaults of `GenerationHyperparameters`.
+            template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             InvalidInput: `run` is not an async function.
@@ -62,7 +63,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Runs the agent n times at once, each in its own session, and returns one group."""
+        """Returns one group: the trajectories of `n_samples` concurrent runs of the agent."""
 
         async def generate(request: LLMRequest) -> list[LLMResponse]:
             return await engine.agenerate_group(request)
@@ -79,7 +80,7 @@ class AgentWorkflow(RolloutWorkflow):
     async def _attempt(
         self, model: Model, endpoint: Endpoint, data: dict[str, Any], number: int
     ) -> list[Trajectory]:
-        """The trajectories of one run."""
+        """Returns the trajectories of one run."""
         calls = Calls()
         key = endpoint.open(session := Session(f"s{number}", model, calls))
         try:

@@ -9,14 +9,15 @@ if TYPE_CHECKING:
 
 
 def shuffle_rewards(batch: Batch, seed: int) -> None:
-    """Shuffles the rewards of a batch among its sequences, in place: the control experiment.
+    """Shuffles the rewards of a batch among its sequences, for a control experiment.
 
-    The rewards keep their distribution and lose their meaning: a policy whose held-out accuracy
-    still rises was not learning from them.
+    The rewards keep their distribution but lose their meaning. If held-out accuracy still rises,
+    the policy was not learning from the rewards.
 
     Args:
-        batch: A packed batch; `rewards` is replaced.
-        seed: Seed of the permutation; vary it from step to step.
+        batch: A packed batch; its `rewards` are replaced by new ones, with each sequence's whole
+            reward on its last sampled token.
+        seed: Seed of the permutation; use a different one at each step.
     """
     import torch
 

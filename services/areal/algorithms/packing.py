@@ -4,24 +4,26 @@ A batch is a plain `dict[str, torch.Tensor]`:
 
     cu_seqlens         int32 [S+1]   sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s+1]
     group_index        int64 [S]     group of each sequence; a group never spans two ranks
-    truncated          bool  [S]     optional: cut off without end-of-sequence
+    truncated          bool  [S]     optional: true if the sequence was cut off
     bootstrap_values   f32   [S]     optional: value after a truncated sequence's last token
-    input_ids          int64 [T]
-    loss_mask          bool  [T]     true on tokens that the policy generated
-    behavior_logprobs  f32   [T]     logprob of token t under the sampler, 0 off the loss_mask
-    token_versions     int64 [T]     policy version that sampled token t (-1 on prompts)
-    rewards            f32   [T]     a single outcome sits on the last generated token
+    input_ids          int64 [T]     token ids
+    loss_mask          bool  [T]     true on tokens that the policy sampled
+    behavior_logprobs  f32   [T]     logprob under the weights that sampled it, 0 off the loss_mask
+    token_versions     int64 [T]     policy version that sampled token t, -1 off the loss_mask
+    rewards            f32   [T]     a reward of a whole sequence is on its last sampled token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
-    teacher_ids, teacher_logprobs   int64, f32   [T, k]   optional: a teacher's top k tokens
-    pixel_values, image_grid_thw, image_group    optional: see `images`
-    chosen             bool  [S]     optional: the better one of the two sequences of a group,
-                                     which then share a micro-batch
+    teacher_ids        int64 [T, k]  optional: a teacher's k likeliest tokens in place of token t
+    teacher_logprobs   f32   [T, k]  optional: their logprobs under the teacher
+    chosen             bool  [S]     optional: the preferred one of a pair of sequences; a pair
+                                     is a group and stays in one micro-batch
+    pixel_values, image_grid_thw, image_group    optional: see `areal.algorithms.images`
 
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
-0 at a sequence's first token. Arrays are never shifted. Only the model wrapper shifts: it gathers
-the logprob of token t from the hidden state of token t - 1.
+0 at a sequence's first token. Arrays are never shifted; the model wrapper alone takes the logprob
+of token t from the hidden state of token t - 1.
 
 Example:
+    >>> from areal.algorithms.packing import pack
     >>> first = {"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}
     >>> second = {"input_ids": [8, 9], "loss_mask": [False, True]}
     >>> batch = pack([first, second], group_index=[0, 1])

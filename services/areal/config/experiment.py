@@ -80,7 +80,7 @@ class BaseExperimentConfig:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """The run's folder: `run_root/experiment_name/trial_name`."""
         return Path(self.run_root) / self.experiment_name / self.trial_name
 
     @property
@@ -95,13 +95,13 @@ class BaseExperimentConfig:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The folder that holds tokenizer.json."""
+        """The model's folder, which contains tokenizer.json."""
         return Path(self.model.path)
 
 
 @dataclass
 class GRPOConfig(BaseExperimentConfig):
-    """A GRPO/PPO experiment."""
+    """The whole configuration of an experiment, for every algorithm and for offline training."""
 
     algorithm: Algorithm = "grpo"
     """Sets the keys in docs/algorithms.md; those that you set yourself take precedence."""
@@ -329,13 +329,20 @@ def cautions(config: BaseExperimentConfig) -> list[str]:
 
 
 def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, str]:
-    """Reads the arguments of a recipe's `main(argv)`: `[--config FILE] [key=value …]`.
+    """Returns the experiment's configuration from a recipe's command line.
+
+    Args:
+        argv: The arguments, without the program's name: `[--config FILE] [key=value ...]`.
+        schema: The class of the configuration: `GRPOConfig`, or a subclass with fields of the
+            recipe.
 
     Returns:
-        The config object and the path of the file it came from ("" if none).
+        (the configuration, the path of the file, or "" without one). An argument `key=value`
+        overrides the file, which overrides the defaults.
 
     Raises:
-        ConfigError: One line naming the key, the value and what was expected.
+        ConfigError: The file cannot be read, or a key or value is wrong; the message names the key,
+            the value and what was expected.
     """
     arguments = list(argv)
     file = ""

@@ -15,22 +15,23 @@ _LISTABLE_DIGITS = 2
 def addition(
     digits: int, *, train: int, heldout: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return random `digits`-digit addition problems, split so that no sum is in both parts.
+    """Returns random `digits`-digit addition problems, as rows to train on and held-out rows.
 
-    a+b and b+a are always in the same part, so no held-out problem is a training problem with its
-    operands swapped. The same arguments give the same rows.
+    The problems a+b and b+a are always in the same part, so no held-out problem is a training
+    problem with its operands swapped. The same arguments give the same rows.
 
     Args:
-        digits: Number of digits of both operands, without leading zeros (1: 0 to 9).
-        train: Number of rows in the first part.
-        heldout: Number of rows in the second part.
-        seed: Decides which problems, their split and their order.
+        digits: Number of digits of each operand, without leading zeros (1: 0 to 9).
+        train: Number of rows to train on.
+        heldout: Number of held-out rows.
+        seed: Random seed of the problems, their split and their order.
 
     Returns:
-        (train rows, held-out rows).
+        (training rows, held-out rows), for `RLVRWorkflow` with the reward "math".
 
     Raises:
-        InvalidInput: There are not that many different problems.
+        InvalidInput: `digits` is below 1, a count is negative, or there are too few different
+            problems.
 
     Example:
         >>> addition(2, train=2, heldout=1, seed=0)[0][0]

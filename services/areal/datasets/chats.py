@@ -24,29 +24,30 @@ one."""
 
 
 def chat_unit(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Unit:
-    """Returns one conversation, with the loss on every turn of the assistant.
+    """Returns one conversation for `OfflineTrainer`, with the loss on all assistant turns.
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        messages: {"role", "content"} objects, at least one of them from the assistant.
+        messages: The {"role", "content"} objects of the conversation.
 
     Raises:
-        InvalidInput: No turn is the assistant's, or the template changes earlier turns as the
-            conversation grows, so that the tokens of a turn cannot be found.
+        InvalidInput: No message has the role `assistant`, or the chat template changes earlier
+            turns as the conversation grows, so that the tokens of a turn cannot be identified.
     """
     return [_sequence(tokenizer, messages, _turns(messages))]
 
 
 def pair_unit(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Unit:
-    """Returns a chosen and a rejected answer to one prompt, with the loss on the last turn.
+    """Returns a chosen and a rejected conversation, with the loss on the last turn of each.
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        row: `prompt`, `chosen` and `rejected`: texts, or lists of messages (`chosen` and
-            `rejected` may then hold the prompt themselves).
+        row: A row with the fields `prompt`, `chosen` and `rejected`, each a text or a list of
+            messages. Without `prompt`, `chosen` and `rejected` contain the prompt's messages.
 
     Raises:
-        InvalidInput: A field is missing, or one of the errors of `chat_unit`.
+        InvalidInput: `chosen` or `rejected` is missing or does not end with an assistant's turn, or
+            for the same reasons as `chat_unit`.
     """
     both = []
     for key in ("chosen", "rejected"):

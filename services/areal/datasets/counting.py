@@ -14,11 +14,13 @@ _DARK, _BRIGHT = (24, 24, 32), (240, 220, 120)
 
 
 def counting(count: int, *, most: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows of one picture each, with 0 to `most` bright squares that do not touch.
+    """Returns rows that ask how many bright squares a picture shows, for vision models.
+
+    The squares do not touch each other. The field `images` is a list of one PNG file, as bytes.
 
     Args:
         count: Number of rows.
-        most: Maximum number of squares in a picture.
+        most: Maximum number of squares in a picture, 1 to 5; the minimum is 0.
         seed: Random seed.
 
     Raises:

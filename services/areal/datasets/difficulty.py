@@ -24,7 +24,7 @@ _INDEX = re.compile(r"-(\d+)\Z")
 class CurriculumLoader(StatefulLoader):
     """A `StatefulLoader` whose first epochs go from easy rows to hard ones.
 
-    Like any other loader it resumes exactly: the order depends on rows, seed and epoch alone.
+    It can be resumed exactly: its order depends on rows, difficulties, seed and epoch alone.
 
     Example:
         >>> CurriculumLoader(rows, lambda row: len(row["prompt"]), seed=1)
@@ -41,14 +41,14 @@ class CurriculumLoader(StatefulLoader):
         """Computes each row's difficulty once.
 
         Args:
-            rows: At least one.
-            difficulty: Returns a number that is larger for harder rows; equally hard rows are
-                shuffled.
+            rows: The rows, at least one.
+            difficulty: A function of a row that returns a larger number for a harder row. Equally
+                hard rows are shuffled.
             seed: Random seed of the orders, 0 or more.
             epochs: Number of epochs that go from easy to hard; later ones are shuffled.
 
         Raises:
-            InvalidInput: The errors of `StatefulLoader`, or `epochs` is negative.
+            InvalidInput: There are no rows, or `seed` or `epochs` is negative.
         """
         super().__init__(rows, seed=seed)
         if epochs < 0:
@@ -70,22 +70,21 @@ def of_pass_rate(
     least: float = 0.05,
     most: float = 0.95,
 ) -> list[dict[str, Any]]:
-    """Returns the rows whose answers were neither all right nor all wrong in an evaluation.
+    """Returns the rows whose mean reward in an evaluation was neither very low nor very high.
 
-    A group whose rewards are all equal has no gradient (`group/zero_std`): such rows cost
-    generation and teach nothing.
+    A group whose rewards are all equal gives no gradient (see the metric `group/zero_std`), so such
+    rows cost generation and teach nothing.
 
     Args:
-        rows: The evaluated rows, in the same order.
-        evaluation: `evaluations/NAME-vVERSION.jsonl` of a run folder, as `areal eval` and
-            `rollout.evaluate` write it. A row's rate is the mean of its `gconfig.n_samples`
-            answers.
+        rows: The rows that were evaluated, in the same order.
+        evaluation: A file `evaluations/NAME-vVERSION.jsonl` of a run folder, which `areal eval` and
+            `RemoteSGLangEngine.evaluate` write. It has `gconfig.n_samples` answers to each row.
         least: Lowest mean reward of a row that is kept.
         most: Highest mean reward of a row that is kept.
 
     Raises:
-        InvalidInput: The file is missing or has another format, it is about other rows, or no row
-            is left.
+        InvalidInput: The file is missing or has another format, it has more rows than `rows`, or no
+            row has a mean reward in the range.
 
     Example:
         >>> of_pass_rate(rows, "runs/eval/trial0/evaluations/reward-v0.jsonl", least=0.2)

@@ -10,17 +10,18 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def gsm8k_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """Turns one GSM8K row into a prompt and a bare answer.
+    r"""Returns a row for `RLVRWorkflow`, made from a row of GSM8K.
 
     Args:
-        row: Has "question" and "answer"; the answer's last line is "#### N".
-        instruction: Added below the question; "" leaves it out.
+        row: A row with the fields "question" and "answer"; the answer's last line is "#### N".
+        instruction: Text added after the question, which asks for the answer in ``\boxed{}``
+            unless you pass another. "" adds nothing.
 
     Returns:
-        {"messages", "answer": N without thousands separators, "solution": the worked answer}.
+        {"messages", "answer": N without thousands separators, "solution": the text before "####"}.
 
     Raises:
-        InvalidInput: A field is missing, or the answer has no "####".
+        InvalidInput: A field is missing or not text, or the answer does not end in "#### N".
     """
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str):

@@ -10,17 +10,20 @@ INSTRUCTION = "Write the whole function, with its imports, in one block of Pytho
 
 
 def human_eval_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """Turns one HumanEval row into a prompt and tests for `code_reward`.
+    """Returns a row with a prompt, and with tests for `code_reward`, made from a row of HumanEval.
 
     Args:
-        row: Has "prompt", "test" (which defines `check`), and "entry_point".
-        instruction: Text before the function's signature; "" leaves it out.
+        row: A row with the fields "prompt", "test" (source code that defines `check`), and
+            "entry_point" (the name of the function to test).
+        instruction: Text before the function's signature, which asks for the whole function unless
+            you pass another. "" adds nothing.
 
     Returns:
-        {"messages", "tests", "prefix": the prompt, for a model that completes text}.
+        {"messages", "tests": source code, "prefix": the row's "prompt"}. `tests` and `prefix` are
+        arguments of `areal.rewards.code.code_reward`; `prefix` is for models that complete text.
 
     Raises:
-        InvalidInput: A field is missing.
+        InvalidInput: A field is missing or not text.
     """
     for key in ("prompt", "test", "entry_point"):
         if not isinstance(row.get(key), str):

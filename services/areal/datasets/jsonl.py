@@ -11,14 +11,14 @@ from areal.errors import InvalidInput
 
 
 def load_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Reads one JSON object per line; blank lines are skipped.
+    """Returns the rows of a JSON Lines file, in order: one JSON object per line.
 
-    Returns:
-        The rows in file order, all in memory.
+    Args:
+        path: The file, which is read into memory whole. Blank lines are skipped.
 
     Raises:
-        InvalidInput: The file cannot be read or has no rows, or a line is not a JSON object: the
-            message begins `file:LINE:`.
+        InvalidInput: The file cannot be read, has no rows, or has a line that is not a JSON object;
+            in that case the message begins with `FILE:LINE:`.
     """
     rows: list[dict[str, Any]] = []
     try:

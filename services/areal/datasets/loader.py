@@ -16,11 +16,11 @@ DatasetItem = tuple[int, int, dict[str, Any]]
 
 
 class StatefulLoader:
-    """An endless iterator of rows that can be resumed exactly.
+    """An endless iterator over rows, in a new order each epoch, that can be resumed exactly.
 
-    Item (epoch, index) is `rows[order(epoch)[index]]`, where the order is a permutation drawn from
-    (seed, epoch) alone, so the same position always means the same row. Because `index` counts
-    along that order, a checkpoint stores only the lowest index whose task has not ended.
+    It yields (epoch, index, row), where `index` is the position in the epoch's order. The order
+    depends on seed and epoch alone, so the same position always means the same row, and a
+    checkpoint needs to store only a position.
 
     Example:
         >>> loader = StatefulLoader(rows, seed=1)
@@ -31,15 +31,15 @@ class StatefulLoader:
     def __init__(
         self, rows: Sequence[dict[str, Any]], *, seed: int = 0, shuffle: bool = True
     ) -> None:
-        """Starts at (0, 0).
+        """Starts at epoch 0, index 0.
 
         Args:
-            rows: At least one row. The list is kept, not copied.
-            seed: Seed of the orders, 0 or more.
-            shuffle: False keeps the rows' order in every epoch.
+            rows: The rows, at least one. The sequence is not copied.
+            seed: Random seed of the orders, 0 or more.
+            shuffle: False: every epoch has the order of `rows`.
 
         Raises:
-            InvalidInput: No rows, or a negative seed.
+            InvalidInput: There are no rows, or `seed` is negative.
         """
         if not rows:
             raise InvalidInput("dataset: has no rows")
@@ -53,10 +53,15 @@ class StatefulLoader:
         self.epoch = self.cursor = 0
 
     def seek(self, epoch: int, cursor: int) -> None:
-        """Makes (epoch, cursor) the next item; a cursor of len(rows) means the next epoch.
+        """Continues at another position.
+
+        Args:
+            epoch: The epoch of the next row, 0 or more.
+            cursor: The index of the next row, 0 to len(rows); len(rows) is the start of the next
+                epoch.
 
         Raises:
-            InvalidInput: There is no such item.
+            InvalidInput: A number is out of range.
         """
         if epoch < 0 or not 0 <= cursor <= len(self.rows):
             raise InvalidInput(

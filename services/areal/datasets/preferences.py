@@ -13,14 +13,16 @@ GENERATED = "generated"
 
 
 def sorted_digits(count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns digits to sort: the chosen answer has them in order, the rejected one does not.
+    """Returns rows of four digits to sort, each with a sorted and an unsorted answer.
+
+    The rows are for `pair_unit`: `chosen` has the digits in order, `rejected` does not.
 
     Args:
-        count: Number of rows.
-        seed: Random seed; no prompt is repeated.
+        count: Number of rows, 1 to 5000; no prompt is repeated.
+        seed: Random seed.
 
     Raises:
-        InvalidInput: There are not that many prompts.
+        InvalidInput: `count` is out of range.
 
     Example:
         >>> sorted_digits(1, seed=0)[0]

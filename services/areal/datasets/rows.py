@@ -29,23 +29,25 @@ _CONVERTED = "refs/convert/parquet"
 
 
 def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]:
-    r"""Reads the rows of one split into memory.
+    """Returns the rows of a file, a folder, or a dataset on the Hugging Face Hub.
 
     Args:
-        address: A .jsonl or .parquet file, a folder, or `hf://org/name[/config][@revision]`.
-        split: Which part of a folder or a dataset to read. A file is read whole.
+        address: A .jsonl or .parquet file; a folder of such files; or a dataset,
+            `hf://org/name[/config][@revision]`.
+        split: The split of a folder or dataset to read: the files that are named after it or are in
+            a folder of that name. A single file is read whole.
 
     Returns:
-        Rows in the order of files and lines.
+        The rows, in the order of files and lines, all in memory.
 
     Raises:
-        InvalidInput: The address, the split or its rows do not exist; the message says what is
-            there.
+        InvalidInput: There is nothing at the address, or no file or row of the split; the message
+            lists what is there.
         Unavailable: The Hub does not answer.
 
     Example:
-        >>> load_rows("hf://openai/gsm8k/main", "test")[0]["question"]
-        'Janet\u2019s ducks lay 16 eggs per day. ...'
+        >>> load_rows("hf://openai/gsm8k/main", "test")[0].keys()
+        dict_keys(['question', 'answer'])
     """
     text = str(address)
     if text.startswith("hf://"):

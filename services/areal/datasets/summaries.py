@@ -12,14 +12,16 @@ _MOST = 20_000
 
 
 def posts(count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns posts of seven words. One word appears three times: it is the summary.
+    """Returns rows of posts to summarize: seven words, one of which appears three times.
+
+    That word is the summary.
 
     Args:
-        count: Number of rows; no post is repeated.
+        count: Number of rows, 1 to 20,000; no post is repeated.
         seed: Random seed.
 
     Raises:
-        InvalidInput: There are not that many posts.
+        InvalidInput: `count` is out of range.
 
     Example:
         >>> posts(1, seed=0)[0]
@@ -39,10 +41,15 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """Returns two summaries of each post; a person would prefer the right word alone.
+    """Returns rows with two summaries of each post, to train a reward model with `pair_unit`.
 
-    Half of the rejected summaries name another word of the post. The others have extra words or end
-    too early. A judge that was never trained on summaries that end too early would prefer them.
+    `chosen` is the right word alone. Half of the `rejected` summaries are another word of the post;
+    the others have extra words or end too early. Summaries that end too early are included because
+    a reward model that was never trained on them would prefer them.
+
+    Args:
+        rows: Rows of `posts`.
+        seed: Random seed.
 
     Example:
         >>> preferred(posts(1, seed=0), seed=0)[0]["rejected"]

@@ -26,9 +26,13 @@ _EVALUATED_AT_ONCE = 64
 
 
 class OfflineTrainer:
-    """A model on all ranks of the trainer; resumes from the run's newest checkpoint.
+    """A model that learns from dataset rows alone, without rollouts (fine-tuning, reward models).
+
+    It is sharded over all ranks of the trainer and resumes from the run's newest checkpoint. Every
+    rank calls the same methods in the same order.
 
     Example:
+        >>> from areal.engines.sft import train_lm
         >>> model = OfflineTrainer(config.actor)
         >>> for batch in model.batches(units):
         ...     model.finish_step(train_lm(model.engine, batch))
@@ -40,8 +44,8 @@ class OfflineTrainer:
 
         Args:
             config: The experiment's `actor` section; an empty `path` means `model.path`.
-            scalar: The model returns one number per token instead of a distribution: a reward
-                model.
+            scalar: True for a reward model, which returns one number per token instead of a
+                distribution over the vocabulary.
 
         Raises:
             InvalidInput: Another model is already being trained.
@@ -60,17 +64,21 @@ class OfflineTrainer:
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.session.step
 
     def batches(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """Yields this rank's share of `train_dataset.batch_size` units, once per remaining step.
+        """Yields this rank's share of the next `train_dataset.batch_size` units, once per step.
 
-        A unit is one sequence, or a chosen and a rejected one (`chat_unit`, `pair_unit`). Every
-        epoch has its own order. A resumed run continues with the unit that would have come next.
+        It ends after `total_train_steps` steps. Every epoch has its own order, which `seed`
+        determines; a resumed run continues with the unit that would have come next. Call
+        `finish_step` after each batch.
+
+        Args:
+            units: The training data: each unit comes from `chat_unit` or `pair_unit`.
 
         Raises:
-            InvalidInput: There are no units.
+            InvalidInput: There are no units, or `finish_step` was not called after a batch.
         """
         config = self.session.config
         loader = StatefulLoader([{"unit": unit} for unit in units], seed=config.seed)
@@ -85,12 +93,12 @@ class OfflineTrainer:
                 raise InvalidInput("batches(): expected finish_step() after each batch")
 
     def chunks(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """Yields this rank's share of all units in order, a chunk at a time, for an evaluation."""
+        """Yields this rank's share of all units in order, 64 units at a time, for an evaluation."""
         for begin in range(0, len(units), _EVALUATED_AT_ONCE):
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
 
     def share(self, units: Sequence[Unit]) -> Batch:
-        """Packs this rank's part of some units; adds `chosen` if they are pairs."""
+        """Returns this rank's share of some units, packed; pairs also get the key `chosen`."""
         import torch
 
         from areal.algorithms import packing
@@ -110,20 +118,35 @@ class OfflineTrainer:
         return batch
 
     def finish_step(self, stats: dict[str, float]) -> None:
-        """Ends the step: writes its metrics row, and a checkpoint if one is due."""
+        """Ends the step: writes its metrics, and a checkpoint if one is due.
+
+        Args:
+            stats: The statistics that the training function returned.
+        """
         self.session.row.update(named(stats))
         self.session.finish_step()
         self.engine.set_version(self.session.step)
 
     def record(self, name: str, values: Iterable[float]) -> float:
-        """Writes the mean of some values into trainer.json and the log, and returns it."""
+        """Returns the mean of some values, and records it in the run's trainer.json and log.
+
+        Args:
+            name: The result's name; a later value replaces an earlier one.
+            values: The values; the mean of none is 0.
+        """
         figures = list(values)
         mean = sum(figures) / max(len(figures), 1)
         self.session.record(name, round(mean, 4))
         return mean
 
     def save(self, name: str = "model") -> Path:
-        """Writes a Hugging Face folder into the run folder. All ranks must call it."""
+        """Saves the model as a Hugging Face folder in the run folder, and returns its path.
+
+        All ranks must call it.
+
+        Args:
+            name: The folder's name inside the run folder.
+        """
         folder = self.session.config.run_dir / name
         self.engine.save(folder)
         return folder
@@ -133,7 +156,16 @@ class OfflineTrainer:
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Copies model, optimizer and random states now; writes them in the background."""
+        """Copies model, optimizer and random states, then writes them in the background.
+
+        Recipes rarely call this: `finish_step` saves checkpoints as the `checkpoint` section says.
+
+        Args:
+            directory: Where all ranks write their parts.
+
+        Returns:
+            A future that is done once this rank's part is written.
+        """
         return self.engine.save_checkpoint(directory, background=True)
 
 

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 class FSDPPPOActor:
-    """A policy on all ranks of the trainer; resumes from the run's newest checkpoint.
+    """The policy under training, sharded over all ranks of the trainer.
 
-    `FSDPPPOActor(config.ref)` is a frozen reference model: it is loaded from its own path whenever
-    the run starts, is never part of a checkpoint, and is never published. With `actor.lora` and no
-    `ref.path` it is the actor without its adapters.
+    It resumes from the run's newest checkpoint. Every rank calls the same methods in the same
+    order. `FSDPPPOActor(config.ref)` is a frozen reference model instead: it is loaded from its own
+    path whenever the run starts, and is never part of a checkpoint or published. With `actor.lora`
+    and no `ref.path` the reference is the actor without its adapters.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)
@@ -49,8 +50,8 @@ class FSDPPPOActor:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
 
         Raises:
-            InvalidInput: The section is missing; a trainable actor exists already; or a reference
-                that shares the actor's model (LoRA) is created before the actor.
+            InvalidInput: `config` is None, another model is already being trained, or a reference
+                that shares the actor's model (with LoRA) is created before the actor.
         """
         if config is None:
             raise InvalidInput("ref: expected a section, for a reference (ref: {}), not null")
@@ -104,25 +105,28 @@ class FSDPPPOActor:
         self.engine, self._ppo = actor.engine, actor._ppo
 
     def get_version(self) -> int:
-        """Returns the number of finished train steps, where a resumed run's loop continues."""
+        """Returns the number of finished train steps, from which a resumed run's loop continues."""
         return self.engine.get_version()
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Returns the logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere."""
+        """Returns the logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere.
+
+        They are computed at the sampling temperature, `gconfig.temperature`, without gradient.
+        """
         if not self._is_base:
             return self._ppo.compute_logprobs(batch)
         with self.engine.without_adapters():
             return self._ppo.compute_logprobs(batch)
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Adds the keys that the loss needs to a batch of `RemoteSGLangEngine.prepare_batch`.
+        """Adds `advantages` and `returns` to a batch; both float32 [T], 0 except on loss tokens.
 
-        The keys are `advantages` and `returns`, float32 [T], 0 outside the loss mask. Rewards are
-        shaped, the KL penalty is subtracted, GAE turns the result into advantages, and these are
-        normalized.
+        It shapes the rewards, subtracts the KL penalty, computes advantages by generalized
+        advantage estimation (GAE), and normalizes them, as the `actor` section says.
 
         Args:
-            batch: Needs `rewards`; with `actor.kl_ctl` also `reference_logprobs`, float32 [T].
+            batch: From `RemoteSGLangEngine.prepare_batch`. Also needs `reference_logprobs` if
+                `actor.kl_ctl` is not 0, and `values` if there is a critic; both float32 [T].
 
         Raises:
             InvalidInput: A key that the configuration needs is missing.
@@ -132,16 +136,17 @@ class FSDPPPOActor:
         self.session.advantages = lambda: advantages.numpy(force=True)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """Takes one train step on a batch with advantages; also fills the step's metrics row.
+        """Updates the policy on a batch with advantages; returns the step's metrics.
 
         Returns:
-            What the step's metrics row says about the batch, the loss and the optimizer, under the
-            same names (docs/metrics.md): `reward/mean`, `train/loss`, `policy/kl`, ...; equal on
-            all ranks.
+            Metrics of the batch, the loss and the optimizer, by the names in docs/metrics.md:
+            `reward/mean`, `train/loss`, `policy/kl`, ... They are equal on all ranks, and also
+            become part of the step's row in the run's metrics.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
-                batch is in the run folder (`areal.engines.failed_step`); nothing is published.
+                batch is saved in the run folder (see `areal.engines.failed_step`); no weights are
+                published.
         """
         start = time.monotonic()
         try:
@@ -154,19 +159,21 @@ class FSDPPPOActor:
         return self._enter(stats, start)
 
     def distill(self, batch: Batch, distillation: Distillation) -> dict[str, float]:
-        """One train step toward what a teacher would have said; also fills the step's metrics row.
+        """Updates the policy toward a teacher's distribution; returns the step's metrics.
 
         Args:
-            batch: From `RemoteSGLangEngine.prepare_batch`, after `distillation.ask`.
-            distillation: Which ids and which divergence.
+            batch: From `RemoteSGLangEngine.prepare_batch`, after
+                `distillation.ask(teacher, batch)`.
+            distillation: An `areal.engines.distill.Distillation`: the number of token ids that are
+                compared at each position, and the direction of the KL divergence.
 
         Returns:
-            The statistics of `ppo_update` without those of PPO; `train/loss` is the mean KL per
-            token.
+            The metrics of `ppo_update` without those of PPO. `train/loss` is the mean KL divergence
+            per loss token.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite.
-            InvalidInput: The teacher was not asked.
+            InvalidInput: `distillation.ask` was not called on this batch.
         """
         start = time.monotonic()
         stats = self._ppo.describe(batch) | distillation.train(self.engine, batch)
@@ -174,20 +181,25 @@ class FSDPPPOActor:
         return self._enter(stats, start)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Publishes the new policy and ends the train step.
+        """Publishes the new policy version to the inference servers and ends the train step.
 
-        The new version's number is the number of finished steps. Generation continues while servers
-        load it. The weights are sent while the next step runs; its optimizer waits until they have
-        been gathered. The call itself waits until a server has confirmed the previous version. Then
-        it saves a checkpoint, if one is due, and commits it.
-        Steps that a resumed run replays are not published again: servers already have newer
-        versions. A step whose gradient was skipped is published like any other, because the ledger
-        measures staleness in versions, and the next batch waits for a server to confirm this one.
-        (Its delta is empty.)
+        The new version's number is the number of finished steps. First the call waits until a
+        server has confirmed the previous version. Then it starts to publish the new one, and saves
+        and commits a checkpoint if one is due. The weights are sent while the next step runs; the
+        next optimizer step waits until they have been gathered. Generation continues while servers
+        load them.
+
+        The steps that a resumed run replays are not published again, because the servers have newer
+        versions. A step that was skipped, because its gradient was not finite, is published like
+        any other: the ledger measures staleness in versions.
+
+        Args:
+            meta: The transport; `WeightUpdateMeta()` is the configured one.
 
         Raises:
-            StaleIncarnation: A newer trainer has taken over.
-            TransportError | WaitTimeout: The previous version could not be published.
+            StaleIncarnation: A newer trainer of the same run has registered.
+            TransportError | WaitTimeout: The previous version could not be published, or no server
+                confirmed it in time.
             InvalidInput: This model is frozen.
         """
         if self.frozen:
@@ -210,11 +222,16 @@ class FSDPPPOActor:
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Copies model, optimizer and random states now; writes them in the background.
+        """Copies model, optimizer and random states, then writes them in the background.
+
+        Recipes rarely call this: `upload_weights` saves checkpoints as the `checkpoint` section
+        says.
+
+        Args:
+            directory: Where all ranks write their parts.
 
         Returns:
-            A future that is done once this rank's part is in `directory`. Recipes rarely need this:
-            `upload_weights` saves checkpoints as configured in the `checkpoint` section.
+            A future that is done once this rank's part is written.
         """
         return self.engine.save_checkpoint(directory, background=True)
 

@@ -22,7 +22,7 @@ _IN_ROW = ("loss", "grad_norm", "lr", "value", "return", "explained_variance", "
 
 
 class FSDPPPOCritic:
-    """A critic on all ranks of the trainer, saved in and restored from the actor's checkpoints.
+    """A value model, sharded over all ranks of the trainer and kept in the actor's checkpoints.
 
     Example:
         >>> actor, critic = FSDPPPOActor(config.actor), FSDPPPOCritic(config.critic)
@@ -40,7 +40,7 @@ class FSDPPPOCritic:
             config: The experiment's `critic` section.
 
         Raises:
-            InvalidInput: The experiment has no critic, or there is no actor yet.
+            InvalidInput: `config` is None, or there is no actor yet.
         """
         from areal.engines.fsdp import FSDPEngine
         from areal.engines.ppo_value import PPOCritic
@@ -66,23 +66,25 @@ class FSDPPPOCritic:
             actor.engine.load_attached("critic", session.resumed.path)
 
     def warming_up(self) -> bool:
-        """Returns whether this train step trains the critic alone (`critic.warmup_steps`)."""
+        """Returns True in the first `critic.warmup_steps` steps, which train the critic alone."""
         return self.session.step < self.config.warmup_steps
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """Returns the values of the states before the loss tokens, float32 [T]; 0 elsewhere."""
+        """Returns the value of the state before each loss token, float32 [T]; 0 elsewhere."""
         return self._critic.compute_values(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """Takes one train step on a batch with advantages; fills `critic/...` of its metrics row.
+        """Updates the critic on a batch after `compute_advantages`; returns the critic's metrics.
 
         Returns:
-            The critic's figures in the step's metrics row, under the same names (docs/metrics.md):
-            `critic/loss`, `critic/explained_variance`, ...; equal on all ranks.
+            The critic's metrics, by the names in docs/metrics.md: `critic/loss`,
+            `critic/explained_variance`, ... They are equal on all ranks, and also become part of
+            the step's row in the run's metrics.
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
-                batch is in the run folder (`areal.engines.failed_step`); nothing is published.
+                batch is saved in the run folder (see `areal.engines.failed_step`); no weights are
+                published.
         """
         try:
             stats = self._critic.ppo_update(batch)

@@ -32,18 +32,21 @@ _AT_ONCE = 32
 
 
 class RewardModel:
-    """Scores conversations; concurrent calls share forward passes.
+    """Scores answers with a trained reward model; concurrent calls share forward passes.
+
+    A row must have `messages`, the conversation that the completion answers.
 
     Example:
         >>> RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": "runs/.../model"})
     """
 
     def __init__(self, path: str, device: str = "cpu") -> None:
-        """Loads the model.
+        """Loads the model, once in each reward process.
 
         Args:
-            path: A folder with config.json, safetensors and a tokenizer.
-            device: Where it computes: `cpu`, `cuda:7`.
+            path: A Hugging Face folder of a sequence classifier with one class, such as
+                `OfflineTrainer.save` writes for a reward model.
+            device: Torch device that computes, such as `cpu` or `cuda:7`.
 
         Raises:
             InvalidInput: The folder does not exist, or its model is not a sequence classifier with
@@ -111,7 +114,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the score of each token sequence, read at its last token."""
+        """Returns the score of each sequence of token ids, computed at its last token."""
         lengths = torch.tensor([len(ids) for ids in sequences], device=self._device)
         width = int(lengths.max())
         padded = torch.tensor(

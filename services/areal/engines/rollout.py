@@ -42,13 +42,23 @@ class Feeding:
 
 
 class RemoteSGLangEngine:
-    """Runs rollouts on the inference servers, through the rollout service and the ledger."""
+    """Submits rows for rollout, and returns training batches and evaluation results.
+
+    Every rank of the trainer calls the same methods in the same order.
+
+    Example:
+        >>> rollout = RemoteSGLangEngine(config.rollout)
+        >>> batch = rollout.prepare_batch(loader, RLVRWorkflow("math", config.gconfig))
+    """
 
     def __init__(self, config: RolloutConfig) -> None:
-        """Joins the trainer session that runs the recipe.
+        """Connects to the services of the run that executes the recipe.
 
         Args:
-            config: The experiment's rollout section.
+            config: The experiment's `rollout` section.
+
+        Raises:
+            InvalidInput: `allocation_mode` has no inference servers.
         """
         self.config = config
         self.session: TrainerSession = current_session()
@@ -63,21 +73,24 @@ class RemoteSGLangEngine:
     def prepare_batch(
         self, dataloader: RowLoader | None, workflow: RolloutWorkflow | None = None
     ) -> dict[str, Any]:
-        """Returns the next batch of B groups; generation of later ones continues meanwhile.
+        """Returns this rank's share of the next batch of `train_dataset.batch_size` groups.
+
+        Groups of later batches are generated meanwhile.
 
         Args:
-            dataloader: Rows to submit, starting at its current position. None if there are no rows:
-                then the groups come from outside agents, which open sessions at the gateway.
-            workflow: Turns a row into trajectories; a class of the recipe or of the library. None
-                if there are no rows.
+            dataloader: The rows to submit, from its current position: a `StatefulLoader`. None: the
+                groups come from agents outside the run, which open sessions at the gateway.
+            workflow: The workflow that turns a row into trajectories. Needed unless
+                `dataloader` is None.
 
         Returns:
-            This rank's share, packed (see `areal.algorithms.packing`).
+            A packed batch.
 
         Raises:
             InvalidInput: The workflow samples at a temperature other than the trainer's, or there
-            are rows without a workflow. WaitTimeout: No batch within 3 x rollout.request_timeout_s;
-            the message says what was
+                are rows but no workflow.
+            WorkflowError: The loader has no rows left.
+            WaitTimeout: No batch within 3 x `rollout.request_timeout_s`; the message says what was
                 missing.
         """
         feeding: Feeding | None = None
@@ -100,11 +113,21 @@ class RemoteSGLangEngine:
     def rollout_batch(
         self, data: Iterable[Mapping[str, Any]], workflow: RolloutWorkflow
     ) -> dict[str, Any]:
-        """Rolls out exactly these rows and returns the accepted groups when all have ended.
+        """Returns this rank's share of a batch of exactly these rows, one group per row.
+
+        It waits until the tasks of all rows have ended. Rejected and failed tasks are left out.
+
+        Args:
+            data: The rows, at least one.
+            workflow: The workflow that turns a row into trajectories.
+
+        Returns:
+            A packed batch.
 
         Raises:
-            WorkflowError: No row was accepted.
-            InvalidInput | WaitTimeout: For the same reasons as `prepare_batch`.
+            WorkflowError: No row gave a group.
+            InvalidInput: There are no rows, or for the same reason as `prepare_batch`.
+            WaitTimeout: For the same reason as `prepare_batch`.
         """
         check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)
@@ -133,19 +156,24 @@ class RemoteSGLangEngine:
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
         *, version: int | None = None,
     ) -> float:  # fmt: skip
-        """Returns the current policy's mean reward on held-out rows, and records it under `name`.
+        """Returns the policy's mean reward on held-out rows, and records it in the run folder.
 
-        The answers are in the run folder: evaluations/NAME-vVERSION.jsonl.
-        Every token must be sampled by `version`. None means the version of the last finished step.
-        While a resumed run replays steps, None means the version that is served. If a result was
-        already recorded at this step, it is returned without a new evaluation. This also holds for
-        the initial policy's result before a resumed run's first step, because that policy is no
-        longer served.
+        The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If this step
+        already has a result of that name, the call returns it without a new evaluation. A resumed
+        run that has finished no step yet also returns the recorded result of the initial policy,
+        which is no longer served.
+
+        Args:
+            rows: The held-out rows.
+            workflow: The workflow that turns a row into trajectories.
+            name: Name of the result.
+            version: The policy version that must sample every token. None: that of the last
+                finished step, or, while a resumed run replays steps, the served one.
 
         Raises:
             NotFound: `version` is no longer served, or not published yet.
             WorkflowError: No row had a result.
-            WaitTimeout: For the same reasons as `prepare_batch`.
+            WaitTimeout: For the same reason as `prepare_batch`.
         """
         session = self.session
         session.publishing.settle()

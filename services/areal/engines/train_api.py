@@ -30,40 +30,43 @@ LossWeightFn = Callable[["Batch"], int]
 
 
 class TrainEngine(abc.ABC):
-    """One model under training, spread over all ranks of the job.
+    """One model under training, sharded over all ranks of the trainer.
 
-    Every rank calls the same methods in the same order, each with its own share of a batch (see
-    `areal.algorithms.packing`). Methods that compute or save are collective: a rank that does not
-    call them makes the others wait until the collective deadline.
+    Every rank calls the same methods in the same order, each with its own share of a packed batch.
+    A method marked "collective" waits for all ranks: if one rank does not call it, the others fail
+    after 5 x `rollout.setup_timeout_s`.
     """
 
     @property
     @abc.abstractmethod
     def rank(self) -> int:
-        """Index of this process in the job."""
+        """Index of this process among all processes of the trainer."""
 
     @property
     @abc.abstractmethod
     def world_size(self) -> int:
-        """Number of processes in the job."""
+        """Number of processes of the trainer."""
 
     @property
     @abc.abstractmethod
     def process_group(self) -> Any:
-        """The ranks with different shares of a batch, for CPU tensors; None if all share one."""
+        """The torch process group for CPU tensors, whose ranks have different shares of a batch.
+
+        None if all ranks have the same share.
+        """
 
     @abc.abstractmethod
     def initialize(self, total_train_steps: int | None = None) -> None:
-        """Join the process group, load and shard the model, and create the optimizer.
+        """Joins the process group, loads and shards the model, and creates the optimizer.
 
         Args:
-            total_train_steps: planned optimizer steps, for the learning-rate schedule; None: a
-                constant rate.
+            total_train_steps: Planned number of optimizer steps, for the learning-rate schedule.
+                None: a constant rate.
         """
 
     @abc.abstractmethod
     def destroy(self) -> None:
-        """Finish a background save, free the model, and leave the process group if joined."""
+        """Finishes a background save, frees the model, and ends a process group that it started."""
 
     @abc.abstractmethod
     def accumulate(
@@ -74,29 +77,31 @@ class TrainEngine(abc.ABC):
         *,
         head: Head | None = None,
     ) -> None:
-        """Add a batch's gradients to those that the next `apply` uses; collective.
+        """Adds the gradients of a batch to those for the next `apply`; collective.
 
         Args:
-            batch: this rank's share; may be empty.
-            loss_fn: called once per micro-batch.
-            loss_weight_fn: default: the number of loss tokens.
-            head: computes what the loss gets; None: logprobs and entropies at temperature 1.
+            batch: This rank's share of the batch; may be empty.
+            loss_fn: The loss of one micro-batch; it is called once for each.
+            loss_weight_fn: Each micro-batch's weight in the divisor of the loss. None: its number
+                of loss tokens.
+            head: Computes the tensors that `loss_fn` gets. None: logprobs and entropies at
+                temperature 1.
 
         Raises:
-            CapacityExceeded: the device has too little memory; the message says which settings need
-                less. The accumulated gradients are dropped, as after any error.
+            CapacityExceeded: The device has too little memory; the message says which settings
+                need less. The accumulated gradients are dropped, as after any error.
         """
 
     @abc.abstractmethod
     def apply(self) -> dict[str, float]:
-        """Take an optimizer step with what `accumulate` has added up; collective.
+        """Takes one optimizer step with the gradients that `accumulate` has added; collective.
 
         Returns:
-            The same statistics as `train_batch`, over all batches since the last step.
+            The statistics of `train_batch`, over all batches since the previous step.
 
         Raises:
-            InvalidInput: no batch was accumulated.
-            TrainingDiverged: for the same reason as `train_batch`; it carries the last batch.
+            InvalidInput: No batch was accumulated.
+            TrainingDiverged: For the same reason as `train_batch`; its `batch` is the last one.
         """
 
     def train_batch(
@@ -107,76 +112,87 @@ class TrainEngine(abc.ABC):
         *,
         head: Head | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step, `accumulate` and `apply`; collective.
+        """Takes one optimizer step on a batch: `accumulate`, then `apply`; collective.
 
         The loss is the sum over all micro-batches of all ranks, divided by the sum of their
         weights.
 
         Args:
-            batch: this rank's share; may be empty.
-            loss_fn: called once per micro-batch.
-            loss_weight_fn: default: the number of loss tokens.
-            head: computes what the loss gets; None: logprobs and entropies at temperature 1.
+            batch: This rank's share of the batch; may be empty.
+            loss_fn: The loss of one micro-batch; it is called once for each.
+            loss_weight_fn: Each micro-batch's weight in the divisor of the loss. None: its number
+                of loss tokens.
+            head: Computes the tensors that `loss_fn` gets. None: logprobs and entropies at
+                temperature 1.
 
         Returns:
-            Equal on all ranks: `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`,
-            `n_loss_tokens`, `n_micro_batches`, `skipped_steps` (1 if the gradient norm was not
-            finite, in which case the weights and the optimizer are left as they were), each of the
-            loss's statistics. Of the slowest rank: `seconds`, which include `forward_seconds`,
-            `backward_seconds` (both with their communication) and `optimizer_seconds`; and
-            `peak_gib`, the peak memory so far. Also `tokens_per_second`, and on a known GPU `mfu`
-            (see `areal.engines.perf`).
+            Statistics by name, equal on all ranks: `loss`, `grad_norm` (before clipping),
+            `entropy`, `lr`, `n_tokens`, `n_loss_tokens`, `n_micro_batches`, and those that
+            `loss_fn` returns. `skipped_steps` is 1 if the gradient norm was not finite; then the
+            weights and the optimizer do not change. `seconds` is the step's time on the slowest
+            rank; it includes `forward_seconds` and `backward_seconds`, both with their
+            communication, and `optimizer_seconds`. `peak_gib` is the peak memory so far, in GiB, of
+            the rank with the highest. Also `tokens_per_second`, and on a known GPU `mfu`, the share
+            of its peak speed (see `areal.engines.perf`).
 
         Raises:
-            TrainingDiverged: on every rank, when `optimizer.max_skipped_steps` steps in a row were
-                skipped because their gradient was not finite.
+            TrainingDiverged: `optimizer.max_skipped_steps` steps in a row were skipped because
+                their gradient was not finite; every rank raises it.
         """
         self.accumulate(batch, loss_fn, loss_weight_fn, head=head)
         return self.apply()
 
     @abc.abstractmethod
     def read(self, batch: Batch, head: Head | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a head computes at each token with `loss_mask`, 0 elsewhere; collective.
+        """Returns a head's two tensors at the loss tokens, 0 elsewhere; collective.
 
         Args:
-            batch: this rank's share; may be empty.
-            head: None: logprobs and entropies, both [T], at temperature 1.
+            batch: This rank's share of the batch; may be empty.
+            head: Computes the tensors (see `areal.engines.model.heads`). None: logprobs and
+                entropies at temperature 1, both [T].
 
         Returns:
-            Both tensors of the head, [T, ...], without gradient; see `areal.engines.model.heads`.
+            Both tensors, [T, ...], without gradient.
         """
 
     def forward(self, batch: Batch, head: Head | None = None) -> torch.Tensor:
-        """Return the first tensor of `read`: with no `head`, logprobs [T]."""
+        """Returns the first tensor of `read`; without a `head`, the logprobs [T]; collective."""
         return self.read(batch, head)[0]
 
     @abc.abstractmethod
     def reduce_stats(self, sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-        """Combine scalars over ranks: names that end in `_max` by maximum, all others by sum."""
+        """Returns scalars that are combined over all ranks; collective.
+
+        Args:
+            sums: This rank's values by name. Names that end in `_max` are combined by maximum, all
+                others by sum.
+        """
 
     @abc.abstractmethod
     def get_version(self) -> int:
-        """Return the policy version: finished train steps."""
+        """Returns the policy version, which is the number of finished train steps."""
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
-        """Set the policy version (checkpoints contain it)."""
+        """Sets the policy version, which checkpoints contain."""
 
     @abc.abstractmethod
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the weights for export; collective: every rank runs it to its end.
+        """Yields the whole model's weights, tensor by tensor, on rank 0; collective.
 
-        Rank 0 holds one bucket at a time (512 MiB, or one group of tensors that are converted
-        together, such as a layer's experts), besides what the caller keeps. The others never hold a
-        whole tensor.
+        Every rank must run the iterator to its end. Rank 0 holds one bucket at a time (512 MiB, or
+        one group of tensors that are converted together, such as a layer's experts) in addition to
+        the tensors that the caller keeps. The other ranks never hold a whole tensor.
 
         Args:
-            dtype: `float32`, `bfloat16`, ... to cast floating tensors to; None: as trained.
+            dtype: Type to which floating-point tensors are cast, such as `bfloat16`. None: as
+                trained.
 
         Yields:
-            On rank 0, pairs (name, CPU tensor), exactly those that `save_pretrained` writes: the
-            Hub's names and shapes, tied weights once. Then, unchanged, the other tensors of the
-            model's directory (layers for speculative decoding, say). On other ranks nothing.
+            On rank 0, pairs (name, CPU tensor): first the tensors that Hugging Face's
+            `save_pretrained` writes, by the same names and shapes, tied weights once; then,
+            unchanged, the other tensors of the model's folder, such as layers for speculative
+            decoding. On other ranks, nothing.
         """
 
     @abc.abstractmethod
@@ -187,17 +203,18 @@ class TrainEngine(abc.ABC):
         *,
         twice: bool = False,
     ) -> Future[None]:
-        """Gather the weights in the background while the caller continues; collective.
+        """Gathers the weights on rank 0 in the background and delivers them; collective.
 
-        Only the next change of the weights (an optimizer step, `load`) waits until they have been
-        gathered.
+        The caller continues meanwhile. The next change of the weights (an optimizer step or `load`)
+        waits until they have been gathered.
 
         Args:
-            dtype: see `iter_full_tensors`.
-            deliver: called in a thread of rank 0 with the tensors that `iter_full_tensors` yields,
-                as bytes. With `twice` it also gets a function that gathers them again; the next
-                change of the weights waits for that, too.
-            twice: the same on every rank.
+            dtype: As for `iter_full_tensors`.
+            deliver: A function that rank 0 calls in a thread, with the tensors of
+                `iter_full_tensors` as bytes, and an object that gathers them again (None without
+                `twice`).
+            twice: True if the weights may be gathered again; the next change of the weights waits
+                for that, too. Must be equal on all ranks.
 
         Returns:
             A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
@@ -206,14 +223,22 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: str | Path, dtype: str | None = None) -> None:
-        """Write a Hugging Face directory, tokenizer included; collective, rank 0 writes."""
+        """Saves the model and its tokenizer as a Hugging Face folder; collective.
+
+        Args:
+            directory: The folder, which rank 0 writes.
+            dtype: As for `iter_full_tensors`.
+        """
 
     @abc.abstractmethod
     def load(self, directory: str | Path) -> None:
-        """Load weights from a Hub directory of the same architecture; the optimizer is kept.
+        """Loads weights from a Hugging Face folder; the optimizer's state is kept; collective.
+
+        Args:
+            directory: A folder with a model of the same architecture.
 
         Raises:
-            InvalidInput: a tensor is unknown, missing, or of another shape; nothing is changed.
+            InvalidInput: A tensor is unknown, missing, or of another shape; no weight is changed.
         """
 
     @abc.abstractmethod
@@ -224,24 +249,29 @@ class TrainEngine(abc.ABC):
         *,
         background: bool = False,
     ) -> Future[None]:
-        """Write what a resume needs; collective.
+        """Writes a checkpoint from which a trainer can resume; collective.
 
-        Weights, optimizer, schedule, random states and version.
+        It contains weights, optimizer, learning-rate schedule, random states and policy version.
 
         Args:
-            directory: written to directly; the caller renames it into place.
-            extra: JSON-serializable; returned by `load_checkpoint`.
-            background: return once the state is copied to CPU memory; a thread writes it.
+            directory: The folder, which is written in place: write to a temporary name and rename
+                it when the checkpoint is complete.
+            extra: Additional data, JSON-serializable; `load_checkpoint` returns it.
+            background: True: return as soon as the state is copied to CPU memory, and write it in a
+                thread.
 
         Returns:
-            A future that is done once this rank's part is written (already done without
-            `background`). When the futures of all ranks are done, the checkpoint is complete.
+            A future that is done once this rank's part is written; without `background` it is done
+            already. When the futures of all ranks are done, the checkpoint is complete.
         """
 
     @abc.abstractmethod
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
-        """Resume from a checkpoint that any number of ranks wrote; collective.
+        """Restores a checkpoint, whatever the number of ranks that wrote it; collective.
+
+        Args:
+            directory: The checkpoint's folder.
 
         Returns:
-            The `extra` it was saved with.
+            The `extra` that `save_checkpoint` got.
         """

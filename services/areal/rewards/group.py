@@ -12,9 +12,9 @@ def group_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a reward function that scores all samples of a group in one call.
 
     Args:
-        function: Of the recipe, `async` or not. It gets what other reward functions get, but
-            `completions` is a list of texts and `completion_ids` a list of lists, and it returns
-            one number (or `rubric(...)`) for each, in order.
+        function: A reward function of the recipe, `async` or not. It gets the arguments of other
+            reward functions, except that `completions` is a list of texts and `completion_ids` a
+            list of lists. It returns one number, or `rubric(...)`, per completion, in order.
 
     Returns:
         The same function.

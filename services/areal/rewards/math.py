@@ -29,14 +29,14 @@ _WRAPPERS = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 
 
 def math_reward(completion: str, answer: str | float) -> float:
-    r"""Returns 1.0 when the completion's final answer equals `answer`, else 0.0.
+    r"""Returns 1.0 if the completion's final answer equals `answer` mathematically, else 0.0.
 
-    The final answer is the content of the last ``\boxed{}``, else what follows the last ``####``,
-    else whatever math-verify finds last in the text.
+    The final answer is the content of the last ``\boxed{}``. If there is none, it is the text after
+    the last ``####``, or else the last expression that the package math-verify finds.
 
     Args:
         completion: The model's text.
-        answer: A number or LaTeX, with or without ``$`` or ``\boxed{}``.
+        answer: The right answer: a number or LaTeX, with or without ``$`` or ``\boxed{}``.
 
     Raises:
         InvalidInput: `answer` is empty, or neither text nor a number.

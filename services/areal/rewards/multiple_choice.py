@@ -21,18 +21,19 @@ _ALONE = re.compile(r"(?<![A-Za-z'])[\(\[\*]*([A-Z])[\)\]\*]*(?![A-Za-z'])")
 def multiple_choice_reward(
     completion: str, answer: str | int, choices: Sequence[Any] | None = None
 ) -> float:
-    r"""Returns 1.0 when the letter that the completion settles on is the right one, else 0.0.
+    r"""Returns 1.0 if the completion chooses the right letter, else 0.0.
 
-    The choice is, in this order: the content of the last ``\boxed{}``; the last letter said to be
-    the answer ("the answer is (B)"); the last capital letter standing alone.
+    The chosen letter is the content of the last ``\boxed{}``. If there is none, it is the last
+    letter that the text calls the answer ("the answer is (B)"), or else the last capital letter
+    that stands alone.
 
     Args:
         completion: The model's text.
-        answer: The right letter, or its index from 0.
-        choices: The options. If they are given, only their letters count as a choice.
+        answer: The right letter, or its index, counted from 0.
+        choices: The options, in order. If given, only as many letters, from A on, count as choices.
 
     Raises:
-        InvalidInput: `answer` is neither a letter nor an index, or lies outside of `choices`.
+        InvalidInput: `answer` is neither a letter nor an index, or is not among the `choices`.
 
     Example:
         >>> multiple_choice_reward("A is wrong, so the answer is (B).", "B")

@@ -11,21 +11,21 @@ from areal.errors import InvalidInput
 def regex_reward(
     completion: str, pattern: str, answer: str | None = None, fullmatch: bool = False
 ) -> float:
-    r"""Returns 1.0 when `pattern` is found in the completion, else 0.0.
+    r"""Returns 1.0 if the completion matches `pattern`, else 0.0.
 
-    With a group named `answer` in the pattern, the text it captures must also equal the row's
-    `answer` (spaces around both are ignored). A pattern that backtracks forever is ended by the
-    worker's time limit, like any other reward function.
+    If the pattern has a group named `answer`, the captured text must also equal the row's `answer`;
+    spaces around both are ignored.
 
     Args:
         completion: The model's text.
-        pattern: A Python regular expression.
-        answer: The right answer, where the pattern has a group `answer`.
-        fullmatch: The whole completion must match.
+        pattern: A Python regular expression. The reward's time limit also ends a pattern that
+            backtracks too long.
+        answer: The right answer. Needed if the pattern has a group `answer`, otherwise ignored.
+        fullmatch: True: the whole completion must match. False: any part of it.
 
     Raises:
-        InvalidInput: The pattern is not a regular expression, or its group `answer` has nothing
-            to be compared with.
+        InvalidInput: The pattern is not a regular expression, or it has a group `answer` and there
+            is no `answer` to compare.
 
     Example:
         >>> regex_reward("<answer>42</answer>", r"<answer>(?P<answer>\d+)</answer>", "42")

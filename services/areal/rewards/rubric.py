@@ -13,13 +13,16 @@ _TAKEN = ("mean", "std")
 
 
 def rubric(**parts: Any) -> Score:
-    """Returns the weighted sum of the parts; each part becomes a metric, `reward/NAME`.
+    """Returns a reward that is the weighted sum of named parts.
+
+    The mean of each part, before weighting, becomes the metric `reward/NAME`.
 
     Args:
-        parts: A number, or (number, weight); the default weight is 1.
+        parts: NAME=number or NAME=(number, weight); the default weight is 1.
 
     Raises:
-        InvalidInput: A part is not a finite number.
+        InvalidInput: There is no part, a number or weight is not finite, or a part has the name of
+            another metric (`mean` or `std`).
 
     Example:
         >>> rubric(correct=True, short=(0.5, 0.2))

@@ -42,7 +42,7 @@ RewardFn = str | Callable[..., Any]
 
 
 class InferenceEngine(Protocol):
-    """Gives an episode what it needs: generation, scoring and the tokenizer."""
+    """Generates and scores answers for one episode; `arun_episode` gets one as `engine`."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -50,21 +50,21 @@ class InferenceEngine(Protocol):
         ...
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Generates one answer. It handles interruptions (weight updates, dead servers) itself.
+        """Returns one answer, and continues it by itself after a weight update or a server's death.
 
         Raises:
-            InvalidInput: The request cannot be served: it is too long, or a token id is out of
-                range.
+            InvalidInput: The request is too long for the model, or a token id is out of range.
             Unavailable: Servers failed repeatedly; the message names each failure.
-            WaitTimeout: No server with a recent enough version, or no answer, within
-                rollout.request_timeout_s.
+            WaitTimeout: Within `rollout.request_timeout_s` no server had a recent enough policy
+                version, or none finished the answer.
         """
         ...
 
     async def agenerate_group(self, request: LLMRequest) -> list[LLMResponse]:
-        """Generates `request.gconfig.n_samples` answers to one prompt with one call to a server.
+        """Returns `request.gconfig.n_samples` answers to one prompt, from one call to a server.
 
-        Otherwise it works like `agenerate`. An interrupted answer continues from its own tokens.
+        Apart from their number it works like `agenerate`, and raises the same errors. After an
+        interruption each answer continues from its own tokens.
         """
         ...
 
@@ -79,38 +79,44 @@ class InferenceEngine(Protocol):
         completion_ids: Sequence[Sequence[int]] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[float]:
-        """Scores all completions of one row in one call to RewardService.
+        """Returns the reward of each completion, from one call to the reward service.
 
         Args:
-            reward_fn: A built-in's name or a function of the recipe.
-            completions: The texts to score.
-            data: The row; its fields reach the function as keywords.
+            reward_fn: The name of a built-in reward, or a function of the recipe.
+            completions: The texts to score, all for the same row.
+            data: The row; the function gets its fields as keyword arguments.
             prompt: Text of the prompt.
-            prompt_ids: The prompt's token ids.
+            prompt_ids: Token ids of the prompt.
             completion_ids: Token ids of each completion.
-            kwargs: More keywords for every call (a built-in's options).
+            kwargs: Additional keyword arguments, such as the options of a built-in reward.
 
         Returns:
-            One reward per completion.
+            One reward per completion, in order.
 
         Raises:
-            WorkflowError: The function raised, hung, or returned no finite number.
-            Unavailable: The reward worker died or its service does not answer; the task is tried
-                again.
+            WorkflowError: The function raised, exceeded its time limit, or did not return a finite
+                number.
+            Unavailable: The reward worker died, or the service does not answer. If the workflow
+                lets this error pass, the task is tried again.
         """
         ...
 
 
 class RolloutWorkflow(ABC):
-    """Base of all workflows; constructor arguments are recorded so that a worker can rebuild it.
+    """Base class of all workflows; a subclass implements `arun_episode`.
 
-    Arguments may be JSON values, dataclasses, and module-level functions of the recipe.
+    The trainer records the constructor's arguments, and each rollout worker creates the workflow
+    again from them. So arguments must be JSON values, dataclasses, or module-level functions or
+    classes of the recipe. One object serves all episodes of a worker at once, so keep no state of
+    an episode on it. Set the class variable `replayable = False` if a rerun of an interrupted
+    episode would not make the same model calls (because of a clock, randomness, or tools with side
+    effects).
     """
 
     replayable: ClassVar[bool] = True
     """Whether an interrupted episode may be rerun on the recorded answers of its finished model
     calls. Set it to False when a rerun would not make the same calls (clock, randomness, tools
-    with side effects): such an episode starts afresh."""
+    with side effects): such an episode starts over."""
 
     _areal_arguments: dict[str, Any]
 
@@ -129,15 +135,15 @@ class RolloutWorkflow(ABC):
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> list[Trajectory] | Trajectory | None:
-        """Runs one episode.
+        """Returns the trajectories of one task.
 
         Args:
-            engine: Generates, tokenizes and scores.
+            engine: Generates answers and scores them; it has the tokenizer.
             data: The dataset row.
 
         Returns:
-            The samples of this task (the executor assigns their ids), or None to reject the task:
-            it is not trained on and not tried again.
+            The task's trajectories; the rollout worker sets their `trajectory_id`. None rejects the
+            task: it is neither trained on nor tried again.
         """
 
 
@@ -149,19 +155,19 @@ def make_trajectory(
     """Returns one trajectory of one or more turns; the loss covers exactly the sampled tokens.
 
     Args:
-        responses: The model's answers in order. The prompt of each must begin with everything
-            before it (earlier prompt and output); what it adds (a user's reply, a tool's result)
-            is context. `areal.Conversation` builds such prompts.
-        reward: The outcome, placed on the last sampled token; or one number per response, each
-            placed on that response's last token.
-        completion_text: The text that people see; may be empty.
+        responses: The model's answers in order. Each prompt must begin with the previous prompt and
+            output. The tokens that it adds (a user's reply, a tool's result) are context, without a
+            loss. `areal.Conversation` builds such prompts.
+        reward: One number for the whole trajectory, placed on the last sampled token; or one number
+            per response, each placed on that response's last token.
+        completion_text: The text shown to people; may be empty.
 
     Returns:
-        Arrays of length L = the last prompt + the last output. `trajectory_id` is left to the
-        executor.
+        A trajectory whose length L is that of the last prompt plus the last output. The rollout
+        worker sets its `trajectory_id`.
 
     Raises:
-        PromptDrift: A later prompt does not extend what came before.
+        PromptDrift: A prompt does not begin with the previous prompt and output.
         WorkflowError: No token was sampled, or the number of rewards is neither 1 nor the number of
             responses.
     """

@@ -21,7 +21,7 @@ from areal.workflows.rendering import ChatRenderer, Message, Reply, TemplateRend
 
 
 class Conversation:
-    """Keeps the chat of one episode, and turns it into a trajectory at the end.
+    """The chat of one episode; it keeps sampled token ids exactly and returns a trajectory.
 
     Example:
         >>> chat = Conversation(engine.tokenizer, [{"role": "user", "content": "12+34="}])
@@ -38,16 +38,18 @@ class Conversation:
         *,
         tools: Sequence[Message] | None = None,
     ) -> None:
-        """Renders the opening.
+        """Turns the opening messages into token ids.
 
         Args:
-            renderer: Writes the model's chat format. For a tokenizer, its own chat template is
-                used (`TemplateRenderer(tokenizer, enable_thinking=False)` sets template variables).
+            renderer: A tokenizer, whose chat template is then used, or a `ChatRenderer`. To set
+                template variables, pass
+                `areal.workflows.rendering.TemplateRenderer(tokenizer, enable_thinking=False)`.
             messages: The messages before the model's first answer.
             tools: JSON schemas of the functions offered to the model.
 
         Raises:
-            InvalidInput: The template refuses the messages, or turns cannot be appended to it.
+            InvalidInput: The chat template refuses the messages, or it changes earlier turns when
+                a turn is added.
         """
         self._renderer = TemplateRenderer(renderer) if isinstance(renderer, Tokenizer) else renderer
         self._tools = tools
@@ -63,19 +65,20 @@ class Conversation:
 
     @property
     def input_ids(self) -> list[int]:
-        """All tokens so far, as the prompt of the next request."""
+        """All token ids so far: the prompt of the next request."""
         return self._ids + self._context
 
     @property
     def messages(self) -> list[Message]:
-        """The chat as people read it: roles and texts; answers are `Reply.message`."""
+        """The chat as text: the messages that were added, and each answer's `Reply.message`."""
         return [*self._messages, *self._pending]
 
     def add_messages(self, *messages: Message) -> None:
-        """Adds what the model reads before its next answer: a user's message, results of tools.
+        """Adds what the model reads before its next answer, such as a user's message.
 
         Raises:
-            InvalidInput: A message has the role assistant, or the chat template refuses one.
+            InvalidInput: There is no message, one has the role `assistant` although the model has
+                already answered, or the chat template refuses one.
         """
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
@@ -99,12 +102,12 @@ class Conversation:
         self._pending = pending
 
     def add_response(self, response: LLMResponse) -> Reply:
-        """Adds the model's answer to `input_ids`, with its tokens exactly as sampled.
+        """Appends the model's answer to `input_ids` and returns it as text.
 
-        To continue an answer that was cut off, ask again without adding messages.
+        To continue an answer that was cut off, send another request without adding messages.
 
         Raises:
-            WorkflowError: The response was sampled for another prompt.
+            WorkflowError: The response was sampled for a prompt other than `input_ids`.
         """
         if list(response.input_tokens) != self.input_ids:
             raise WorkflowError(
@@ -123,12 +126,12 @@ class Conversation:
         """Returns all turns up to the last answer; the loss covers exactly the sampled tokens.
 
         Args:
-            reward: The outcome, placed on the last sampled token; or one number per answer, each
-                placed on that answer's last token.
-            completion_text: The text that people see; default: the last answer's.
+            reward: One number for the whole conversation, placed on the last sampled token; or one
+                number per answer, each placed on that answer's last token.
+            completion_text: The text shown to people. Empty: the last answer's.
 
         Raises:
-            WorkflowError: Nothing was sampled, or the number of rewards is neither 1 nor the
+            WorkflowError: No token was sampled, or the number of rewards is neither 1 nor the
                 number of answers.
         """
         text = completion_text or (self._messages[-1]["content"] if self._responses else "")

@@ -19,33 +19,38 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """One episode's world. Methods run in threads, so they may block; one at a time."""
+    """The methods that `EnvWorkflow` calls on an environment; each episode creates its own object.
+
+    The methods may block: they run in a thread, one at a time for each object.
+    """
 
     def reset(self, data: dict[str, Any]) -> str:
-        """Starts an episode on a row; returns what the model reads first."""
+        """Starts an episode on a dataset row, and returns the text that the model reads first."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Performs the action in an answer.
+        """Performs the model's action.
 
         Args:
-            action: The answer's text.
+            action: The text of the model's answer.
 
         Returns:
-            (what the model reads next, the answer's reward, whether the episode has ended).
+            (the text that the model reads next, the reward of this answer, whether the episode has
+            ended).
         """
         ...
 
 
 class EnvWorkflow(RolloutWorkflow):
-    """Plays `gconfig.n_samples` episodes on a row, of at most `max_turns` answers each.
+    """Runs `gconfig.n_samples` episodes of an environment on each row.
 
-    Rewards are placed on the last token of the answer that earned them. The loss covers the
-    answers only, never what the environment says. An environment with a `close()` is closed.
+    Each reward is placed on the last token of the answer that earned it. The loss covers the
+    model's answers only, never the environment's text. After an episode the environment's `close()`
+    is called, if it has one.
 
     Example:
         >>> EnvWorkflow(GuessNumber, config.gconfig)                 # a class of the recipe
-        >>> EnvWorkflow("reasoning_gym:chain_sum", config.gconfig)   # reasoning_gym_rows makes rows
+        >>> EnvWorkflow("reasoning_gym:chain_sum", config.gconfig)   # rows: reasoning_gym_rows
         >>> EnvWorkflow("gymnasium:FrozenLake-v1", config.gconfig, options={"is_slippery": False})
         >>> EnvWorkflow("my_package.worlds:Maze", config.gconfig)
     """
@@ -62,21 +67,23 @@ class EnvWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Finds the environment; each episode creates its own.
+        """Finds the environment's class; each episode creates its own object.
 
         Args:
-            environment: A class or function of the recipe that makes an `Environment`, or
-                "reasoning_gym:TASK", "gymnasium:ID", "openenv:URL", "module:Class".
-            gconfig: How to sample; `max_new_tokens` is for each answer.
+            environment: A class or function of the recipe that returns an `Environment`, or one of
+                "reasoning_gym:TASK", "gymnasium:ID", "openenv:URL", "module:Class". The rows for
+                reasoning_gym come from `areal.workflows.gyms.reasoning_gym_rows`.
+            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None: the defaults of
+                `GenerationHyperparameters`.
             max_turns: Maximum number of answers in an episode.
-            options: Keyword arguments that create the environment.
-            step_timeout_s: Longest time for one reset or step, in seconds.
-            system_prompt: Put before the first observation.
-            template: Variables for the chat template (`{"enable_thinking": False}`).
+            options: Keyword arguments for creating the environment.
+            step_timeout_s: Time limit of each call of the environment, in seconds.
+            system_prompt: Text of a system message before the environment's first text.
+            template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            InvalidInput: There is no such environment, its package is not installed, or a number
-                is out of range.
+            InvalidInput: There is no such environment, its package is not installed, `max_turns` is
+                below 1, or `step_timeout_s` is not above 0.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
@@ -95,7 +102,7 @@ class EnvWorkflow(RolloutWorkflow):
         self._calls = BlockingCalls()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Plays n episodes on one row, each in its own environment, and returns one group."""
+        """Returns one group: the trajectories of `n_samples` concurrent episodes on one row."""
         worlds: list[Environment] = []
         try:
             for _ in range(self.gconfig.n_samples):

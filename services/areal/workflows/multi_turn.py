@@ -14,10 +14,10 @@ from areal.workflows.rendering import Message, TemplateRenderer
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations on a row, of at most `max_turns` answers each.
+    """Samples `gconfig.n_samples` conversations per row; a wrong answer may be tried again.
 
-    A conversation ends with its first answer whose reward is above 0. Its reward is that of its
-    last answer, times `turn_discount` for each answer before it.
+    A conversation ends with its first answer whose reward is above 0, or after `max_turns` answers.
+    Its reward is that of its last answer, multiplied by `turn_discount` once for each earlier one.
 
     Example:
         >>> MultiTurnWorkflow("math", config.gconfig, max_turns=3, turn_discount=0.9)
@@ -36,17 +36,19 @@ class MultiTurnWorkflow(RolloutWorkflow):
         """Checks the arguments that can be checked without a row.
 
         Args:
-            reward_fn: A built-in reward's name, or a function of the recipe.
-            gconfig: How to sample; `max_new_tokens` is for each answer.
+            reward_fn: The name of a built-in reward, or a function of the recipe, as in
+                `RLVRWorkflow`.
+            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None: the defaults of
+                `GenerationHyperparameters`.
             max_turns: Maximum number of answers in a conversation.
-            feedback: The user's reply to a wrong answer; or a function of the recipe,
-                `feedback(completion, reward, **data) -> str`.
-            turn_discount: Factor per earlier answer, from 0 to 1.
-            system_prompt: Put before the row's messages.
-            template: Variables for the chat template (`{"enable_thinking": False}`).
+            feedback: The user's message after a wrong answer; or a function of the recipe that
+                returns it, `feedback(completion, reward, **data) -> str`.
+            turn_discount: Factor for each earlier answer, from 0 to 1.
+            system_prompt: Text of a system message before the row's messages.
+            template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            InvalidInput: A number is out of range.
+            InvalidInput: `max_turns` is below 1, or `turn_discount` is not from 0 to 1.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
@@ -61,7 +63,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Samples n conversations about one row and returns one group."""
+        """Returns one group: a trajectory for each of `n_samples` conversations about one row."""
         messages = row_messages(data, self.system_prompt)
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
         chats = [Conversation(renderer, messages) for _ in range(self.gconfig.n_samples)]

@@ -12,11 +12,11 @@ from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, mak
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` answers to a row and scores them in one call.
+    """Samples `gconfig.n_samples` answers to each row and scores each answer.
 
     A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message). The reward
-    function gets all its fields except `images` as keyword arguments. Images come before a
-    `prompt`, or where the messages have {"type": "image"}.
+    function gets all of the row's fields except `images` as keyword arguments. Images are placed
+    before the text of `prompt`, or where `messages` contains {"type": "image"}.
 
     Example:
         >>> RLVRWorkflow("math", GenerationHyperparameters(n_samples=8, max_new_tokens=256))
@@ -32,16 +32,18 @@ class RLVRWorkflow(RolloutWorkflow):
         """Checks the arguments that can be checked without a row.
 
         Args:
-            reward_fn: A built-in reward's name, or a function of the recipe:
-                `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
-                `prompt` is the whole prompt as text, `completions` one sample without special
-                tokens.
-            gconfig: How to sample.
-            system_prompt: Put before the row's messages.
-            reward_kwargs: More keyword arguments for the reward ("regex" needs `pattern`).
+            reward_fn: The name of a built-in reward, or a function of the recipe,
+                `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`. It
+                is called once per answer: `prompt` is the whole prompt as text, and `completions`
+                is the text of one answer without special tokens. A `group_reward` gets all answers
+                at once.
+            gconfig: Sampling parameters. None: the defaults of `GenerationHyperparameters`.
+            system_prompt: Text of a system message before the row's messages.
+            reward_kwargs: Additional keyword arguments for the reward ("regex" needs `pattern`).
 
         Raises:
-            InvalidInput: n_samples is below 1, or the reward is neither a name nor a function.
+            InvalidInput: `gconfig.n_samples` is below 1, or `reward_fn` is neither the name of a
+                built-in reward nor a function.
         """
         self.reward_fn = reward_fn
         self.gconfig = gconfig or GenerationHyperparameters()
@@ -55,7 +57,7 @@ class RLVRWorkflow(RolloutWorkflow):
             raise InvalidInput(f"gconfig.n_samples {self.gconfig.n_samples}: expected 1 or more")
 
     def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int]:
-        """Returns the token ids of a row's prompt, with the chat template if the tokenizer has one.
+        """Returns the token ids of a row's prompt, in the chat format if the tokenizer has one.
 
         Raises:
             InvalidInput: The row has neither `messages` nor `prompt`, or they are malformed.
@@ -78,7 +80,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return engine.tokenizer.apply_chat_template(messages)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Samples n answers to one prompt and returns one group."""
+        """Returns one group: a trajectory for each of `n_samples` answers to one row."""
         input_ids = self.prompt_ids(engine, data)
         request = LLMRequest(input_ids, self.gconfig, images=image_files(data))
         responses = await engine.agenerate_group(request)

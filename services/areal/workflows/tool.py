@@ -23,11 +23,12 @@ from areal.workflows.tool_calls import ToolCalls
 
 
 class ToolWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations with tools on a row; scores the last answer.
+    """Samples `gconfig.n_samples` conversations per row in which the model may call tools.
 
-    The tool calls of one answer run concurrently. What tools return is context: the loss covers
-    exactly what the model sampled. If a call has wrong arguments or raises, the model reads the
-    error.
+    A conversation ends with the first answer without a tool call, or after `max_turns` answers. The
+    reward is that of the last answer. The tool calls of one answer run concurrently. Their results
+    are context: the loss covers exactly the tokens that the model sampled. If a call has wrong
+    arguments or raises, the model reads the error.
 
     Example:
         >>> def multiply(a: int, b: int) -> int:
@@ -52,19 +53,22 @@ class ToolWorkflow(RolloutWorkflow):
         """Checks the arguments that can be checked without a row.
 
         Args:
-            tools: Functions of the recipe, async or not (the latter run in threads). The model sees
-                a schema made from the annotations and defaults of their parameters, and their
-                docstrings as descriptions. An `McpServer` adds all of its tools.
-            reward_fn: A built-in reward's name, or a function of the recipe.
-            gconfig: How to sample; `max_new_tokens` is for each answer.
+            tools: Functions of the recipe; one that is not async runs in a thread. The model sees
+                each function's docstring, and a schema made from the type annotations and defaults
+                of its parameters. An `McpServer` adds all of its tools.
+            reward_fn: The name of a built-in reward, or a function of the recipe, as in
+                `RLVRWorkflow`.
+            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None: the defaults of
+                `GenerationHyperparameters`.
             max_turns: Maximum number of answers in a conversation, including the last one.
-            tool_timeout_s: Limit of one call, in seconds.
-            system_prompt: Put before the row's messages.
-            template: Variables for the chat template.
+            tool_timeout_s: Time limit of one tool call, in seconds.
+            system_prompt: Text of a system message before the row's messages.
+            template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            InvalidInput: A tool has a parameter without a type, a number is out of range, or the
-                package `mcp` is not installed.
+            InvalidInput: A parameter of a tool has no type annotation, `max_turns` is below 1, an
+                `McpServer` does not have exactly one of `command` and `url`, or the package `mcp`
+                that it needs is not installed.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
@@ -80,7 +84,7 @@ class ToolWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Samples n conversations about one row and returns one group."""
+        """Returns one group: a trajectory for each of `n_samples` conversations about one row."""
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
         opening, n = row_messages(data, self.system_prompt), self.gconfig.n_samples
         async with connections(self.servers, n) as connected:
