@@ -20,7 +20,7 @@ help: ## Show this list
 		/^##@/ {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
 		/^[a-z0-9-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Create .venv with everything (downloads once)
+setup: $(STAMP) ## Create .venv with everything that the other targets need (downloads once)
 
 # torch apart: its CPU build is not on PyPI. TORCH_INDEX names an index with the build that you want.
 $(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch.py tools/get_helm.py
@@ -43,14 +43,14 @@ demo: $(STAMP) ## Train a tiny policy to add, on this machine's CPU
 test: $(STAMP) ## Run all tests that need no cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-failed: $(STAMP) ## Run the tests that failed last, one at a time
+test-failed: $(STAMP) ## Run the tests that failed in the last run again, one at a time
 	@echo 'flaky if they pass now:'; $(BIN)/python -m pytest --cache-show 'cache/lastfailed' -q | tail -n +3
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 $(ARGS)
 
 test-fast: $(STAMP) ## Run all tests except the slow ones
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
-chaos: $(STAMP) ## Train while processes are killed (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1 CHAOS_TABLE=)
+chaos: $(STAMP) ## Train while processes are killed at random (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1 CHAOS_TABLE=FILE)
 	$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 chaos-short: $(STAMP) ## Run chaos for a minute and a half, as CI does
@@ -59,7 +59,7 @@ chaos-short: $(STAMP) ## Run chaos for a minute and a half, as CI does
 elastic: $(STAMP) ## Train while the number of servers changes (2, 4, 1, 3) and one is killed (ELASTIC_SEED=0 ELASTIC_STEPS=120)
 	$(BIN)/python -m pytest -q -s tests/chaos/test_elastic.py $(ARGS)
 
-elastic-sglang: $(STAMP) sglang ## Do the same on real SGLang: two servers, one joins, one is killed (ELASTIC_STEPS=160)
+elastic-sglang: $(STAMP) sglang ## Train on two real SGLang servers while a third joins and one is killed (ELASTIC_STEPS=160)
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q -s tests/chaos/test_elastic_sglang.py $(ARGS)
 
 e2e-kubernetes: $(STAMP) ## Install, train, scale, upgrade and kill pods on the cluster of KUBECONFIG (ARGS='--build --scarce')
@@ -84,31 +84,31 @@ sglang-gpu: .venv-sglang-gpu/.set-up ## Install SGLang for GPUs into .venv-sglan
 test-sglang: $(STAMP) sglang ## Run the engines' conformance suite on the CPU engine and on real SGLang
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py tests/integration/test_agent_sessions.py $(ARGS)
 
-test-harness: $(STAMP) ## Run unmodified mini-swe-agent, Claude Code and Codex as agents (in an environment of their own)
+test-harness: $(STAMP) ## Test mini-swe-agent, Claude Code and Codex, unmodified, as agents (downloads them into .venv-harness)
 	$(BIN)/python -m venv .venv-harness
 	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
 	npm install --silent --no-audit --no-fund --prefix .venv-harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
-test-agents-sdk: $(STAMP) ## OpenAI's Agents SDK, unmodified, as an agent (beside .venv, in build/agents-sdk)
+test-agents-sdk: $(STAMP) ## Test OpenAI's Agents SDK, unmodified, as an agent (downloads it into build/agents-sdk)
 	$(BIN)/python -m venv .venv-agents-sdk
 	.venv-agents-sdk/bin/pip install -q --no-deps --upgrade --target build/agents-sdk openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 pyjwt==2.15.1 python-multipart==0.0.34 sse-starlette==3.7.0 websockets==16.1.1
 	PYTHONPATH=build/agents-sdk $(BIN)/python -m pytest -q -k sdk tests/integration/test_agent_sessions.py tests/integration/test_agent_recipes.py $(ARGS)
 
-test-verifiers: $(STAMP) ## Run unmodified environments of verifiers and OpenEnv (in an environment of their own; downloads)
+test-verifiers: $(STAMP) ## Test environments of verifiers and OpenEnv, unmodified (downloads them into .venv-verifiers)
 	$(BIN)/python -m venv .venv-verifiers
 	.venv-verifiers/bin/pip install -q uv==0.13.9
 	.venv-verifiers/bin/uv pip install -q --python .venv-verifiers/bin/python 'verifiers[openenv]==0.4.0'
 	AREAL_TEST_VERIFIERS=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/python -m pytest -q tests/integration/test_verifiers_env.py $(ARGS)
 
-e2e-slurm: $(STAMP) ## Train on a real Slurm cluster of two nodes, set up here (Debian: slurm-wlm munge)
+e2e-slurm: $(STAMP) ## Train on a Slurm cluster of two nodes, both on this machine (needs Debian's slurm-wlm and munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)
 
 e2e-kubernetes-run: $(STAMP) ## Run `areal run --on kubernetes` on the cluster of KUBECONFIG (AREAL_TAG=dev)
 	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
 .PHONY: test-e2b
-test-e2b: $(STAMP) ## Run E2B's own SDK against the sandbox service (in an environment of its own)
+test-e2b: $(STAMP) ## Test the sandbox service with E2B's own SDK (downloads it into .venv-e2b)
 	$(BIN)/python -m venv .venv-e2b
 	.venv-e2b/bin/pip install -q e2b==2.63.0
 	AREAL_TEST_E2B=$(CURDIR)/.venv-e2b/bin/python $(BIN)/python -m pytest -q tests/integration/test_e2b_sdk.py $(ARGS)
@@ -117,13 +117,13 @@ e2e-ray: $(STAMP) ## Train on a local Ray cluster (installs Ray into .venv)
 	$(PIP) --no-deps --require-hashes -r requirements/ray.txt
 	AREAL_TEST_RAY=1 $(BIN)/python -m pytest -q tests/e2e/test_ray_run.py $(ARGS)
 
-bench: $(STAMP) ## Run the benchmarks, each against a peer or a bound in the same run
+bench: $(STAMP) ## Run all benchmarks; each also measures another program or a bound
 	@for file in tools/bench/*.py; do echo "== $$file"; PYTHONPATH=services:. $(BIN)/python $$file || exit 1; done
 
 scale: $(STAMP) ## Measure the control plane with 10, 100 and 1000 simulated servers (ARGS="1000x50000")
 	$(BIN)/python tools/scale_simulator.py $(ARGS)
 
-learn: $(STAMP) ## Run what is missing in docs/learning.md, two runs at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
+learn: $(STAMP) ## Do the runs that docs/learning.md lacks, two at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
 	PYTHONPATH=services:. $(BIN)/python -m tools.learn $(ARGS)
 
 examples: $(STAMP) ## Run each example in miniature (ARGS='dpo distill')
@@ -131,7 +131,7 @@ examples: $(STAMP) ## Run each example in miniature (ARGS='dpo distill')
 
 ##@ Check
 
-verify: $(STAMP) proto docs manifests lint typecheck imports layout ## Run all checks; generated files must be current
+verify: $(STAMP) proto docs manifests lint typecheck imports layout ## Run all checks; fails if a generated file was not current
 	git diff --exit-code -- proto services/areal/v1 docs manifests charts
 	@test -z "$$(git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts)" || \
 		{ echo 'generated files are not committed:'; git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts; exit 1; }
@@ -150,7 +150,7 @@ format: $(STAMP) ## Format with ruff and buf
 typecheck: $(STAMP) ## Run mypy in strict mode
 	$(BIN)/mypy
 
-imports: $(STAMP) ## Check the import rules
+imports: $(STAMP) ## Check which package may import which (.importlinter)
 	PYTHONPATH=services $(BIN)/lint-imports
 
 layout: $(STAMP) ## Check that every service has the same files
@@ -176,7 +176,7 @@ e2e-compose: $(STAMP) ## Train with docker-compose.yaml in a fresh clone; scale 
 proto: $(STAMP) ## Generate services/areal/v1 from proto/
 	$(BIN)/python tools/gen_proto.py
 
-docs: $(STAMP) ## Generate docs/configuration.md, docs/api.md and the import graph
+docs: $(STAMP) ## Generate configuration, api, algorithms, metrics and migration in docs/, and the import graph
 	PYTHONPATH=services $(BIN)/python tools/gen_docs.py
 	$(BIN)/python tools/import_graph.py --write
 

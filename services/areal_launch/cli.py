@@ -41,9 +41,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement learning for language models.",
 )
-dead_letters = typer.Typer(no_args_is_help=True, help="Tasks that failed permanently, and why.")
+dead_letters = typer.Typer(
+    no_args_is_help=True, help="Show, retry, or drop tasks that failed permanently."
+)
 app.add_typer(dead_letters, name="dead-letters")
-versions = typer.Typer(no_args_is_help=True, help="Published policy versions and their servers.")
+versions = typer.Typer(
+    no_args_is_help=True, help="Show published policy versions, or export a checkpoint."
+)
 app.add_typer(versions, name="versions")
 
 
@@ -90,8 +94,8 @@ AcceptChanges = Annotated[
     bool,
     typer.Option("--accept-changes", help="Continue a trial whose configuration has changed."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-On = Annotated[RunsOn, typer.Option("--on", help="Where to run.")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
+On = Annotated[RunsOn, typer.Option("--on", help="Where the run's processes are started.")]
 Endpoint = Annotated[
     str,
     typer.Option(help="host:port of a remote weight-sync service; set AREAL_TOKEN to its token."),
@@ -119,10 +123,10 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
-    Instead of a recipe, you can give trainer.type=grpo, ppo, sft, rw, dpo,
-    distill, or null (evaluation alone), which uses a recipe of the repository.
-    Services that the experiment file names under `endpoints` are used;
-    everything else is started. Running a trial again resumes it.
+    Running a trial again resumes it. Services whose addresses are in
+    `endpoints` of the experiment file are used, and all others are started.
+    Instead of a recipe, you can write trainer.type=TYPE to run a recipe of the
+    repository: grpo, ppo, sft, rw, dpo, distill, or null (evaluation alone).
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
@@ -166,7 +170,7 @@ def serve(
         str, typer.Argument(help="A folder, org/name on the Hub, or s3://bucket/folder.")
     ],
     overrides: Overrides = None,
-    servers: Annotated[int, typer.Option(min=1, max=64, help="How many servers.")] = 1,
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Number of servers.")] = 1,
     port: Annotated[
         int, typer.Option(min=1, max=65000, help="Port of the first server; others follow.")
     ] = 30000,
@@ -257,12 +261,14 @@ def doctor(
     overrides: Overrides = None,
     config: Config = None,
     json: Json = False,
-    on: Annotated[RunsOn, typer.Option("--on", help="local or kubernetes.")] = RunsOn.LOCAL,
+    on: Annotated[
+        RunsOn, typer.Option("--on", help="Where the run would start: local or kubernetes.")
+    ] = RunsOn.LOCAL,
 ) -> int:
-    """Check whether a run can start, here or on a cluster, and how to fix problems; start nothing.
+    """Check whether a run can start, here or on a cluster, and say how to fix what is missing.
 
-    For a model's folder, check whether it can be trained. The exit code is 1
-    if something is missing.
+    Nothing is started. For a model's folder, check whether it can be trained.
+    The exit code is 1 if something is missing.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.doctor import examine
@@ -337,16 +343,17 @@ def logs(
 def submit(
     tasks: Annotated[Path, typer.Argument(help="JSON Lines, one task per line; - reads stdin.")],
     run: Run = None,
-    workflow: Annotated[str, typer.Option(help="Workflow for rows without one.")] = "rlvr",
+    workflow: Annotated[str, typer.Option(help="Workflow of tasks that name none.")] = "rlvr",
     reward: Annotated[
         str,
         typer.Option(
-            help="math, multiple_choice or regex; default: the recipe's reward_fn, else math."
+            help="Reward function: math, multiple_choice or regex; default: the recipe's "
+            "reward_fn if it has one, else math."
         ),
     ] = "",
     recipe: Annotated[Path | None, typer.Option(help="Recipe that defines the workflow.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for all tasks to finish.")] = False,
-    timeout: Annotated[float, typer.Option(help="Longest wait in seconds.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait at most.")] = 3600.0,
     json: Json = False,
 ) -> int:
     """Submit tasks to a running stack.
@@ -364,7 +371,9 @@ def submit(
 @app.command()
 def show(
     task: Annotated[str, typer.Argument(help="A task id; default: the groups of a step.")] = "",
-    step: Annotated[int | None, typer.Option(help="Default: the newest stored step.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Number of the step; default: the newest stored one.")
+    ] = None,
     discarded: Annotated[
         bool, typer.Option("--discarded", help="Show groups that were not trained on, and why.")
     ] = False,
@@ -379,13 +388,19 @@ def show(
 
 @app.command()
 def export(
-    to: Annotated[Path, typer.Option(help="A new .parquet or .jsonl file; inspect: .json.")],
+    to: Annotated[
+        Path, typer.Option(help="A new .parquet or .jsonl file; with --as inspect, .json.")
+    ],
     kind: Annotated[
         ExportAs,
-        typer.Option("--as", help="All trajectories, rows for SFT or DPO, or a log of inspect_ai."),
+        typer.Option(
+            "--as",
+            help="rows: all trajectories; sft: rows for SFT; preferences: pairs for DPO; "
+            "inspect: a log for inspect_ai.",
+        ),
     ] = ExportAs.ROWS,
-    first: Annotated[int | None, typer.Option(help="First step.")] = None,
-    last: Annotated[int | None, typer.Option(help="Last step.")] = None,
+    first: Annotated[int | None, typer.Option(help="First step to export.")] = None,
+    last: Annotated[int | None, typer.Option(help="Last step to export.")] = None,
     run: RolloutsOf = "",
 ) -> int:
     """Write the trajectories that a run trained on to one file."""
@@ -409,7 +424,9 @@ def dead_letters_list(
 
 @dead_letters.command("retry")
 def dead_letters_retry(
-    task_ids: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
+    task_ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids of the tasks; default: all.")
+    ] = None,
     run: Run = None,
     endpoint: BufferEndpoint = "",
     json: Json = False,
@@ -428,7 +445,7 @@ def dead_letters_drop(
     endpoint: BufferEndpoint = "",
     json: Json = False,
 ) -> int:
-    """Remove tasks from the list permanently; the counters still include them."""
+    """Remove tasks from the list of dead letters; the counters still include them."""
     from areal_launch.commands.dead_letters import drop_dead_letters
 
     return drop_dead_letters(

@@ -34,23 +34,35 @@ COMPONENTS = ("gateway", "reward", "rollout", "buffer", "weight-sync", "sglang",
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make e2e-kubernetes", description=__doc__)
     add = parser.add_argument
-    add("--namespace", default="areal-e2e")
-    add("--tag", default="dev", help="of the images areal/*")
-    add("--build", action="store_true", help="make images first, on this machine")
-    add("--data", default="/var/lib/areal-e2e", help="folder of the node; '' with --values")
+    add("--namespace", default="areal-e2e", help="namespace that the test creates")
+    add("--tag", default="dev", help="tag of the images areal/*")
+    add("--build", action="store_true", help="first build the images on this machine")
+    add("--data", default="/var/lib/areal-e2e", help="folder of the node; '': volumes of --values")
     add(
-        "--values", action="append", type=Path, default=[], help="more values, e.g. a storage class"
+        "--values",
+        action="append",
+        type=Path,
+        default=[],
+        help="values files, e.g. with a storage class",
     )
     add(
         "--steps",
         type=int,
         default=900,
-        help="must outlive the stages; below 200 no look at the reward",
+        help="train steps, enough for all stages; with less than 200 the reward is not checked",
     )
-    add("--keep", action="store_true", help="leave the release when a stage fails")
-    add("--scarce", action="store_true", help="one GPU (faked), memory for one trainer, an HPA")
-    add("--no-census", action="store_true", help="the node is another machine: no connections")
-    add("--report", type=Path, help="default: docs/e2e-kubernetes.md, …-scarce.md with --scarce")
+    add("--keep", action="store_true", help="keep the release if a stage fails")
+    add(
+        "--scarce", action="store_true", help="test one GPU (faked), memory for one trainer, an HPA"
+    )
+    add(
+        "--no-census", action="store_true", help="check no connections: the node is another machine"
+    )
+    add(
+        "--report",
+        type=Path,
+        help="page to write; default: docs/e2e-kubernetes.md, or …-scarce.md with --scarce",
+    )
     return parser.parse_args()
 
 
