@@ -18,7 +18,7 @@ def main() -> int:
         if key != rule:
             lines.append(f"| `{key}` | {f'`{rule}`' if isinstance(rule, str) else rule.says} |")
     same = ", ".join(f"`{key}`" for key, rule in RULES.items() if key == rule)
-    table = "\n".join([f"The same: {same}.", "", *lines])
+    table = "\n".join([f"These keys have the same name and meaning here: {same}.", "", *lines])
     head, _, rest = TARGET.read_text().partition(BEGIN)
     TARGET.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
     return 0

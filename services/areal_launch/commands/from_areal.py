@@ -115,7 +115,7 @@ def _norm(key: str) -> Rule:
             return
         mean = value.get("mean_level", "batch") or "none"
         if value.get("mean_leave1out") and mean == "batch":
-            out.note(f"{key}.mean_leave1out", "without itself is the mean of a group only")
+            out.note(f"{key}.mean_leave1out", "only the mean of a group can leave a sample out")
         elif value.get("mean_leave1out") and mean == "group":
             mean = "leave1out"
         for name, usual in (("std_unbiased", True), ("eps", 1e-5)):
@@ -245,10 +245,12 @@ RULES: dict[str, str | Rule] = {
     "experiment_name": _name("experiment_name"),
     "trial_name": _name("trial_name"),
     "allocation_mode": Rule(
-        "`sglang:d4+fsdp:d2t2`; `vllm`, `megatron` and `p` have no counterpart", _allocation
+        "`allocation_mode`, such as `sglang:d4+fsdp:d2t2`; `vllm`, `megatron` and `p` (pipeline "
+        "parallelism) have no counterpart",
+        _allocation,
     ),
-    "total_train_epochs": Rule("`total_train_steps`: epochs x rows / `train_dataset.batch_size`"),
-    "total_train_n_seqs": Rule("`total_train_steps`"),
+    "total_train_epochs": Rule("`total_train_steps` = epochs * rows / `train_dataset.batch_size`"),
+    "total_train_n_seqs": Rule("set `total_train_steps` instead"),
     "async_training": Rule(
         "the recipe calls `prepare_batch` (generation runs ahead) or `rollout_batch`"
     ),
@@ -256,7 +258,7 @@ RULES: dict[str, str | Rule] = {
     "cluster.n_gpus_per_node": "stack.gpus_per_node",
     "cluster": Rule("`allocation_mode` decides the nodes; services find each other by themselves"),
     "tokenizer_path": _TOKENIZER,
-    "train_dataset": Rule("the recipe decides how rows are read"),
+    "train_dataset": Rule("the recipe reads the rows as you like"),
     "valid_dataset": Rule("the recipe loads it and calls `rollout.evaluate(rows, workflow)`"),
     "gconfig.top_k": Rule("`gconfig.top_k`; -1 turns it off", _top_k),
     "gconfig.max_tokens": "model.context_length",
@@ -267,7 +269,7 @@ RULES: dict[str, str | Rule] = {
     "gconfig.min_new_tokens": _if_set(
         "gconfig.min_new_tokens", "a workflow sets it on its own `GenerationHyperparameters`"
     ),
-    "gconfig": Rule("has no counterpart here"),
+    "gconfig": Rule("no counterpart"),
     "eval_gconfig": Rule("the recipe gives an evaluation its own `GenerationHyperparameters`"),
     "rollout.backend": Rule("the first half of `allocation_mode`"),
     "rollout.request_timeout": "rollout.request_timeout_s",
@@ -277,29 +279,37 @@ RULES: dict[str, str | Rule] = {
     "actor.backend": Rule("the second half of `allocation_mode`"),
     "actor.path": "model.path",
     "actor.dtype": _only("actor.dtype", ("bfloat16", "float32"), "actor.dtype"),
-    "actor.temperature": Rule("`gconfig.temperature` applies to both"),
-    "actor.mb_spec": Rule("only the token budget is set: `actor.mb_spec.max_tokens_per_mb`"),
+    "actor.temperature": Rule("`gconfig.temperature` applies to sampling and to training"),
+    "actor.mb_spec": Rule(
+        "no counterpart; only the token budget, `actor.mb_spec.max_tokens_per_mb`, can be set"
+    ),
     "actor.optimizer.type": _only("actor.optimizer.type", ("adam", "adamw")),
-    "actor.optimizer": Rule("has one value for all runs"),
+    "actor.optimizer": Rule("cannot be set; it has the same value in all runs"),
     "actor.weight_update_mode": Rule(
-        "`weight_sync.transport`: `disk`, or `distributed` for the others", _transport
+        "`weight_sync.transport`: `disk` for AReaL's `disk`, `distributed` for its other modes",
+        _transport,
     ),
     "actor.reward_norm": _norm("actor.reward_norm"),
     "actor.group_reward_norm": Rule("`actor.reward_norm: group/group`", _group_reward_norm),
     "actor.adv_norm": _norm("actor.adv_norm"),
     "actor.reward_bias": _if_set("actor.reward_bias", "the reward function adds it"),
     "actor.use_decoupled_loss": Rule(
-        "`actor.prox_logp_method`: `recompute` or `loglinear`; false: `unweighted` or `behavior`"
+        "`actor.prox_logp_method`: `recompute` or `loglinear` for true, `unweighted` or "
+        "`behavior` for false"
     ),
-    "actor.recompute_logprob": Rule("`actor.prox_logp_method`: `unweighted`; false: `behavior`"),
+    "actor.recompute_logprob": Rule(
+        "without the decoupled loss, `actor.prox_logp_method`: `unweighted` for true, `behavior` "
+        "for false"
+    ),
     "actor.behav_imp_weight_cap": "actor.behavior_weight_cap",
     "actor.rejection_sampling": Rule(
-        "`upper`: `actor.behavior_weight_cap`; `level` and `action`: `actor.behavior_weight_mode`",
+        "`actor.behavior_weight_cap` for its `upper`, and `actor.behavior_weight_mode` for its "
+        "`level` and `action`",
         _rejection,
     ),
-    "actor.importance_sampling_level": Rule("`sequence`: `actor.loss_type: gspo`", _loss_level),
-    "actor.overlong_reward_penalty": Rule("`actor.overlong_tokens` above 0"),
-    "actor.overlong_penalty_factor": Rule("always 1"),
+    "actor.importance_sampling_level": Rule("`actor.loss_type: gspo` for `sequence`", _loss_level),
+    "actor.overlong_reward_penalty": Rule("`actor.overlong_tokens`, above 0 for true"),
+    "actor.overlong_penalty_factor": Rule("cannot be set; it is always 1"),
     "actor.init_from_scratch": _if_set("actor.init_from_scratch", _IN_RECIPE),
     **dict.fromkeys(
         [f"actor.{key}" for key in ("attn_impl", "use_kernels", "pad_to_maximum")], _AUTOMATIC
@@ -315,7 +325,9 @@ RULES: dict[str, str | Rule] = {
     "actor": Rule("no counterpart"),
     "ref": Rule("`ref.path` and `ref.offload`; the rest follows the actor", _reference),
     "critic": Rule("`algorithm: ppo` and `critic.lr`; the rest follows the actor"),
-    "teacher": Rule("`examples/on_policy_distill.py`: `teacher` is a folder or a server's URL"),
+    "teacher": Rule(
+        "`teacher`, a folder or a server's URL, in a recipe like `examples/on_policy_distill.py`"
+    ),
     "sglang.context_length": "model.context_length",
     "sglang.max_running_requests": "stack.inference_max_running",
     "sglang.dtype": _only("sglang.dtype", ("bfloat16", "float32"), "model.dtype"),
@@ -334,12 +346,12 @@ RULES: dict[str, str | Rule] = {
         "the recipe calls `rollout.evaluate(rows, workflow)` wherever you want an evaluation"
     ),
     "stats_logger": Rule("`metrics.jsonl` in the run folder, and Prometheus"),
-    "perf_tracer": Rule("OpenTelemetry: docs/tracing.md"),
+    "perf_tracer": Rule("OpenTelemetry traces: docs/tracing.md"),
     "memory_profiler": Rule("`train/peak_gib` in each row of `metrics.jsonl`"),
     "launcher": _ELSEWHERE,
     "scheduler": _ELSEWHERE,
     "server_only": Rule("`areal up` starts a stack without a trainer"),
-    "enable_offload": Rule("servers and trainer use separate GPUs"),
+    "enable_offload": Rule("not needed: servers and trainer use separate GPUs"),
 }
 
 
