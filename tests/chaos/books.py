@@ -86,6 +86,11 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _some(names: list[Any]) -> str:
+    """The first five, for people."""
+    return ", ".join(str(name) for name in names[:5]) or "none"
+
+
 def check_books(
     ledger: Ledger, run_dir: Path, *, steps: int, batch: int, problems: int, eta: int
 ) -> Iterator[Check]:
@@ -100,14 +105,16 @@ def check_books(
     ended = {state: ledger.counts.get(f"all:{state}", 0) for state in ENDS}
     submitted = int(ledger.meta.get("submitted", 0))
     yield Check(
-        "submitted tasks = the sum of the six final states",
+        "the tasks in the six final states add up to those submitted",
         submitted == sum(ended.values()) == summary["accounting"]["submitted"],
-        f"{submitted} = " + " + ".join(f"{n} {state}" for state, n in ended.items()),
+        f"{submitted} submitted = " + " + ".join(f"{n} {state}" for state, n in ended.items()),
     )
     records = Counter(f"all:{task['state']}" for task in ledger.tasks.values())
     counted = {s: n for s, n in ledger.counts.items() if s.startswith("all:") and n}
     yield Check(
-        "the counter of each state equals the number of records in it", dict(records) == counted, ""
+        "the counter of each state equals the number of tasks in it",
+        dict(records) == counted,
+        f"{len(counted)} states in use",
     )
     yield from _check_batches(ledger, read_lines(run_dir / "batches.jsonl"), steps, batch)
     yield _check_kept(ledger, RolloutFolder(run_dir))
@@ -115,7 +122,9 @@ def check_books(
     yield from _check_epochs(ledger, problems)
     staleness = max(int(row["staleness/max"]) for row in rows)
     staleness = max(staleness, int(ledger.meta.get("staleness_max", 0)))
-    yield Check("staleness never exceeded its bound", staleness <= eta, f"{staleness}, bound {eta}")
+    yield Check(
+        "staleness never exceeded its bound", staleness <= eta, f"at most {staleness}, bound {eta}"
+    )
     quarter = max(1, len(rows) // 4)
     rewards = [float(row["reward/mean"]) for row in rows]
     first, last = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
@@ -139,7 +148,7 @@ def _check_batches(
     yield Check(
         "a repeated step gets the same tasks",
         not changed,
-        f"{again} steps repeated; different: {changed}",
+        f"{again} steps repeated; with other tasks: {_some(changed)}",
     )
     times = Counter(task_id for ids in given.values() for task_id in ids)
     twice = [task_id for task_id, n in times.items() if n > 1]
@@ -147,7 +156,7 @@ def _check_batches(
     yield Check(
         "no task is in two committed steps",
         not twice and sorted(given) == [*range(1, steps + 1)],
-        f"{len(times)} tasks in {len(given)} steps; twice: {twice[:5]}",
+        f"{len(times)} tasks in {len(given)} steps; in two steps: {_some(twice)}",
     )
     yield Check(
         "the tasks of all steps are exactly those in the state trained",
@@ -164,9 +173,9 @@ def _check_kept(ledger: Ledger, folder: RolloutFolder) -> Check:
     twice = [name for name, n in samples.items() if n > 1]
     found = [task_id for _, task_id in kept]
     return Check(
-        "each group that was trained is kept once",
+        "each group that was trained on is kept once",
         sorted(found) == sorted(trained) and not twice,
-        f"{len(found)} kept, {len(set(found) ^ trained)} differ; trajectories twice: {twice[:5]}",
+        f"{len(found)} kept, {len(set(found) ^ trained)} differ; kept twice: {_some(twice)}",
     )
 
 
@@ -186,10 +195,10 @@ def _check_discarded(ledger: Ledger, folder: RolloutFolder) -> Check:
         # A dead letter that was tried again is there, and ended in another way later.
         wrong += sorted(ended - kept if state == "dead_lettered" else ended ^ kept)
     return Check(
-        "each task that ended untrained is kept once with its cause",
+        "each task that ended without being trained on is kept once, with its cause",
         not twice and not wrong,
-        f"{len({one.task_id for one in found})} kept, {len(wrong)} differ: {wrong[:5]}; "
-        f"twice: {twice[:5]}",
+        f"{len({one.task_id for one in found})} kept, {len(wrong)} differ: {_some(wrong)}; "
+        f"kept twice: {_some(twice)}",
     )
 
 
@@ -211,8 +220,8 @@ def _check_epochs(ledger: Ledger, problems: int) -> Iterator[Check]:
             else:
                 open_.append(f"e{epoch}-{index} is {task['state']}")
     yield Check(
-        "each prompt of each epoch was trained once or ended with a recorded cause",
+        "each prompt of each epoch was trained on once or ended with a recorded cause",
         not skipped and not open_,
-        f"{last + 1} epochs of {problems}: {trained} trained, {named} ended with a recorded cause; "
-        f"skipped {skipped[:5]}, open {open_[:5]}",
+        f"{last + 1} epochs of {problems}: {trained} trained on, {named} ended with a recorded "
+        f"cause; skipped: {_some(skipped)}, not ended: {_some(open_)}",
     )

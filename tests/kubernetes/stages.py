@@ -271,7 +271,7 @@ class Run:
         else:
             checks = [check for check in checks if "reward" not in check.name]
         for check in checks:
-            self.notes.append(f"{'ok' if check.holds else 'NOT OK'}: {check.name}. {check.detail}")
+            self.notes.append(f"{'ok' if check.holds else 'NOT OK'}: {check.name}: {check.detail}")
         if broken := [check.name for check in checks if not check.holds]:
             raise Failed("; ".join(broken))
         return f"{submitted} tasks, {len(checks)} checks hold"

@@ -151,8 +151,8 @@ class Release:
         """
         if self.config.security != SecurityConfig():
             raise ConfigError(
-                "security: on Kubernetes secrets come from Secrets; expected the chart's values "
-                "auth.existingSecret and tls.existingSecret instead"
+                "security: expected no keys of this section on Kubernetes; set the chart's values "
+                "auth.existingSecret and tls.existingSecret, which name Secrets, instead"
             )
         for file in self._settings.values:
             if not Path(file).is_file():

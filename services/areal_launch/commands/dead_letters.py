@@ -55,7 +55,7 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: 
         lines = folder.dead_letters_file.read_text().splitlines()
         rows = [json.loads(line) for line in lines[:limit]]
         if not as_json:
-            say(f"{folder.path} has ended; it left:\n")
+            say(f"{folder.path} has ended; its dead letters were:\n")
     else:
         letters = _ask(run, endpoint, lambda admin: admin.list_dead_letters(limit))
         rows = [as_row(each) for each in letters]

@@ -85,8 +85,8 @@ class Follower:
 
     def _not_drawing(self, error: BaseException) -> None:
         self._drawing = None
-        self.display.end("the display stopped")
-        self.say(f"the display ended: {type(error).__name__}: {error}")
+        self.display.end("the live view stopped")
+        self.say(f"the live view ended: {type(error).__name__}: {error}")
 
     async def stop_showing(self, word: str) -> None:
         """Restores the terminal; idempotent."""

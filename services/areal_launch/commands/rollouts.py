@@ -95,13 +95,13 @@ def _show_step(folder: RolloutFolder, step: int | None, *, as_json: bool) -> Non
     equal = sum(row["reward_min"] == row["reward_max"] for row in rows)
     say(
         f"step {step}: {len(rows)} groups, {equal} of them with equal rewards; "
-        f"kept: steps {folder.steps[0]} to {folder.steps[-1]}; areal show TASK shows one"
+        f"kept: steps {folder.steps[0]} to {folder.steps[-1]}; to see one task: areal show TASK"
     )
     if ended:
         causes = ", ".join(f"{count} {_short(cause)}" for cause, count in ended.most_common(3))
         say(
             f"not trained on before this step: {ended.total()} groups: {causes}; "
-            f"areal show --discarded --step {step}"
+            f"to see them: areal show --discarded --step {step}"
         )
 
 
@@ -148,7 +148,7 @@ def _show_discarded(folder: RolloutFolder, step: int | None, *, as_json: bool) -
             for row in rows
         ],
     )
-    say(f"{len(rows)} groups ended untrained before the batch of step {step} was taken")
+    say(f"{len(rows)} groups ended without being trained on before step {step} took its batch")
 
 
 def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
@@ -187,7 +187,9 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
                 f"{first.score_s:.1f} s of it for rewards",
                 style="bright_black",
             )
-    console.print("gray: given; bold: sampled", style="bright_black")
+    console.print(
+        "gray: text that was given; bold: text that the policy sampled", style="bright_black"
+    )
 
 
 def _title(one: Kept) -> str:

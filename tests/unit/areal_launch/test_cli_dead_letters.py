@@ -82,7 +82,7 @@ def test_list_when_the_run_has_ended_then_it_prints_what_the_run_left(
     (folder / "dead_letters.jsonl").write_text("\n".join(lines) + "\n")
     assert list_dead_letters(folder, 2, as_json=False) == 0
     told = capsys.readouterr().out
-    assert f"{folder} has ended; it left:" in told
+    assert f"{folder} has ended; its dead letters were:" in told
     assert told.index("e0-3   workflow_error, 3 attempts") < told.index("e0-2   workflow_error")
     assert "KeyError: 'solution' (mine.py:41)" in told
     assert "e0-1 " not in told

@@ -164,7 +164,7 @@ def test_show_when_groups_were_discarded_then_they_are_counted_listed_and_shown(
     assert "not trained on before this step: 2 groups: 1 rejected (all samples have the same" in out
     show(str(run), "", None, discarded=True, as_json=False)
     out = capsys.readouterr().out
-    assert "2 groups ended untrained before the batch of step 2 was taken" in out
+    assert "2 groups ended without being trained on before step 2 took its batch" in out
     assert "workflow_error" in out
     show(str(run), "", 2, discarded=True, as_json=True)
     found = json.loads(capsys.readouterr().out)["discarded"]
