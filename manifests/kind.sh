@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A cluster on this machine with kind, with our images and the training operator: manifests/kind.sh [NAME]
+# Creates a kind cluster on this machine, with our images and the training operator: manifests/kind.sh [NAME]
 # Needs docker, kind and kubectl; images: make images. Remove it with: kind delete cluster --name NAME
 set -euo pipefail
 name=${1:-areal}
 tag=${TAG:-dev}
 
 kind get clusters | grep -qx "$name" || kind create cluster --name "$name" --wait 120s
-kind load docker-image --name "$name" areal/{stores,control,weight-sync,inference-cpu,trainer}:"$tag"
+kind load docker-image --name "$name" areal/{stores,control,reward,weight-sync,inference-cpu,trainer}:"$tag"
 kubectl --context "kind-$name" apply --server-side \
   -k "github.com/kubeflow/training-operator/manifests/overlays/standalone?ref=v1.9.3"
 kubectl --context "kind-$name" -n kubeflow rollout status deploy/training-operator --timeout 180s
