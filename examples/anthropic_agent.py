@@ -1,7 +1,7 @@
-"""Trains an agent that uses Anthropic's API, and is not aware of training, on two-digit addition.
+"""Trains an agent on two-digit addition. It uses Anthropic's API and is not aware of training.
 
     areal run examples/anthropic_agent.py                  # trains on a laptop's CPU
-    areal run examples/anthropic_agent.py control=true     # shuffled rewards: must not learn
+    areal run examples/anthropic_agent.py control=true     # control run: shuffled rewards
 
 `agent` stands for code that you already have: it calls a model with the `anthropic` package, reads
 the answer, and asks again if it is wrong. `run` gives it a base URL and a key, and returns the
@@ -30,10 +30,10 @@ from areal.datasets.arithmetic import addition
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 300
     warm_start_steps: int = 250

@@ -1,11 +1,12 @@
 """GRPO on two-digit addition: a tiny model, created at the start, learns to add on a laptop's CPU.
 
     areal run examples/arithmetic_grpo.py                  # learns
-    areal run examples/arithmetic_grpo.py control=true     # shuffled rewards: must not learn
+    areal run examples/arithmetic_grpo.py control=true     # control run: shuffled rewards
 
-One file is the whole experiment. `prepare_model` creates the model and warms it up with a few
-supervised steps; `reward_fn` scores one answer; `AdditionWorkflow` turns a problem into a group of
-samples; `main` is the training loop. Rollout and reward workers load this same file, without torch.
+One file is the whole experiment. `prepare_model` creates the model and warms it up with supervised
+steps; `reward_fn` scores one answer; `AdditionWorkflow` turns a problem into a group of samples;
+`main` is the training loop. Rollout and reward workers import this file too, so torch is imported
+only where it is used.
 """
 
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ from areal.datasets.arithmetic import addition
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 500
     warm_start_loss: float = 0.4
@@ -123,7 +124,7 @@ def prepare_model(config: Config) -> None:
     engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
     engine.initialize(total_train_steps=config.warm_start_steps)
     tokenizer = Tokenizer.load(fresh)
-    examples = [  # with leading zeros: where each digit belongs is then easy to learn
+    examples = [  # with leading zeros, so that each digit has a fixed place, which is easy to learn
         (
             tokenizer.apply_chat_template(row["messages"]),
             [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],

@@ -1,7 +1,7 @@
 """Vision: a tiny vision-language model learns to count squares in pictures, with GRPO.
 
     areal run examples/clevr_count.py                      # up to 2 squares, on a laptop's CPU
-    areal run examples/clevr_count.py control=true         # shuffled rewards: must not learn
+    areal run examples/clevr_count.py control=true         # control run: shuffled rewards
     areal run examples/clevr_count.py model.path=Qwen/Qwen2.5-VL-3B-Instruct most=5 \
         model.context_length=2048 gconfig.max_new_tokens=256
 
@@ -29,10 +29,10 @@ from areal.datasets.counting import counting
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     most: int = 2
     """Maximum number of squares in a picture."""
     train_pictures: int = 4000

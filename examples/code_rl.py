@@ -1,13 +1,13 @@
-r"""Code: a tiny model writes a Python expression that passes the tests it is shown.
+r"""Code: a tiny model writes a Python expression, and unit tests score it.
 
     apt-get install bubblewrap                       # the model's code runs in a box
     areal run examples/code_rl.py                    # on a laptop's CPU
-    areal run examples/code_rl.py control=true       # shuffled rewards: must not learn
+    areal run examples/code_rl.py control=true       # control run: shuffled rewards
 
-The model reads f(0) and f(1) of a function, and writes its body, e.g. `3*x+4`. Unit tests call the
-function with other numbers too. It runs without files, network or other processes
-(docs/isolation.md); code that loops, fails or prints too much gets a reward of 0. 120 steps raise
-held-out accuracy from 0.64 to 0.87 (seed 0).
+The model reads the values f(0) and f(1) of a function f, and writes its body, such as `3*x+4`. Unit
+tests call f with these and other numbers. The code runs in a box without the machine's files,
+network or processes (docs/isolation.md). Code that loops, fails or prints too much gets a reward of
+0. 120 steps raise held-out accuracy from 0.64 to 0.87 (seed 0).
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from areal.rewards.sandbox import Limits, Sandbox
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     heldout_problems: int = 200
     warm_start_loss: float = 0.15
     """The warm-up ends at this loss, at which about 3 of 5 expressions are right."""
@@ -69,7 +69,7 @@ async def reward_fn(prompt, completions, prompt_ids, completion_ids, tests, **da
     return [score[body] for body in completions]
 
 
-# -- data: functions, to be guessed from two of their values -----------------------------------
+# -- data: functions that the model must guess from two of their values --------------------------
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:

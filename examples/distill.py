@@ -6,8 +6,9 @@ r"""Distillation: a student learns what its teacher would say, without servers o
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
 Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. On the
-assistant's turns the student learns the teacher's `k` likeliest tokens, not the token in the row.
-Both models have the same vocabulary. The teacher is a frozen model in the trainer.
+assistant's turns the student learns the probabilities of the teacher's `k` likeliest tokens, not
+the token in the row. Both models must have the same vocabulary. The teacher is a frozen model in
+the trainer.
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from areal.tokenizer import Tokenizer
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     teacher: str = "runs/models/distill-teacher"
     """A Hugging Face folder."""
     teacher_steps: int = 300
-    """Supervised steps of a teacher that this recipe creates."""
+    """Number of supervised steps that train the teacher, if this recipe creates it."""
     k: int = 16
     """Number of teacher tokens that the student learns at each position."""
     direction: Literal["forward", "reverse"] = "forward"

@@ -25,7 +25,7 @@ from areal.tokenizer import Tokenizer
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float = 0.1

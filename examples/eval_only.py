@@ -1,10 +1,10 @@
-r"""Evaluation only: a model answers rows and a reward function scores the answers.
+r"""Evaluation only: a model answers dataset rows, and a reward function scores the answers.
 
     areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct                         # GSM8K's test split
-    areal eval model.path=runs/gsm8k/trial0/model rows=200 gconfig.n_samples=4
+    areal eval model.path=runs/gsm8k-sft/trial0/model rows=200 gconfig.n_samples=4
     areal run examples/eval_only.py model.path=…                             # the same
 
-The mean reward, its standard error, and every answer are in the run folder: trainer.json and
+The run folder has the mean reward and its standard error, in trainer.json, and every answer, in
 evaluations/.
 """
 
@@ -17,10 +17,10 @@ from areal.datasets.rows import load_rows
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     rows: int = 0
-    """Maximum number of rows of the split; 0: all."""
+    """Maximum number of rows of the split; 0: all of them."""
     split: str = "test"
     reward_name: str = "math"
     """A built-in reward: math, multiple_choice, regex."""

@@ -5,9 +5,9 @@ r"""GRPO on GSM8K: an instruct model learns to reason about grade-school mathema
         allocation_mode=sglang:d1+fsdp:d1 train_dataset.batch_size=4 gconfig.n_samples=4 \
         gconfig.max_new_tokens=96 model.context_length=512 heldout_rows=0       # on a CPU
 
-The rows are those of openai/gsm8k on the Hub, or of a folder `train_dataset.path` with train.jsonl
-and test.jsonl from https://github.com/openai/grade-school-math. The reward is 1 for an answer that
-math-verify finds equal to the right one, else 0.
+The rows come from openai/gsm8k on the Hub. `train_dataset.path` may also be a folder with the files
+train.jsonl and test.jsonl of https://github.com/openai/grade-school-math. The reward is 1 for an
+answer that math-verify finds equal to the right one, else 0.
 """
 
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ from areal.datasets.rows import load_rows
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     heldout_rows: int = 200
-    """Number of rows of the test split to evaluate on, before and after training; 0: none."""
+    """Number of test rows to evaluate on, before and after training; 0: no evaluation."""
 
 
 def main(argv):

@@ -2,12 +2,12 @@ r"""Fine-tuning on worked answers to grade-school mathematics, without servers o
 
     areal run examples/gsm8k_sft.py                        # a tiny model, generated problems, a CPU
     areal run examples/gsm8k_sft.py model.path=Qwen/Qwen2.5-0.5B \
-        train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder of it
+        train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
 Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The loss
-is on the assistant's turns. The model is written to runs/…/model, in the format of transformers and
-SGLang.
+covers the assistant's turns. The model is written to runs/…/model, a folder that transformers and
+SGLang can load.
 """
 
 import random
@@ -24,10 +24,10 @@ GENERATED = "generated"
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     heldout_rows: int = 200
-    """Number of rows of the test split to evaluate on."""
+    """Number of test rows to evaluate on."""
     evaluate_steps: int = 50
     """Steps between two evaluations."""
 

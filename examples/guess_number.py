@@ -1,7 +1,7 @@
-"""An environment in the recipe file: a tiny model guesses a digit in four tries.
+"""An environment defined in the recipe: a tiny model guesses a digit in four tries.
 
     areal run examples/guess_number.py                  # on a laptop's CPU
-    areal run examples/guess_number.py control=true     # shuffled rewards: must not learn
+    areal run examples/guess_number.py control=true     # control run: shuffled rewards
 
 `GuessNumber` is the environment: it answers each guess with "more" or "less". Guessing four
 different digits finds 4 of 10 secrets; bisection finds all. In 150 steps the share of digits found
@@ -29,10 +29,10 @@ TRIES = 4
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle each batch's rewards, so that they teach nothing."""
+    """Control run: shuffle each batch's rewards, so that they teach nothing."""
     heldout_games: int = 200
     warm_start_steps: int = 150
     """Supervised steps that teach the format and, a little, how to use the replies."""
@@ -58,7 +58,7 @@ class GuessNumber:
 
 
 def games(count: int, seed: int) -> list[dict]:
-    """Rows. The model reads nothing of the secret, so it cannot learn the secrets by heart."""
+    """Returns rows. The model does not read the secret, so it cannot learn secrets by heart."""
     draw = random.Random(seed)
     return [{"game": number, "secret": draw.randrange(10)} for number in range(count)]
 

@@ -1,8 +1,8 @@
 """Several tries: a tiny model adds, reads whether its sum was too low or too high, and tries again.
 
     areal run examples/multi_turn_math.py                  # on a laptop's CPU
-    areal run examples/multi_turn_math.py control=true     # shuffled rewards: must not learn
-    areal run examples/multi_turn_math.py turn_discount=1  # both tries are worth the same
+    areal run examples/multi_turn_math.py control=true     # control run: shuffled rewards
+    areal run examples/multi_turn_math.py turn_discount=1  # no discount for a second try
 
 The reward is 1 for the right sum at the first try, and `turn_discount` at the second. The loss
 covers both answers, not the feedback between them.
@@ -27,10 +27,10 @@ from areal.datasets.arithmetic import addition
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that the reward cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that the reward cannot rise."""
     tries: int = 2
     turn_discount: float = 0.7
     """Factor on the reward for each earlier try."""
@@ -96,7 +96,7 @@ def main(argv):
 
 
 def warm_prompt(row: dict, draw) -> list[dict]:
-    """The context of the right answer: the problem, sometimes with a wrong answer and feedback."""
+    """The messages before the right answer: the problem, every second time with a wrong try."""
     if draw.random() < 0.5:
         return row["messages"]
     right = int(row["answer"])

@@ -4,10 +4,10 @@ r"""On-policy distillation: a student answers, and learns what its teacher would
     areal run examples/on_policy_distill.py teacher=http://gpu-7:30000 \
         model.path=Qwen/Qwen3-0.6B actor.optimizer.lr=1e-5 gconfig.max_new_tokens=1024
 
-Servers sample the student's answers; at each of their tokens the student learns the teacher's `k`
-likeliest ones. The teacher is a folder, loaded as a frozen model in the trainer, or the URL of an
-SGLang server or of `areal serve`. Both models have the same vocabulary. No reward is needed: here
-the sums are scored only to show the progress.
+Servers sample the student's answers. At each token of an answer the student learns the
+probabilities of the teacher's `k` likeliest tokens. The teacher is a folder, which the trainer
+loads as a frozen model, or the URL of an SGLang server or of `areal serve`. Both models must have
+the same vocabulary. No reward is needed: here the sums are scored only to show progress.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from areal.datasets.arithmetic import addition
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     teacher: str = ""
     """A Hugging Face folder, or a server's URL."""
@@ -43,7 +43,7 @@ class Config(GRPOConfig):
     teacher_loss: float = 0.06
     """The teacher's supervised training ends at this loss."""
     warm_start_steps: int = 1500
-    """Both end after this many steps at the latest."""
+    """The warm-up and the teacher's training end after this many steps at the latest."""
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:
@@ -109,7 +109,7 @@ def teach(config: Config, path: str, until: float) -> None:
     engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
     engine.initialize(total_train_steps=config.warm_start_steps)
     tokenizer = Tokenizer.load(fresh)
-    examples = [  # with leading zeros: where each digit belongs is then easy to learn
+    examples = [  # with leading zeros, so that each digit has a fixed place, which is easy to learn
         (
             tokenizer.apply_chat_template(row["messages"]),
             [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],

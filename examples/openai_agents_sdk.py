@@ -1,13 +1,13 @@
-"""Trains an agent written with OpenAI's Agents SDK, which knows nothing of training, on addition.
+"""Trains an agent on two-digit addition. It is written with OpenAI's Agents SDK.
 
     pip install openai-agents==0.24.0                       # where the rollout workers run
     areal run examples/openai_agents_sdk.py                 # trains on a laptop's CPU
-    areal run examples/openai_agents_sdk.py control=true    # shuffled rewards: must not learn
+    areal run examples/openai_agents_sdk.py control=true    # control run: shuffled rewards
 
 `agent` stands for code that you already have: the SDK's Runner asks the model, and asks again if
 the answer is wrong. `run` gives it a base URL and a key, and returns the reward. Every call is
-recorded with the token ids that the model sampled, and training uses exactly these ids. To
-use /v1/responses, replace `OpenAIChatCompletionsModel` with `OpenAIResponsesModel`.
+recorded with the token ids that the model sampled, and training uses exactly these ids. To use
+/v1/responses, replace `OpenAIChatCompletionsModel` with `OpenAIResponsesModel`.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ from areal.datasets.arithmetic import addition
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 300
     warm_start_steps: int = 250

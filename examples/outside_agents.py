@@ -5,18 +5,18 @@
 
 `areal run` prints the gateway's address, which is also the dashboard's. `attempt` stands for code
 that you already have: it calls a model with the `openai` package. `play` opens a session for each
-attempt, posts the rewards and ends the sessions. The reward is the share of digits in an answer.
+attempt and ends it with the attempt's reward: the share of digits in the answers.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-# -- outside the run: agents that import nothing of areal ------------------------------------------
+# -- outside the run: agents that import nothing from areal ----------------------------------------
 
 
 async def attempt(base_url: str, api_key: str) -> float:
-    """Makes one attempt with two calls; returns its reward."""
+    """Makes one attempt of two calls and returns its reward."""
     import openai
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=10) as client:
@@ -29,11 +29,11 @@ async def attempt(base_url: str, api_key: str) -> float:
 
 
 async def play(gateway: str, token: str, attempts: int) -> None:
-    """Opens sessions for a group of attempts, makes the attempts, and ends each with its reward."""
+    """Opens a group of sessions, makes an attempt in each, and ends each with its reward."""
     import httpx
 
     async def ask(path: str, key: str, body: dict) -> httpx.Response:
-        """Repeats the request while that may help: the run is full or briefly unreachable."""
+        """Sends a request; repeats it while the run has no free place or cannot be reached."""
         while True:
             try:
                 headers = {"Authorization": f"Bearer {key}"}

@@ -1,11 +1,11 @@
-"""PPO with a critic on two-digit addition: a value model estimates what each token is worth.
+"""PPO with a critic on two-digit addition: a second model predicts each token's reward.
 
     areal run examples/ppo_critic.py                       # learns
-    areal run examples/ppo_critic.py control=true          # shuffled rewards: must not learn
+    areal run examples/ppo_critic.py control=true          # control run: shuffled rewards
 
 One file is the whole experiment. It differs from arithmetic_grpo.py only in the loop. One sample
-per problem is enough, because the critic, not the other samples, says which reward was to be
-expected.
+per problem is enough, because the expected reward comes from the critic, not from the other samples
+of a group.
 """
 
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ from areal.datasets.arithmetic import addition
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 500
     warm_start_loss: float = 0.4
@@ -103,7 +103,7 @@ def main(argv):
         critic.ppo_update(batch)
         if not critic.warming_up():
             actor.ppo_update(batch)
-        actor.upload_weights(weight_update_meta)  # its checkpoints hold the critic, too
+        actor.upload_weights(weight_update_meta)  # the actor's checkpoints hold the critic, too
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 
@@ -127,7 +127,7 @@ def prepare_model(config: Config) -> None:
     engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
     engine.initialize(total_train_steps=config.warm_start_steps)
     tokenizer = Tokenizer.load(fresh)
-    examples = [  # with leading zeros: where each digit belongs is then easy to learn
+    examples = [  # with leading zeros, so that each digit has a fixed place, which is easy to learn
         (
             tokenizer.apply_chat_template(row["messages"]),
             [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],

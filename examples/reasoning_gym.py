@@ -1,8 +1,8 @@
-r"""A task of reasoning-gym, from easy questions to hard ones.
+r"""GRPO on a task of reasoning-gym, from easy questions to hard ones.
 
     pip install reasoning-gym==0.1.25
     areal run examples/reasoning_gym.py                    # short words, spelled backward, on a CPU
-    areal run examples/reasoning_gym.py control=true       # shuffled rewards: must not learn
+    areal run examples/reasoning_gym.py control=true       # control run: shuffled rewards
     areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
         task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
 
@@ -30,13 +30,13 @@ from areal.workflows.gyms import reasoning_gym_rows
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that the reward cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that the reward cannot rise."""
     task: str = "spell_backward"
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task, under reasoning-gym's names."""
+    """Options of the task, with reasoning-gym's names."""
     train_questions: int = 1500
     heldout_questions: int = 200
     warm_start_loss: float = 1.2
@@ -57,7 +57,7 @@ def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def difficulty(row: dict) -> float:
-    """Here, longer questions are harder."""
+    """Returns a question's length: longer questions are taken to be harder."""
     return len(row["prompt"])
 
 

@@ -1,12 +1,12 @@
-"""Trains an agent that searches documents before it answers: SQLite's full-text search, `openai`.
+"""Trains an agent that searches documents (SQLite's full-text search) before it answers.
 
     areal run examples/search_agent.py                  # trains on a laptop's CPU
-    areal run examples/search_agent.py control=true     # shuffled rewards: must not learn
+    areal run examples/search_agent.py control=true     # control run: shuffled rewards
 
 A question names a parcel ("ka7?"), and only the documents say in which bay it lies. The agent asks
-the model; when it writes `find QUERY`, the agent searches and shows it the best document. Any other
-text is its answer. The held-out questions are about parcels that no training row names, so the
-model must learn to search and to read, not to remember.
+the model. If the model writes `find QUERY`, the agent searches and shows the best document to the
+model; any other text is the answer. The held-out questions are about parcels that no training row
+names, so the model must learn to search and to read, not to remember.
 """
 
 import random
@@ -33,16 +33,16 @@ from areal import (
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 1000
     heldout_problems: int = 300
     warm_start_loss: float = 0.12
-    """Supervised steps end at this loss, when about three quarters of the answers are right."""
+    """The warm-up ends at this loss, at which about three quarters of the answers are right."""
     warm_start_steps: int = 1500
-    """Or here."""
+    """The warm-up ends after this many steps at the latest."""
 
 
 # -- the documents and the search --------------------------------------------------------------
@@ -74,7 +74,7 @@ def search(query: str) -> str:
     try:
         sql = "select text from documents where documents match ? order by rank limit 1"
         found = index().execute(sql, (words,)).fetchone()
-    except (sqlite3.Error, UnicodeError):  # an empty query, or one of bytes that are no text
+    except (sqlite3.Error, UnicodeError):  # an empty query, or one that is not valid text
         found = None
     return found[0] if found else "nothing"
 
@@ -140,7 +140,7 @@ def main(argv):
 
 
 def demonstrations(config: Config) -> list[tuple[list[dict], str]]:
-    """What the model says first, and what it says after reading the document."""
+    """Pairs of a chat and the model's next message: for each row the query, then the answer."""
     shown = []
     for row in problems(config)[0]:
         parcel = row["question"].removesuffix("?")

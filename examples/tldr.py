@@ -4,9 +4,9 @@
     areal run examples/tldr.py model.path=… judge=runs/reward-model/trial0/model
 
 `prepare_model` creates the writer, which knows the format of a summary, and the judge, a reward
-model trained on pairs as in examples/reward_model.py. The loop sees only the judge's scores. Before
-and after training, the recipe measures how many summaries are right, on posts that neither model
-has read.
+model trained on pairs as in examples/reward_model.py. The loop trains only on the judge's scores.
+Before and after training, the recipe measures how many summaries are right, on posts that neither
+model has read.
 """
 
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ from areal.datasets.summaries import posts, preferred
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     judge: str = ""
     """Folder of the reward model."""
     train_posts: int = 4000
     heldout_posts: int = 300
     warm_start_loss: float = 0.5
-    """The writer's warm-up ends at this loss, at which three of four summaries are right."""
+    """The writer's warm-up ends at this loss, at which about three of four summaries are right."""
     warm_start_steps: int = 300
     """The warm-up ends after this many steps at the latest."""
     judge_steps: int = 500
-    """Steps in which the judge is trained on pairs."""
+    """Number of steps that train the judge on pairs."""
 
 
 def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
@@ -48,18 +48,18 @@ def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def is_right(prompt, completions, prompt_ids, completion_ids, summary, **data) -> float:
-    """Whether the summary is the right one. Only used on held-out posts."""
+    """1 for the right summary, else 0. Used only on held-out posts."""
     return float(completions.strip() == summary)
 
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
     train, heldout = rows_of(config)
-    asked = [{"messages": row["messages"]} for row in train]  # the judge does not know the answer
+    asked = [{"messages": row["messages"]} for row in train]  # no right summary for the judge
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)
-    # The writer before training: it should not learn to flatter the judge.
+    # The writer before training: staying close to it keeps the writer from flattering the judge.
     reference = FSDPPPOActor(config.ref)
     workflow = RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": config.judge})
     once = GenerationHyperparameters(max_new_tokens=12)

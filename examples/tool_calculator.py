@@ -1,12 +1,12 @@
 """A tool: a tiny model learns to ask a calculator rather than to guess a product.
 
     areal run examples/tool_calculator.py                  # on a laptop's CPU
-    areal run examples/tool_calculator.py control=true     # shuffled rewards: must not learn
+    areal run examples/tool_calculator.py control=true     # control run: shuffled rewards
 
-`calc` is a function of this file; `ToolWorkflow` shows the model its result. The model cannot
-multiply by itself. At first it calls the calculator about every second time and guesses otherwise,
-so it must learn to call it, and to copy the numbers without a mistake. The loss covers the call and
-the answer, not the result between them.
+`calc` is a function of this file, and `ToolWorkflow` shows the model its result. The model cannot
+multiply by itself. After the warm-up it calls the calculator about every second time and guesses
+otherwise. Training must teach it to call the calculator every time, and to copy the numbers without
+a mistake. The loss covers the call and the answer, not the result between them.
 """
 
 import random
@@ -29,18 +29,18 @@ from areal import (
 
 @dataclass
 class Config(GRPOConfig):
-    """The experiment file's schema: GRPOConfig and what this recipe adds."""
+    """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     control: bool = False
-    """Control experiment: shuffle the rewards of each batch, so that accuracy cannot rise."""
+    """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 4000
     heldout_problems: int = 200
     warm_start_loss: float = 0.05
-    """Supervised steps on calls end at this loss per token of the calls and answers."""
+    """The first part of the warm-up, conversations with calls, ends at this loss per token."""
     warm_start_steps: int = 400
-    """Or here."""
+    """The first part ends after this many steps at the latest."""
     guess_steps: int = 20
-    """Supervised steps after that, in which every second conversation is a guess."""
+    """Number of steps of the second part, in which every second conversation is a guess."""
 
 
 def calc(x: str) -> int:
@@ -52,7 +52,7 @@ def calc(x: str) -> int:
 
 
 def problems(config: Config) -> tuple[list[dict], list[dict]]:
-    """Disjoint train and held-out rows: {"prompt": "94*27=", "answer": "2538"}, of four digits."""
+    """Disjoint train and held-out rows with products of four digits: {"prompt": "94*27=", …}."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a * b >= 1000]
     random.Random(config.seed).shuffle(pairs)
     rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
@@ -94,7 +94,7 @@ def main(argv):
 # -- model: created once, at the start ----------------------------------------------------------
 
 OPENING, CLOSING = '<tool_call>{"name": "calc", "arguments": {"x": "', '"}}</tool_call>'
-"""Of a call, as Qwen and others write it; one token each, so that an answer has few tokens."""
+"""The two ends of a call in Qwen's format. Each is one token, so that an answer is short."""
 
 
 def demonstration(row: dict, draw: random.Random, *, calls: bool) -> list[dict]:
