@@ -1,5 +1,5 @@
-# All images except SGLang's: stores; control, reward and weight-sync, without torch; trainer,
-# inference-cpu, dev. docs/images.md says what each holds.
+# All images except SGLang's: stores; control, reward, weight-sync and sandbox, without torch;
+# trainer, inference-cpu, dev. docs/images.md says what each holds.
 #
 #   docker build --target control -t areal/control:dev .        (all of them: make images)
 #
@@ -115,6 +115,23 @@ LABEL org.opencontainers.image.title="areal/weight-sync" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal-weight-sync", "--help"]
+
+# -- sandbox: control, and the program that makes boxes -------------------------------------------
+FROM control-runtime AS sandbox
+USER root
+RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
+USER 10001:10001
+COPY --from=source /source /opt/areal
+HEALTHCHECK --interval=3s --timeout=5s --retries=5 --start-period=5m CMD ["healthcheck", "http://127.0.0.1:9100/healthz"]
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/sandbox" \
+      org.opencontainers.image.description="The sandbox service of AReaL" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal-sandbox", "--help"]
 
 # -- inference-cpu: the CPU engine -------------------------------------------------------------
 FROM control-packages AS torch-packages

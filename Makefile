@@ -159,8 +159,8 @@ layout: $(STAMP) ## Check that every service has the same files
 ##@ Deploy
 
 # The index with your build of torch: TORCH_INDEX; another base: BASE_IMAGE (Debian, Python 3.11+).
-images: ## Build the images areal/{stores,control,reward,weight-sync,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
-	@for target in $(or $(IMAGES),stores control reward weight-sync inference-cpu trainer); do \
+images: ## Build the images areal/{stores,control,reward,weight-sync,sandbox,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
+	@for target in $(or $(IMAGES),stores control reward weight-sync sandbox inference-cpu trainer); do \
 		echo "== areal/$$target:$(or $(TAG),dev)"; \
 		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
 			--build-arg VERSION=$(or $(TAG),dev) --build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
 from areal.protocol.boxes import Isolation
 from areal.rewards.sandbox.launch import hides_files
+from areal.security import SECRET_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -66,3 +68,17 @@ def check_secrets(config: SandboxConfig) -> None:
                 "kernel with Landlock, isolation namespaces, or a service without that file (the "
                 "token in AREAL_TOKEN, no TLS)"
             )
+
+
+def forget_secrets() -> None:
+    """Removes secrets from this process's environment, which it has read.
+
+    Also from the memory that /proc/PID/environ shows: Linux shows it to root alone (see
+    `hide_memory`), but kernels that stand in for it (gVisor) may show it to every process.
+    """
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    for name in SECRET_VARIABLES:
+        if name in os.environ:
+            ctypes.memset(libc.getenv(name.encode()), 0, len(os.fsencode(os.environ[name])))
+            del os.environ[name]

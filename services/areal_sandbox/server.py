@@ -12,7 +12,7 @@ from areal.chassis.service import Registration, Server, ServiceContext, run_serv
 from areal.rewards.sandbox import Sandbox
 from areal.rewards.sandbox.box import Box
 from areal.v1.sandbox_service_pb2_grpc import add_SandboxServiceServicer_to_server
-from areal_sandbox.config import SandboxConfig, check_secrets
+from areal_sandbox.config import SandboxConfig, check_secrets, forget_secrets
 from areal_sandbox.e2b.app import E2BApp
 from areal_sandbox.leases import Leases
 from areal_sandbox.metrics import SandboxMetrics
@@ -43,6 +43,7 @@ class SandboxServer(Server):
     async def start(self) -> None:
         """Runs a program in a box, and listens for HTTP; refuses if boxes keep nothing apart."""
         check_secrets(self._config)
+        forget_secrets()
         await self._leases.start()
         self._context.background.keep(self._leases.refill(), "warm-boxes")
         if self._e2b is not None:

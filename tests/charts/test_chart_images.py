@@ -3,7 +3,8 @@
 import pytest
 from tests.charts.rendering import CI, pods, refusal, render, render_ci
 
-NAMES = ("control", "reward", "weight-sync", "trainer", "inference-cpu", "stores")
+NAMES = ("control", "reward", "weight-sync", "sandbox", "trainer", "inference-cpu", "stores")
+BOXES = "overrides.sandbox.boxes=8"
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
@@ -14,7 +15,7 @@ def images(objects):
 def test_images_when_each_has_a_reference_then_no_container_takes_another():
     pinned = {name: f"registry.example.com/x/{name}@{DIGEST}" for name in NAMES}
     settings = [f"image.references.{name}={reference}" for name, reference in pinned.items()]
-    together = ("--set", ",".join(["image.repository=", *settings]))
+    together = ("--set", ",".join(["image.repository=", BOXES, *settings]))
     assert images(render(*together)) == set(pinned.values())
     gpus = ("--set", "sglang.gpus=1,overrides.weight_sync.transport=stream", *together)
     others = {name: each for name, each in pinned.items() if name != "inference-cpu"}
@@ -36,7 +37,7 @@ def test_images_when_no_registry_is_named_then_it_is_refused(tag):
 
 
 def test_images_when_the_tag_is_dev_then_they_are_those_of_make_images():
-    found = images(render("--set", "image.repository=,image.tag=dev"))
+    found = images(render("--set", f"image.repository=,image.tag=dev,{BOXES}"))
     assert found == {f"areal/{name}:dev" for name in NAMES}
 
 

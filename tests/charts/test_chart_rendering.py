@@ -44,6 +44,12 @@ def test_chart_when_rendered_with_the_ci_files_then_every_object_is_valid(versio
             pytest.fail(f"{name}, Kubernetes {version}: {where}: {error.message}")
 
 
+@pytest.mark.parametrize("version", [each for each in VERSIONS if each != "1.29"])
+def test_chart_when_a_pod_makes_namespaces_then_its_fields_are_valid(version):
+    objects = render("--set", "overrides.sandbox.boxes=8")
+    validate(named(objects, "Deployment", "areal-sandbox"), version)
+
+
 @pytest.mark.parametrize("values", CI)
 def test_chart_when_linted_with_a_ci_file_then_helm_finds_nothing(values):
     done = helm("lint", str(CHART), "--strict", "--quiet", "-f", str(CHART / "ci" / values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tools.compose import init
 from tools.image_requirements import split
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,9 @@ OURS = (
     "trainer",
 )
 OURS += ("init",)
+CONFINED = ("no-new-privileges:true",)
+# bubblewrap makes namespaces, which the engine's own confinement forbids.
+SANDBOX = (*CONFINED, *(f"{each}=unconfined" for each in ("seccomp", "apparmor", "systempaths")))
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +53,14 @@ def test_requirements_when_split_then_each_is_in_exactly_one_layer() -> None:
     assert len(installed) == len(set(installed))
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted((*OURS, "sandbox")))
 def test_compose_when_read_then_every_service_of_ours_is_locked_down(
     services: dict[str, dict[str, Any]], name: str
 ) -> None:
     service = services[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert tuple(service["security_opt"]) == (SANDBOX if name == "sandbox" else CONFINED)
     assert "privileged" not in service
     # Configuration is in the one file: a container's environment has at most its process's name,
     # and where traces go to, if the shell says so.
@@ -84,6 +89,7 @@ def test_compose_when_a_profile_is_off_then_its_services_are_too(
         "sglang",
         "trainer-gpu",
     }
+    assert by_profile["sandbox"] == ["sandbox"]
 
 
 def test_prometheus_when_it_looks_for_targets_then_every_service_is_one(
@@ -97,8 +103,38 @@ def test_prometheus_when_it_looks_for_targets_then_every_service_is_one(
         for sd in job.get("dns_sd_configs", [])
         for name in sd["names"]
     }
-    assert scraped == (set(OURS) | {"sglang"}) - {"redis", "nats", "init"}
+    assert scraped == (set(OURS) | {"sglang", "sandbox"}) - {"redis", "nats", "init"}
     assert scraped <= set(services)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "profiles", "said"),
+    [
+        (8, "", r"sandbox\.boxes 8: .* set COMPOSE_PROFILES=sandbox"),
+        (0, "gpu,sandbox", r"sandbox\.boxes 0 with COMPOSE_PROFILES=sandbox"),
+        (8, "sandbox", ""),
+        (0, "", ""),
+    ],
+)
+def test_init_when_boxes_and_profile_disagree_then_one_line_says_so(
+    boxes: int, profiles: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for name, value in {
+        "AREAL_RECIPE": "arithmetic_grpo.py",
+        "AREAL_PROFILES": profiles,
+        "AREAL_ARGS": f"sandbox.boxes={boxes}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(init, "RECIPES", ROOT / "examples")
+    monkeypatch.setattr(init, "DATA", tmp_path)
+    if said:
+        with pytest.raises(SystemExit, match=said):
+            init.resolve_experiment()
+        assert not (tmp_path / "config.yaml").exists()
+    else:
+        ends = init.resolve_experiment()["endpoints"]
+        assert ends["sandbox"] == ("sandbox:50051" if boxes else "")
 
 
 def check(url: str) -> subprocess.CompletedProcess[str]:

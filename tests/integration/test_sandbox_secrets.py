@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import Authority
 from tests.integration.test_sandbox import REASON
-from tests.service_process import service_process
+from tests.service_process import ROOT, service_process
 
 from areal.clients.sandbox import SandboxClient
 from areal.config.experiment import load_service_config
@@ -98,6 +100,22 @@ def test_service_when_programs_could_read_a_key_then_it_refuses(readable, monkey
         check_secrets(config)
     check_secrets(SandboxConfig(isolation="namespaces", secrets=config.secrets))
     check_secrets(SandboxConfig(isolation="rlimits"))
+
+
+def test_environment_when_secrets_are_forgotten_then_proc_shows_none():
+    code = (
+        "import os\nfrom areal_sandbox.config import forget_secrets\nforget_secrets()\n"
+        "print(open('/proc/self/environ').read(), os.environ)"
+    )
+    environment = os.environ | {
+        "AREAL_TOKEN": TOKEN,
+        "KEPT": "kept",
+        "PYTHONPATH": str(ROOT / "services"),
+    }
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert TOKEN not in shown.stdout
+    assert shown.stdout.count("kept") == 2
 
 
 def test_config_when_read_then_it_names_the_files_with_secrets(tmp_path):

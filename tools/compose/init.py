@@ -29,6 +29,7 @@ ENDPOINTS = {
     "gateway": "http://gateway:8080",
     "inference": "[dns://inference:30000,dns://sglang:30000]",
 }
+SANDBOX = {"sandbox": "sandbox:50051", "sandbox_http": "http://sandbox:8080"}
 TOKEN = SECRETS / "token"
 
 
@@ -60,9 +61,11 @@ def make_secrets() -> None:
 
 def resolve_experiment() -> dict:
     """The same file as for `areal run`, with the endpoints of this network."""
+    sandbox = "sandbox" in os.environ["AREAL_PROFILES"].split(",")
+    endpoints = ENDPOINTS | (SANDBOX if sandbox else {})
     overrides = [
         f"run_root={DATA}/runs",
-        *(f"endpoints.{key}={value}" for key, value in ENDPOINTS.items()),
+        *(f"endpoints.{key}={value}" for key, value in endpoints.items()),
         f"security.dir={SECRETS}",
         *shlex.split(os.environ.get("AREAL_ARGS", "")),
     ]
@@ -72,8 +75,25 @@ def resolve_experiment() -> dict:
     )
     if resolved.returncode:
         sys.exit(resolved.returncode)  # it has said why
+    experiment = yaml.safe_load(resolved.stdout)
+    check_sandbox(experiment, sandbox)
     write(DATA / "config.yaml", resolved.stdout)
-    return yaml.safe_load(resolved.stdout)
+    return experiment
+
+
+def check_sandbox(experiment: dict, started: bool) -> None:
+    """Ends with a line if boxes are wanted from a service that is not started, or the reverse."""
+    boxes = experiment["sandbox"]["boxes"]
+    if boxes and not started and not experiment["endpoints"]["sandbox"]:
+        sys.exit(
+            f"sandbox.boxes {boxes}: the sandbox service is not started: set "
+            "COMPOSE_PROFILES=sandbox in the shell or in .env (the flag --profile is not enough)"
+        )
+    if started and not boxes:
+        sys.exit(
+            "sandbox.boxes 0 with COMPOSE_PROFILES=sandbox: expected the number of boxes to lend "
+            "at a time, e.g. AREAL_ARGS=sandbox.boxes=8"
+        )
 
 
 def configure_engines(experiment: dict) -> None:

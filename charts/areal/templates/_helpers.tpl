@@ -120,7 +120,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if .Values.tls.existingSecret }}
 {{- $_ := set $chart "security" (dict "tls_dir" "/etc/areal/tls") }}
 {{- end }}
-{{- mustMergeOverwrite $user $chart (deepCopy .Values.overrides) | toYaml }}
+{{- include "areal.withSandbox" (list $ (mustMergeOverwrite $user $chart (deepCopy .Values.overrides))) }}
 {{- end }}
 
 {{- define "areal.recipe" -}}

@@ -18,7 +18,7 @@ _SYSTEM = ("/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
 NAMESPACES = (
     "expected a machine that lets unprivileged users create namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
-    "kernel.apparmor_restrict_unprivileged_userns=0)"
+    "kernel.apparmor_restrict_unprivileged_userns=0), or a container that may (docs/isolation.md)"
 )
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 _LANDLOCK_CREATE_RULESET, _VERSION = 444, 1
