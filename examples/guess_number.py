@@ -39,7 +39,7 @@ class Config(GRPOConfig):
 
 
 class GuessNumber:
-    """The environment of one game, created in a rollout worker for each episode."""
+    """The environment of one game, created in a rollout worker for each sample."""
 
     def reset(self, data):
         """Starts a game with the row's digit; returns what the model reads first."""
