@@ -10,6 +10,7 @@ attempt and ends it with the attempt's reward: the share of digits in the answer
 
 import asyncio
 import sys
+import uuid
 from pathlib import Path
 
 # -- outside the run: agents that import nothing from areal ----------------------------------------
@@ -34,9 +35,10 @@ async def play(gateway: str, token: str, attempts: int) -> None:
 
     async def ask(path: str, key: str, body: dict) -> httpx.Response:
         """Sends a request; repeats it while the run has no free place or cannot be reached."""
+        # If an answer is lost, the repeated request gets the same session.
+        headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": uuid.uuid4().hex}
         while True:
             try:
-                headers = {"Authorization": f"Bearer {key}"}
                 reply = await http.post(gateway + path, json=body, headers=headers)
             except httpx.TransportError:
                 await asyncio.sleep(1.0)

@@ -109,7 +109,7 @@ class Hops:
 
     async def open(self, task_id: str, idle_ms: int = 60_000) -> None:
         digest = hashlib.sha256(KEY.encode()).hexdigest()
-        await self.store.open(new_task(task_id, Purpose.SERVE), [digest], idle_ms)
+        await self.store.open(new_task(task_id, Purpose.SERVE), [digest], idle_ms, b"")
         self.id = f"{task_id}-0"
 
     def worker(self) -> Sessions:

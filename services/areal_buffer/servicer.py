@@ -342,8 +342,7 @@ class BufferService(BufferServiceServicer):
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
-        version = await self._sessions.open(*check_open(request))
-        return pb.OpenSessionResponse(policy_version=version)
+        return await self._sessions.open(*check_open(request))
 
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Context

@@ -32,6 +32,7 @@ _FIELDS = ("sessions", "keys", "token", "floor", "idle")
 _PARTS = (b"prompt", b"answer", b"reward")
 _Calls = dict[bytes, bytes]
 _MOST_KNOWN = 100_000
+_MAX_SALT_BYTES = 64
 
 
 class SessionStore:
@@ -44,16 +45,19 @@ class SessionStore:
         self._prefix = redis_prefix(config.namespace)
         self._scripts = Scripts(client, config, self._prefix, waits)
 
-    async def open(self, task: NewTask, key_digests: Sequence[str], idle_ms: int) -> int:
-        """Begins a task; returns its policy version.
+    async def open(
+        self, task: NewTask, key_digests: Sequence[str], idle_ms: int, salt: bytes
+    ) -> pb.OpenSessionResponse:
+        """Begins a task, or finds the one that an equal request has begun.
 
         Raises:
             InvalidInput: Another task has this id.
             CapacityExceeded: No episode could start now either; says when to try again.
         """
         limit = self._memory.limit_bytes
-        args: list[Argument] = [task.task_id, task.purpose.value, task.body, idle_ms, limit]
-        return int(await self._scripts.run("open", *args, *key_digests))
+        args: list[Argument] = [task.task_id, task.purpose.value, task.body, idle_ms, limit, salt]
+        version, first_salt = await self._scripts.run("open", *args, *key_digests)
+        return pb.OpenSessionResponse(policy_version=int(version), salt=first_salt)
 
     async def update(self, request: pb.UpdateSessionRequest) -> pb.UpdateSessionResponse:
         """Records what an agent did; see `check_update`."""
@@ -169,8 +173,8 @@ def _reward_from_text(text: bytes) -> tuple[float, dict[str, float]]:
     return float(value), orjson.loads(parts) if parts else {}
 
 
-def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]:
-    """Returns task, digests of keys, idle time in ms; raises InvalidInput."""
+def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int, bytes]:
+    """Returns task, digests of keys, idle time in ms, salt; raises InvalidInput."""
     task = check.check_task(request.task)
     if task.time_to_live_ms is not None or task.position is not None:
         raise InvalidInput(f"task {task.task_id!r}: a session has no time_to_live and no position")
@@ -184,7 +188,9 @@ def check_open(request: pb.OpenSessionRequest) -> tuple[NewTask, list[str], int]
     idle_ms = request.idle.ToMilliseconds()
     if not _MIN_IDLE_MS <= idle_ms <= _MAX_IDLE_MS:
         raise InvalidInput(f"idle {idle_ms / 1000:g} s: expected 0.1 s to 7 days")
-    return task, list(request.key_digests), idle_ms
+    if len(request.salt) > _MAX_SALT_BYTES:
+        raise InvalidInput(f"salt: got {len(request.salt)} bytes, at most {_MAX_SALT_BYTES}")
+    return task, list(request.key_digests), idle_ms, request.salt
 
 
 def check_known(known: pb.SessionKnown) -> pb.SessionKnown:

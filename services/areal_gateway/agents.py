@@ -9,7 +9,9 @@ All state is the ledger's: any gateway and any worker serve any request of any s
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import hmac
 import secrets
 import uuid
 from collections.abc import AsyncGenerator
@@ -23,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
-from areal.errors import Unavailable
+from areal.errors import InvalidInput, Unavailable
 from areal.types import Purpose, Task, WorkflowSpec
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
@@ -56,6 +58,16 @@ async def _unless_gone(
         gone.cancel()
 
 
+def _api_keys(salt: bytes, given: str, n: int) -> list[str]:
+    """The keys of a session's attempts.
+
+    Any gateway derives them again for the client that lost the answer. It takes both the salt,
+    which only the ledger has, and the idempotency key, which only the client has.
+    """
+    digests = (hmac.digest(salt, f"{number} {given}".encode(), "sha256") for number in range(n))
+    return [f"sk-{base64.urlsafe_b64encode(digest[:24]).decode()}" for digest in digests]
+
+
 class OpenIn(BaseModel):
     """A session to open."""
 
@@ -82,16 +94,25 @@ def add_agents(
 
     @app.post("/v1/sessions", tags=["sessions"])
     async def open_session(request: Request, body: OpenIn | None = None) -> Response:
-        """Opens a session for an agent, or n of them; 429 with Retry-After where it must wait."""
+        """Opens a session for an agent, or n of them; 429 with Retry-After where it must wait.
+
+        A request that is repeated with the same header `Idempotency-Key` gets the same sessions.
+        """
         if sessions is None:
             raise Unavailable("endpoints.buffer '': this gateway has no ledger")
         body = body or OpenIn()
-        task_id = f"session-{uuid.uuid4().hex}"
-        keys = [f"sk-{secrets.token_urlsafe(24)}" for _ in range(body.n)]
+        given = request.headers.get("idempotency-key", uuid.uuid4().hex)
+        if not 1 <= len(given) <= 255:
+            raise InvalidInput(f"Idempotency-Key: got {len(given)} characters, expected 1 to 255")
+        task_id = f"session-{hashlib.sha256(given.encode()).hexdigest()[:32]}"
         task = Task(task_id, Purpose(body.purpose), WorkflowSpec("session"), body.task)
-        digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+        salt = secrets.token_bytes(32)
+        digests = [
+            hashlib.sha256(key.encode()).hexdigest() for key in _api_keys(salt, given, body.n)
+        ]
         idle_s = body.ttl_s or 2 * config.generation_s
-        version = await sessions.open(task, digests, idle_s)
+        found = await sessions.open(task, digests, idle_s, salt)
+        keys = _api_keys(found.salt, given, body.n)
         opened = [
             {
                 "id": f"{task_id}-{attempt}",
@@ -103,7 +124,7 @@ def add_agents(
         answer = {
             **opened[0],
             "task_id": task_id,
-            "policy_version": version,
+            "policy_version": found.policy_version,
             "ttl_s": idle_s,
             "sessions": opened,
         }

@@ -37,7 +37,7 @@ from areal.protocol.trajectories import unpack_group
 from areal.types import Purpose
 from areal.v1 import buffer_service_pb2 as pb
 from areal.weights.manifest import PolicyVersion
-from areal_buffer.records import MemoryGauge
+from areal_buffer.records import MemoryGauge, NewTask
 from areal_buffer.sessions import SessionStore
 from areal_weight_sync.store.redis import RedisStore
 
@@ -191,11 +191,14 @@ class LedgerMachine(RuleBasedStateMachine):
         known, room = self.model.tasks.get(task_id), self.model.headroom()
         version = self.same(
             lambda: self.model.open(task_id, purpose.value, full),
-            self.sessions.open(new_task(task_id, purpose), ["a" * 64], 60_000),
+            self.opened_version(new_task(task_id, purpose)),
         )
         if known is None and not isinstance(version, type):
             assert room > 0 or purpose is Purpose.SERVE  # L4
             self.issued.append((task_id, self.model.token))
+
+    async def opened_version(self, task: NewTask) -> int:
+        return (await self.sessions.open(task, ["a" * 64], 60_000, b"")).policy_version
 
     @rule()
     def refused_agents_stay_away(self) -> None:

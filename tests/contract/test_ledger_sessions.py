@@ -28,8 +28,15 @@ class Sessions:
         self.store = SessionStore(book.redis, config, self.memory, Waits())
         self._ids: dict[tuple[str, int], str] = {}
 
-    async def open(self, task_id: str, purpose: Purpose = Purpose.TRAIN, attempts: int = 1) -> int:
-        return await self.store.open(new_task(task_id, purpose), KEYS[:attempts], 60_000)
+    async def open(
+        self,
+        task_id: str,
+        purpose: Purpose = Purpose.TRAIN,
+        keys: list[str] = KEYS[:1],
+        salt: bytes = b"",
+        idle_ms: int = 60_000,
+    ) -> pb.OpenSessionResponse:
+        return await self.store.open(new_task(task_id, purpose), keys, idle_ms, salt)
 
     async def update(self, task_id: str, attempt: int = 0, **change: object) -> tuple[int, int]:
         lease = (await self.store.read(task_id, attempt)).lease
@@ -75,15 +82,30 @@ async def test_session_when_opened_then_it_runs_and_no_worker_gets_it(book, sess
     assert stats.admission_headroom == 3
 
 
-async def test_session_when_opened_again_then_it_is_the_same_one(book, sessions):
-    await sessions.open("s", attempts=2)
+async def test_session_when_opened_again_then_it_is_the_same_one_and_has_its_first_keys(
+    book, sessions
+):
+    await sessions.open("s", keys=KEYS, salt=b"first")
     token = await sessions.token("s")
-    await sessions.open("s", attempts=2)
+    again = await sessions.open("s", keys=["c" * 64, "d" * 64], salt=b"second")
+    assert (again.salt, again.policy_version) == (b"first", 0)
     assert (await sessions.token("s"), await book.counts()) == (token, {"running": 1})
-    with pytest.raises(InvalidInput, match="there is a task of this name"):
-        await sessions.open("s")
+    assert (await sessions.store.read("s", 1)).key_digest == KEYS[1]
+    await book.store.cancel(["s"], None, reason="enough", incarnation=0)
+    assert (await sessions.open("s", keys=KEYS, salt=b"third")).salt == b"first"
+
+
+async def test_session_when_opened_again_with_another_request_then_refused(book, sessions):
+    await sessions.open("s", keys=KEYS, salt=b"first")
+    for other in (
+        {"keys": KEYS[:1]},
+        {"keys": KEYS, "idle_ms": 1_000},
+        {"keys": KEYS, "purpose": Purpose.SERVE},
+    ):
+        with pytest.raises(InvalidInput, match="session s: it was opened by another request"):
+            await sessions.open("s", **other)
     await book.submit("t")
-    with pytest.raises(InvalidInput, match="there is a task of this name"):
+    with pytest.raises(InvalidInput, match="task_id t: there is a task of this name"):
         await sessions.open("t")
 
 
@@ -169,7 +191,7 @@ async def test_place_kept_for_a_session_when_no_one_asks_again_then_it_lapses_by
     await book.submit("a", "b")
     [(row, token)] = (await book.lease(5)).items()
     with pytest.raises(CapacityExceeded):
-        await store.open(new_task("s"), KEYS[:1], 60_000)
+        await store.open(new_task("s"), KEYS[:1], 60_000, b"")
     await book.store.reject(row, token, "too easy")
     assert len((await ledger.lease_tasks("w", 1, 20.0)).leases) == 1
 
@@ -226,7 +248,7 @@ async def test_session_when_its_agent_is_silent_then_it_expires_by_name(book, se
 
 
 async def test_leases_when_an_outage_ends_then_a_session_has_its_own_lifetime(book, sessions):
-    await sessions.store.open(new_task("s"), KEYS[:1], 3_600_000)
+    await sessions.open("s", idle_ms=3_600_000)
     await book.redis.zadd(f"{book.prefix}running:train", {"s": 1})
     await book.redis.hset(f"{book.prefix}meta", "last_sweep", 1)
     assert (await book.store.sweep()).extended == 1
@@ -237,7 +259,7 @@ async def test_leases_when_an_outage_ends_then_a_session_has_its_own_lifetime(bo
 
 async def test_session_when_all_attempts_have_ended_then_completed_and_trained_once(book, sessions):
     await book.register(size=1)
-    await sessions.open("s", attempts=2)
+    await sessions.open("s", keys=KEYS)
     await sessions.record("s", await sessions.begin("s", 1), 2)
     assert await sessions.end("s") == 1
     assert await sessions.end("s") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,9 +66,9 @@ async def request(
 
     `seen` counts what kept it from an answer, by status.
     """
-    last = ""
+    last, idempotency_key = "", uuid.uuid4().hex
     for number in range(tries):
-        headers = {"x-stainless-retry-count": str(number)}
+        headers = {"x-stainless-retry-count": str(number), "Idempotency-Key": idempotency_key}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         try:

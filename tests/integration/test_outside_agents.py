@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 
 import anthropic
 import httpx
@@ -92,6 +93,25 @@ async def test_chat_when_two_gateways_share_a_session_then_its_ids_are_trained(u
     assert record.state == "trained"
     with pytest.raises(Refused, match=r"410 .*is trained"):
         await request(urls, "POST", f"{path}/v1/chat/completions", key, {"messages": messages[:1]})
+
+
+async def test_open_when_the_answer_was_lost_then_the_other_gateway_gives_the_same_session(
+    urls, ledger
+):
+    headers, opened = {"Idempotency-Key": uuid.uuid4().hex}, []
+    submitted = (await ledger.get_stats()).submitted
+    async with httpx.AsyncClient(timeout=60.0) as http:
+        for url in urls:
+            body = {"n": 2, "purpose": "serve"}
+            reply = await http.post(f"{url}/v1/sessions", json=body, headers=headers)
+            opened.append([(each["id"], each["api_key"]) for each in reply.json()["sessions"]])
+    assert opened[0] == opened[1]
+    assert (await ledger.get_stats()).submitted == submitted + 1
+    [first, second] = opened[1]
+    assert (await request(urls, "GET", f"/sessions/{first[0]}", first[1]))["state"] == "running"
+    with pytest.raises(Refused, match="401"):
+        await request(urls, "GET", f"/sessions/{first[0]}", second[1])
+    await ledger.cancel_tasks([first[0].rpartition("-")[0]])
 
 
 async def test_responses_when_two_gateways_share_a_session_then_an_id_continues_it(urls, ledger):

@@ -223,7 +223,7 @@ async def agents_outside(address: str, count: int) -> None:
     for number in range(count):
         task_id = f"session-{number}"
         task = Task(task_id, Purpose.TRAIN, WorkflowSpec("session"), {})
-        version = await sessions.open(task, ["a" * 64], 60.0)
+        version = (await sessions.open(task, ["a" * 64], 60.0, b"")).policy_version
         token = (await sessions.get(task_id, 0)).lease.token
         await client.complete_task(task_id, token, make_group(task_id, version), "session")
     await client.close()

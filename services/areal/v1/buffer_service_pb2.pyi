@@ -1548,6 +1548,9 @@ class OpenSessionRequest(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     KEY_DIGESTS_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    salt: _builtins.bytes
+    """Random bytes from which the caller derived the keys, at most 64; may be empty."""
     @_builtins.property
     def task(self) -> _trajectory_pb2.Task:
         """Its workflow is only shown to people. Only `idle` makes it expire."""
@@ -1564,10 +1567,11 @@ class OpenSessionRequest(_message.Message):
         task: _trajectory_pb2.Task | None = ...,
         key_digests: _abc.Iterable[_builtins.str] | None = ...,
         idle: _duration_pb2.Duration | None = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "key_digests", b"key_digests", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "key_digests", b"key_digests", "salt", b"salt", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1578,15 +1582,19 @@ class OpenSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
+    salt: _builtins.bytes
+    """That of the request which opened the session: its keys are the valid ones."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,13 +1,19 @@
--- ARGV: id, purpose, body, idle in ms, memory limit in bytes, digests of the keys of its attempts
--- A task that an outside agent runs: submitted and leased at once, where an episode could start.
--- Returns its policy version.
-local id, purpose, keys = ARGV[1], ARGV[2], table.concat(ARGV, ',', 6)
+-- ARGV: id, purpose, body, idle in ms, memory limit in bytes, salt of the keys, digests of the keys of its
+--   attempts
+-- A task that an outside agent runs: submitted and leased at once, where an episode could start. The one who
+-- lost the answer asks again, perhaps by another gateway with keys of its own: the first keys stay valid.
+-- Returns its policy version and the salt of its keys.
+local id, purpose, keys = ARGV[1], ARGV[2], table.concat(ARGV, ',', 7)
 local known = read_task(id)
 if known then
-  if known.sessions == 0 or call('HGET', known.key, 'keys') ~= keys then
-    fail('InvalidInput', 'task_id ' .. id .. ': there is a task of this name')
+  if known.sessions == 0 then fail('InvalidInput', 'task_id ' .. id .. ': there is a task of this name') end
+  local first = call('HMGET', known.key, 'salt', 'idle', 'body')
+  if known.sessions ~= #ARGV - 6 or known.purpose ~= purpose or first[2] ~= ARGV[4] or
+    (first[3] or ARGV[3]) ~= ARGV[3] then
+    fail('InvalidInput', 'session ' .. id .. ': it was opened by another request; expected the same task, n, ' ..
+      'ttl_s and purpose, or another idempotency key')
   end
-  return known.floor
+  return {known.floor, first[1]}
 end
 local meta = read_meta()
 local headroom, why = admission(meta)
@@ -27,12 +33,13 @@ if not make_room(0.8 * tonumber(ARGV[5]) - size) then
   fail('CapacityExceeded', 'the ledger is near its memory limit' .. again())
 end
 local task = {id = id, key = P .. 'task:' .. id, purpose = purpose, state = 'new', want = '', trainer = '',
-  floor = meta.policy_version, deadline = 0, sessions = #ARGV - 5}
+  floor = meta.policy_version, deadline = 0, sessions = #ARGV - 6}
 set(META, turn, '-1')
 add(META, 'seq', 1)
 add(META, 'token', 1)
 move(task, 'running', {'purpose', purpose, 'seq', int(meta.seq + 1), 'token', int(meta.token + 1),
   'worker', 'session', 'floor', int(task.floor), 'body', ARGV[3], 'size', int(size), 'submitted', int(NOW),
-  'sessions', int(task.sessions), 'keys', keys, 'idle', ARGV[4]}, NOW + tonumber(ARGV[4]))
+  'sessions', int(task.sessions), 'keys', keys, 'salt', ARGV[6],
+  'idle', ARGV[4]}, NOW + tonumber(ARGV[4]))
 hold(purpose, size)
-return task.floor
+return {task.floor, ARGV[6]}

@@ -8,12 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.waits import Waits
 from areal.errors import CapacityExceeded
 from areal.security import Security
 from areal.types import Purpose, Task
+from areal.v1.buffer_service_pb2 import OpenSessionResponse
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
@@ -23,17 +25,20 @@ from areal_gateway.status import RunStatus
 
 
 class Ledger:
-    """Keeps what was opened; full when told so."""
+    """Keeps what was opened, and the first salt of each; full when told so."""
 
     def __init__(self) -> None:
         self.opened: list[tuple[Task, list[str], float]] = []
+        self.salts: dict[str, bytes] = {}
         self.full = ""
 
-    async def open(self, task: Task, key_digests: list[str], idle_s: float) -> int:
+    async def open(
+        self, task: Task, key_digests: list[str], idle_s: float, salt: bytes
+    ) -> OpenSessionResponse:
         if self.full:
             raise CapacityExceeded(self.full)
         self.opened.append((task, key_digests, idle_s))
-        return 3
+        return OpenSessionResponse(policy_version=3, salt=self.salts.setdefault(task.task_id, salt))
 
 
 class Worker:
@@ -52,10 +57,8 @@ class Worker:
         yield CallSessionResponse(body=b"data: 2\n\n")
 
 
-@pytest.fixture
-async def gateway() -> Any:
-    ledger, worker = Ledger(), Worker()
-    app = build_app(
+def app_of(ledger: Ledger, worker: Worker) -> FastAPI:
+    return build_app(
         RunStatus({}, history=10, max_rows=10),
         worker,  # type: ignore[arg-type]
         None,
@@ -65,8 +68,17 @@ async def gateway() -> Any:
         Sessions(Security(token="secret"), "a/b"),
         ledger,  # type: ignore[arg-type]
     )
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gate:8080") as http:
+
+
+def at_gateway(ledger: Ledger, worker: Worker) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app_of(ledger, worker))
+    return httpx.AsyncClient(transport=transport, base_url="http://gate:8080")
+
+
+@pytest.fixture
+async def gateway() -> Any:
+    ledger, worker = Ledger(), Worker()
+    async with at_gateway(ledger, worker) as http:
         yield http, ledger, worker
 
 
@@ -87,6 +99,31 @@ async def test_open_when_asked_with_the_token_then_keys_are_told_once_and_kept_h
     assert (told["policy_version"], told["api_key"]) == (3, keys[0])
     await http.post("/v1/sessions", headers=OURS)
     assert ledger.opened[1][2] == 100.0
+
+
+async def test_open_when_asked_again_with_its_idempotency_key_then_any_gateway_answers_alike(
+    gateway,
+):
+    http, ledger, worker = gateway
+    headers, body = {**OURS, "Idempotency-Key": "try-7"}, {"n": 2}
+    first = (await http.post("/v1/sessions", json=body, headers=headers)).json()
+    async with at_gateway(ledger, worker) as other:
+        again = (await other.post("/v1/sessions", json=body, headers=headers)).json()
+    assert again == first
+    assert ledger.opened[0][1] != ledger.opened[1][1]  # it proposed keys of its own
+    headers["Idempotency-Key"] = "try-8"
+    another = (await http.post("/v1/sessions", json=body, headers=headers)).json()
+    ids = {each[field] for each in (first, another) for field in ("id", "api_key")}
+    assert len(ids) == 4
+    assert "try" not in first["id"]
+
+
+async def test_open_when_the_idempotency_key_is_too_long_then_refused_in_one_line(gateway):
+    http, ledger, _ = gateway
+    reply = await http.post("/v1/sessions", headers={**OURS, "Idempotency-Key": "x" * 256})
+    assert reply.status_code == 400
+    assert "Idempotency-Key: got 256 characters, expected 1 to 255" in reply.text
+    assert not ledger.opened
 
 
 async def test_open_when_there_is_no_room_then_429_says_when(gateway):

@@ -14,21 +14,26 @@ from areal.v1 import buffer_service_pb2 as pb
 class BufferSessions(Role):
     """Opens and records sessions. Their state is in the ledger: any process may serve any."""
 
-    async def open(self, task: Task, key_digests: Sequence[str], idle_s: float) -> int:
-        """Opens a session as a task with one attempt for each key; returns its policy version.
+    async def open(
+        self, task: Task, key_digests: Sequence[str], idle_s: float, salt: bytes
+    ) -> pb.OpenSessionResponse:
+        """Opens a session as a task with one attempt for each key.
 
         Args:
-            task: Its id is the idempotency key, together with the keys.
+            task: Its id is the idempotency key.
             key_digests: sha256 in hex of the API key of each attempt.
             idle_s: The session expires when its agents are silent this long.
+            salt: What the caller derived the keys from, at most 64 random bytes. If the session is
+                already open, the response has the salt of its keys, and these keys are not used.
 
         Raises:
+            InvalidInput: The session was opened by another request.
             CapacityExceeded: Admission lets no episode start now; the error says when to try again.
         """
         request = pb.OpenSessionRequest(
-            task=task_to_pb(task), key_digests=key_digests, idle=to_duration(idle_s)
+            task=task_to_pb(task), key_digests=key_digests, idle=to_duration(idle_s), salt=salt
         )
-        return (await self._call(self._stub.OpenSession, request)).policy_version
+        return await self._call(self._stub.OpenSession, request)
 
     async def get(
         self, task_id: str, attempt: int, known: pb.SessionKnown | None = None
