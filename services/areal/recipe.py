@@ -138,8 +138,8 @@ def check_module_level(part: Any, what: str) -> None:
     """Raises InvalidInput for a class or function that workers cannot look up in the recipe."""
     if "<" in part.__qualname__:
         raise InvalidInput(
-            f"{what} {part.__qualname__}: expected one defined at the top of the recipe, since "
-            f"workers find it by name"
+            f"{what} {part.__qualname__}: expected a definition at the top level of the "
+            f"recipe, because workers find it by name"
         )
 
 

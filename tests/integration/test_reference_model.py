@@ -255,7 +255,7 @@ def test_reference_when_it_is_the_actor_without_adapters_then_the_actor_is_made_
         session.open()
         try:
             with (
-                pytest.raises(InvalidInput, match=r"expected FSDPPPOActor\(config\.actor\) before"),
+                pytest.raises(InvalidInput, match=r"expected FSDPPPOActor\(config\.actor\) first"),
                 session.active(),
             ):
                 FSDPPPOActor(RefConfig())

@@ -119,12 +119,14 @@ class EnvServer:
         try:
             reply = await self._ask(b"run", request, timeout_s, add)
         except TimeoutError:
-            raise WorkflowError(f"{self.address}: no end of a run within {timeout_s:g} s") from None
+            raise WorkflowError(
+                f"{self.address}: the episode did not end within {timeout_s:g} s"
+            ) from None
         if not reply.get("success"):
             raise WorkflowError(f"{self.address}: run: {reply.get('error')}")
         sizes = {each["id"]: each["nodes"] for each in reply["traces"]}
         if sizes != {known: len(trace["nodes"]) for known, trace in traces.items()}:
-            raise WorkflowError(f"{self.address}: run: parts of its traces are missing")
+            raise WorkflowError(f"{self.address}: run: parts of the episode's traces are missing")
         return reply["head"], [traces[known] for known in sizes]
 
     async def _ask(

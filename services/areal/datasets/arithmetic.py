@@ -59,7 +59,7 @@ def addition(
             if pair is None:
                 raise InvalidInput(
                     f"addition: {train} train and {heldout} heldout rows do not fit into the "
-                    f"{size * size} {digits}-digit problems without sharing a sum; ask for fewer"
+                    f"{size * size} {digits}-digit problems without sharing one; ask for fewer"
                 )
             for a, b in dict.fromkeys((pair, pair[::-1])):
                 if len(part) < count:

@@ -112,7 +112,7 @@ def _pass_rates(file: Path, count: int) -> dict[int, float]:
             rates[index] = sum(rewards) / len(rewards)
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             raise InvalidInput(
-                f"{file}:{number}: expected a line of rollout.evaluate's answers"
+                f"{file}:{number}: expected a line of answers as rollout.evaluate writes it"
             ) from None
     if rates and max(rates) >= count:
         raise InvalidInput(

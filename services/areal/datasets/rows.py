@@ -63,9 +63,7 @@ def _from_hub(address: str, split: str) -> list[dict[str, Any]]:
     form = r"hf://([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@(\S+))?"
     match = re.fullmatch(form, address)
     if match is None:
-        raise InvalidInput(
-            f"dataset {address!r}: expected hf://org/name, hf://org/name/config, and @revision"
-        )
+        raise InvalidInput(f"dataset {address!r}: expected hf://org/name[/config][@revision]")
     name, config, revision = match.groups()
     try:
         return _from_revision(name, config, revision, split, address)

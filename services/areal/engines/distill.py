@@ -89,7 +89,7 @@ class Distillation:
             InvalidInput: the teacher was not asked.
         """
         if "teacher_ids" not in batch:
-            raise InvalidInput("batch has no 'teacher_ids': expected Distillation.ask() before")
+            raise InvalidInput("batch has no 'teacher_ids': expected Distillation.ask() first")
         head = LogprobHead(self.temperature, ids="teacher_ids")
         return student.train_batch(batch, self._loss, head=head)
 

@@ -54,7 +54,7 @@ class FSDPPPOActor:
                 that shares the actor's model (with LoRA) is created before the actor.
         """
         if config is None:
-            raise InvalidInput("ref: expected a section, for a reference (ref: {}), not null")
+            raise InvalidInput("FSDPPPOActor(None): expected a section; for a reference set ref={}")
         from areal.engines import random_state
         from areal.engines.fsdp import FSDPEngine
         from areal.engines.ppo import PPOActor
@@ -99,8 +99,8 @@ class FSDPPPOActor:
         """Computes with the actor's model."""
         if not isinstance(actor, FSDPPPOActor):
             raise InvalidInput(
-                "FSDPPPOActor(config.ref): with actor.lora and no ref.path it is the actor without "
-                "its adapters: expected FSDPPPOActor(config.actor) before it"
+                "FSDPPPOActor(config.ref): expected FSDPPPOActor(config.actor) first, because with "
+                "actor.lora and no ref.path the reference is the actor without its adapters"
             )
         self.engine, self._ppo = actor.engine, actor._ppo
 

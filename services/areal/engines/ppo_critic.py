@@ -51,8 +51,8 @@ class FSDPPPOCritic:
         actor = session.actor
         if not isinstance(actor, FSDPPPOActor):
             raise InvalidInput(
-                "FSDPPPOCritic(config.critic): expected FSDPPPOActor(config.actor) before it, "
-                "whose checkpoints contain it"
+                "FSDPPPOCritic(config.critic): expected FSDPPPOActor(config.actor) first, "
+                "because the actor's checkpoints contain the critic"
             )
         ppo = actor.engine.config
         assert isinstance(ppo, PPOActorConfig)

@@ -96,7 +96,7 @@ class RemoteSGLangEngine:
         feeding: Feeding | None = None
         if dataloader is not None:
             if workflow is None:
-                raise errors.InvalidInput("prepare_batch(workflow): expected one, for the rows")
+                raise errors.InvalidInput("prepare_batch: workflow None: expected one for the rows")
             check_sampling(workflow, self.session.config.gconfig.temperature)
             spec = self._describe(workflow)
             self._feeder = self._feeder or TaskFeeder(self.session, dataloader)

@@ -29,12 +29,12 @@ def rubric(**parts: Any) -> Score:
         1.1
     """
     if not parts:
-        raise InvalidInput("rubric: expected a part or more")
+        raise InvalidInput("rubric: expected at least one part")
     values: dict[str, float] = {}
     total = 0.0
     for name, part in parts.items():
         if name in _TAKEN:
-            raise InvalidInput(f"rubric {name}: expected another name: reward/{name} is a metric")
+            raise InvalidInput(f"rubric {name}: expected another name: reward/{name} is taken")
         value, weight = part if isinstance(part, tuple) and len(part) == 2 else (part, 1.0)
         try:
             values[name], weight = float(value), float(weight)

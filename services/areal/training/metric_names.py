@@ -44,7 +44,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean of the trajectories' rewards, before any shaping",
             ("reward", "reward_mean"),
         ),
-        Metric("reward/std", "", "standard deviation of these rewards", ("reward_std",)),
+        Metric(
+            "reward/std", "", "standard deviation of the trajectories' rewards", ("reward_std",)
+        ),
         Metric(
             "reward/NAME",
             "",
@@ -60,13 +62,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/length_mean",
             "tokens",
-            "sampled tokens of a trajectory, mean",
+            "mean number of sampled tokens in a trajectory",
             ("response_tokens",),
         ),
         Metric(
             "rollout/length_max",
             "tokens",
-            "sampled tokens of the longest trajectory",
+            "number of sampled tokens in the longest trajectory",
             ("response_tokens_max",),
         ),
         Metric(
@@ -78,12 +80,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "staleness/mean",
             "versions",
-            "the policy's version minus the oldest version that sampled a token of the group, mean "
-            "over groups",
+            "mean staleness of the groups: the policy's version minus the oldest version that "
+            "sampled a token of the group",
             ("staleness_mean",),
         ),
-        Metric("staleness/max", "versions", "the same of the oldest group", ("staleness_max",)),
-        Metric("replay", "", "true if a resumed run takes the same batch again"),
+        Metric("staleness/max", "versions", "largest staleness of a group", ("staleness_max",)),
+        Metric("replay", "", "true if a resumed run trained on the same batch again"),
         Metric(
             "queued",
             "groups",
@@ -101,10 +103,15 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/accuracy",
             "share of pairs",
-            "DPO and reward models: pairs in the right order",
+            "DPO and reward models: pairs whose chosen answer has the higher score",
             ("accuracy",),
         ),
-        Metric("train/margin", "", "DPO and reward models: mean difference of a pair", ("margin",)),
+        Metric(
+            "train/margin",
+            "",
+            "DPO and reward models: mean score of chosen minus rejected answers",
+            ("margin",),
+        ),
         Metric(
             "policy/ppo_ratio",
             "",
@@ -133,20 +140,22 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "policy/behavior_weight",
             "",
-            "exp(proximal - behavior), mean over the tokens that are kept",
+            "mean of exp(proximal - behavior) over the tokens that are kept",
             ("behavior_weight",),
         ),
-        Metric("policy/behavior_weight_max", "", "the largest of these", ("behavior_weight_max",)),
+        Metric(
+            "policy/behavior_weight_max", "", "largest behavior weight", ("behavior_weight_max",)
+        ),
         Metric(
             "policy/behavior_weight_capped",
             "share of tokens",
-            "tokens whose weight was masked or truncated",
+            "tokens whose behavior weight was masked or truncated",
             ("behavior_weight_capped_ratio",),
         ),
         Metric(
             "reference/kl",
             "nats",
-            "KL divergence from the reference in the loss, with `actor.kl_loss_ctl`",
+            "KL divergence from the reference model in the loss; only with `actor.kl_loss_ctl`",
             ("kl",),
         ),
         Metric(
@@ -155,10 +164,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL divergence between the servers' and the trainer's logprobs for the same version "
             "([runbook](runbooks/logprob-mismatch.md))",
         ),
-        Metric("mismatch/max", "nats", "largest difference of these logprobs"),
-        Metric("critic/loss", "", "the critic's loss"),
-        Metric("critic/value", "", "mean value"),
-        Metric("critic/return", "", "mean return"),
+        Metric("mismatch/max", "nats", "largest absolute difference between these logprobs"),
+        Metric("critic/loss", "", "loss of the critic"),
+        Metric("critic/value", "", "mean value that the critic predicts"),
+        Metric("critic/return", "", "mean return that the critic learns to predict"),
         Metric(
             "critic/explained_variance",
             "",
@@ -170,7 +179,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/grad_norm",
             "",
-            "gradient norm before clipping, mean over minibatches",
+            "mean gradient norm of the minibatches, before clipping",
             ("grad_norm",),
         ),
         Metric("train/lr", "", "learning rate of the last minibatch", ("lr",)),
@@ -185,7 +194,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/micro_batches",
             "",
-            "forward and backward passes of a rank",
+            "number of forward and backward passes of a rank",
             ("n_micro_batches",),
         ),
         Metric(
@@ -203,7 +212,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/tokens_per_second",
             "tokens/s",
-            "`train/tokens` over `time/engine`",
+            "`train/tokens` divided by `time/engine`",
             ("tokens_per_second",),
         ),
         Metric(
@@ -212,25 +221,27 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "share of the GPU's peak that the model's own arithmetic uses; only on known GPUs",
             ("mfu",),
         ),
-        Metric("train/peak_gib", "GiB", "peak memory of the rank that uses most", ("peak_gib",)),
+        Metric(
+            "train/peak_gib", "GiB", "peak memory of the rank that uses the most", ("peak_gib",)
+        ),
     ),
     "Time": (
-        _time("step", "from asking for the batch to the end of the step"),
+        _time("step", "the whole step, from the request for the batch"),
         _time("wait", "waiting for the batch"),
-        _time("train", "the update and its metrics"),
-        _time("update", "the whole update"),
-        _time("engine", "the engine's part of the update", "seconds"),
-        _time("forward", "forward passes, of the slowest rank"),
-        _time("backward", "backward passes, of the slowest rank"),
-        _time("optimizer", "clipping and optimizer, of the slowest rank"),
+        _time("train", "the update of the policy and the computation of its metrics"),
+        _time("update", "the update of the policy, over all minibatches"),
+        _time("engine", "forward, backward and optimizer together, within the update", "seconds"),
+        _time("forward", "forward passes on the slowest rank"),
+        _time("backward", "backward passes on the slowest rank"),
+        _time("optimizer", "gradient clipping and the optimizer on the slowest rank"),
         _time("critic", "the update of the critic", "critic/seconds"),
         _time("confirm", "waiting for a server to confirm the previous version"),
-        _time("publish", "waiting for the export of the new version"),
-        _time("checkpoint", "copying the state, in a step that saves"),
+        _time("publish", "waiting for the export of the new version's weights"),
+        _time("checkpoint", "copying the state to save, in a step that saves a checkpoint"),
     ),
     "Evaluations": (
-        Metric("eval/NAME/mean", "", "mean reward of an evaluation over its answers"),
-        Metric("eval/NAME/stderr", "", "standard error of this mean, over its rows"),
+        Metric("eval/NAME/mean", "", "mean reward of all answers in an evaluation"),
+        Metric("eval/NAME/stderr", "", "standard error of this mean, computed over rows"),
     ),
 }
 """By section of docs/metrics.md. Only trackers get the last section: metrics.jsonl has steps."""

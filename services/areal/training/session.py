@@ -207,7 +207,7 @@ class TrainerSession(Ranks):
         except errors.WrongStep as error:
             raise errors.InvalidInput(
                 f"{error}; the newest whole checkpoint in {str(self.folder.root)!r} is "
-                f"{newest.path.name if newest else 'none'}: bring a newer one back, or choose "
+                f"{newest.path.name if newest else 'none'}: restore a newer one, or choose "
                 "another trial_name"
             ) from None
         if registered.retried:

@@ -209,7 +209,7 @@ def assemble_trajectory(
     if len(rewards_of) not in {1, len(turns)}:
         raise WorkflowError(
             f"make_trajectory: {len(rewards_of)} rewards for {len(turns)} responses: "
-            f"expected one in all, or one for each"
+            f"expected one for the trajectory, or one per response"
         )
     length = len(ids)
     loss_mask = np.zeros(length, dtype=np.bool_)

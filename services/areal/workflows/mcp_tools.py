@@ -26,7 +26,7 @@ START_TIMEOUT_S = 60.0
 def check_server(server: McpServer) -> None:
     """Raises InvalidInput for a description that names no server, or if `mcp` is missing."""
     if bool(server.command) == bool(server.url):
-        raise InvalidInput(f"{server}: expected a command or a url")
+        raise InvalidInput(f"{server}: expected either a command or a url")
     if server.url and not server.url.startswith(("http://", "https://")):
         raise InvalidInput(f"url {server.url!r}: expected http://HOST:PORT/PATH")
     if find_spec("mcp") is None:

@@ -60,7 +60,7 @@ def recipe_of(value: object) -> Recipe | None:
         names = ", ".join(sorted(r.file_name for r in found.values()))
         raise InvalidInput(
             f"workflow {type(value).__name__}: its class and functions come from different files "
-            f"({names}): a recipe is one file"
+            f"({names}): expected one file, the recipe"
         )
     return next(iter(found.values()), None)
 

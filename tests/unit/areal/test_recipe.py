@@ -150,7 +150,7 @@ def test_describe_when_reward_is_a_lambda_or_nested_then_refused(recipe):
         return 0.0
 
     for function in (lambda **_: 0.0, nested):
-        with pytest.raises(InvalidInput, match="top of the recipe"):
+        with pytest.raises(InvalidInput, match="top level of the recipe"):
             describe_workflow(recipe.Agent(function, GenerationHyperparameters()))
 
 

@@ -159,7 +159,7 @@ async def silent(body, trace):
     [
         (failed, "TaskError: no such tool"),
         (broken, "run: ValueError: task_data: answer: Field required"),
-        (silent, "an episode without a call of a trainable agent"),
+        (silent, "the episode has no call of a trainable agent"),
     ],
 )
 async def test_episode_when_the_environment_fails_then_the_error_says_why(play, why):
@@ -194,7 +194,7 @@ async def test_episode_when_it_takes_too_long_then_the_server_is_told_to_stop():
         [known] = server.running
         await until(lambda: server.cancelled == [known.decode()])
     [error] = raised.value.exceptions
-    assert "no end of a run within 0.2 s" in str(error)
+    assert "the episode did not end within 0.2 s" in str(error)
 
 
 async def test_server_when_it_dies_then_the_task_is_tried_again():

@@ -27,12 +27,12 @@ def test_rubric_when_parts_have_weights_then_their_sum_and_the_parts_before_them
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({}, "rubric: expected a part or more"),
+        ({}, "rubric: expected at least one part"),
         ({"short": None}, r"rubric short None: expected a finite number, or \(number, weight\)"),
         ({"short": float("nan")}, "rubric short nan: expected"),
         ({"short": (1.0, float("inf"))}, r"rubric short \(1.0, inf\): expected"),
         ({"short": (1, 2, 3)}, r"rubric short \(1, 2, 3\): expected"),
-        ({"mean": 1}, "rubric mean: expected another name: reward/mean is a metric"),
+        ({"mean": 1}, "rubric mean: expected another name: reward/mean is taken"),
     ],
 )
 def test_rubric_when_a_part_is_wrong_then_one_line_names_it(parts, said):
