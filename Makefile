@@ -107,6 +107,11 @@ e2e-slurm: $(STAMP) ## Train on a Slurm cluster of two nodes, both on this machi
 e2e-kubernetes-run: $(STAMP) ## Run `areal run --on kubernetes` on the cluster of KUBECONFIG (AREAL_TAG=dev)
 	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
+.PHONY: test-trackers
+test-trackers: $(STAMP) ## Write to the experiment trackers, offline (their packages beside .venv, in build/trackers)
+	$(PIP) --no-deps --require-hashes --upgrade --target build/trackers -r requirements/trackers.txt
+	PYTHONPATH=build/trackers $(BIN)/python -m pytest -q tests/unit/areal/training/test_step_tracker.py $(ARGS)
+
 .PHONY: test-e2b
 test-e2b: $(STAMP) ## Test the sandbox service with E2B's own SDK (downloads it into .venv-e2b)
 	$(BIN)/python -m venv .venv-e2b

@@ -50,9 +50,10 @@ its recipe produces. Rows that a release before 0.3 wrote (`reward_mean`, `appro
 TRACKERS = """\
 ## Experiment trackers
 
-`tracker=NAME` sends each line to an experiment tracker too. Install its package where the trainer
-runs. The project (MLflow: experiment) is `experiment_name`, the run `trial_name`; a trial that
-resumes continues its run.
+`tracker=NAME` sends each line to an experiment tracker too. Its package is an extra of the same
+name, to be installed where the trainer runs: `pip install 'areal-services[wandb]'`. The project
+(MLflow: experiment) is `experiment_name`, the run `trial_name`; a trial that resumes continues its
+run.
 
 | `tracker` | package | where its data goes |
 |---|---|---|
@@ -61,7 +62,7 @@ resumes continues its run.
 | `tensorboard` | tensorboardX | event files in the run folder's `tensorboard/` |
 | `trackio` | trackio | where trackio keeps it (`TRACKIO_DIR`), or to the server or Space that \
 `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` names; `trackio show` opens it |
-| `mlflow` | mlflow (mlflow-skinny is enough for a server) | to the server that \
+| `mlflow` | mlflow-skinny, SQLAlchemy and Alembic | to the server that \
 `MLFLOW_TRACKING_URI` names; without it, to the run folder's `mlflow.db` |
 
 Trackers also get evaluations, at the step whose policy they measured. `NAME` is the name that the

@@ -40,14 +40,18 @@ BELOW: dict[str, tuple[str, ...]] = {
     "dev.txt": _EVERYTHING,
     "ray.txt": (*_EVERYTHING, "dev.txt"),
     "environments.txt": (*_EVERYTHING, "dev.txt"),
+    "trackers.txt": (*_EVERYTHING, "dev.txt"),
     "lock.txt": (),
 }
 # botocore, that moto's S3 server needs, excludes the python-dateutil that kubernetes asks for; all
 # it calls is `tz` and `parser`, which both have.
-# peft and accelerate ask for torch, which is apart.
-OVERRIDES = "python-dateutil>=3.0.0\ntorch ; python_version < '3'\n"
+# peft and accelerate ask for torch, which is apart. trackio excludes the pillow of the trainer's
+# image, from which it only saves images.
+OVERRIDES = "pillow>=13\npython-dateutil>=3.0.0\ntorch ; python_version < '3'\n"
 _BESIDE = ("ray", "environments")
 """Extras with a file of their own, which `make setup` does not install."""
+_TRACKERS = ("mlflow", "trackio", "wandb")
+"""Extras that share a file, which `make setup` does not install."""
 HEADER = "# Written by `make lock` from pyproject.toml.\n"
 
 
@@ -58,6 +62,7 @@ def wanted(pyproject: dict[str, Any]) -> dict[str, list[str]]:
         "build.txt": pyproject["build-system"]["requires"],
         **split(project),
         **{f"{name}.txt": project["optional-dependencies"][name] for name in _BESIDE},
+        "trackers.txt": [r for name in _TRACKERS for r in project["optional-dependencies"][name]],
         "lock.txt": pyproject["dependency-groups"]["lock"],
     }
     files["inference.txt"] = [

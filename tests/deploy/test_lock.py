@@ -170,7 +170,13 @@ def test_sglang_for_gpus_when_installed_then_of_the_version_that_is_tested() -> 
 
 def test_layers_when_images_and_setup_are_made_then_each_lock_has_its_place() -> None:
     docker, make = ((ROOT / name).read_text() for name in ("Dockerfile", "Makefile"))
-    of_images = {path.stem for path in FILES} - {"environments", "lock", "ray", "torch-cpu"}
+    of_images = {path.stem for path in FILES} - {
+        "environments",
+        "lock",
+        "ray",
+        "torch-cpu",
+        "trackers",
+    }
     assert of_images == set(re.findall(r"requirements/([\w-]+)\.txt", docker)) - {"torch-cpu"}
     assert "requirements/torch-cpu.txt tools/install_torch.py" in docker
     [layers] = re.findall(r"LOCKS := .*%\.txt,([a-z -]+)\)", make)

@@ -72,8 +72,8 @@ class BaseExperimentConfig:
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
     """Where the metrics of each step go besides metrics.jsonl. `wandb` is offline without a key in
     the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder, and so does
-    `mlflow` unless MLFLOW_TRACKING_URI names a server. Their packages (tensorboardX for
-    `tensorboard`) are not installed with the library."""
+    `mlflow` unless MLFLOW_TRACKING_URI names a server. The package of each is an extra of the
+    same name."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

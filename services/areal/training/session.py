@@ -165,8 +165,8 @@ class TrainerSession(Ranks):
 
     def open(self) -> None:
         """Finds the checkpoint to resume from and registers with the ledger (all ranks)."""
-        self.on_rank0(self._start_tracker)
         self.resumed = self._newest_whole()
+        self.on_rank0(self._start_tracker)
         self.ledger.incarnation, self.served_version, unstored = self.on_rank0(
             self._register, tuple[int, int, bool]
         )
@@ -184,7 +184,7 @@ class TrainerSession(Ranks):
         )
 
     def _start_tracker(self) -> None:
-        self._tracker = StepTracker(self.config)
+        self._tracker = StepTracker(self.config, self.resumed.step if self.resumed else 0)
 
     def _newest_whole(self) -> Checkpoint | None:
         """What to resume from; every rank reads a share of the files to be sure of them."""

@@ -44,7 +44,7 @@ class Wandb:
     Without a key in the environment or ~/.netrc it is an offline run: `wandb sync` uploads it.
     """
 
-    def __init__(self, config: BaseExperimentConfig) -> None:
+    def __init__(self, config: BaseExperimentConfig, step: int) -> None:
         """Raises ImportError without the package."""
         import wandb
 
@@ -70,13 +70,17 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in the run folder's `tensorboard/`."""
+    """Event files in the run folder's `tensorboard/`: one for each start of the trainer.
 
-    def __init__(self, config: BaseExperimentConfig) -> None:
+    TensorBoard hides what earlier files have of the steps that a resumed run takes again.
+    """
+
+    def __init__(self, config: BaseExperimentConfig, step: int) -> None:
         """Raises ImportError without tensorboardX."""
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"))
+        folder = str(config.run_dir / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """See Tracker."""
@@ -95,7 +99,7 @@ class Trackio:
     TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names; `trackio show` opens it.
     """
 
-    def __init__(self, config: BaseExperimentConfig) -> None:
+    def __init__(self, config: BaseExperimentConfig, step: int) -> None:
         """Raises ImportError without the package."""
         import trackio
 
@@ -123,7 +127,7 @@ class Mlflow:
     Without MLFLOW_TRACKING_URI its database is `mlflow.db` in the run folder.
     """
 
-    def __init__(self, config: BaseExperimentConfig) -> None:
+    def __init__(self, config: BaseExperimentConfig, step: int) -> None:
         """Raises ImportError without the package."""
         from mlflow import MlflowClient, entities
 
@@ -164,11 +168,12 @@ class Mlflow:
         self._client.set_terminated(self._run_id)
 
 
-_KINDS: dict[str, tuple[Callable[[BaseExperimentConfig], Tracker], str]] = {
-    "wandb": (Wandb, "wandb"),
-    "tensorboard": (TensorBoard, "tensorboardX"),
-    "trackio": (Trackio, "trackio"),
-    "mlflow": (Mlflow, "mlflow"),
+# The distribution has an extra of the same name for each.
+_KINDS: dict[str, Callable[[BaseExperimentConfig, int], Tracker]] = {
+    "wandb": Wandb,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "mlflow": Mlflow,
 }
 _MLFLOW_PARAMS = 100  # the most that MLflow takes in one request
 
@@ -195,8 +200,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class StepTracker:
     """Rows on their way to a tracker."""
 
-    def __init__(self, config: BaseExperimentConfig) -> None:
+    def __init__(self, config: BaseExperimentConfig, step: int = 0) -> None:
         """Starts the tracker that the experiment names; without one, rows are dropped.
+
+        Args:
+            config: The experiment.
+            step: Finished steps of the run that continues.
 
         Raises:
             InvalidInput: Its package is not installed.
@@ -209,13 +218,12 @@ class StepTracker:
         self._log = get_logger("areal.training.tracker")
         if config.tracker == "none":
             return
-        make, package = _KINDS[config.tracker]
         try:
-            self._tracker = make(config)
+            self._tracker = _KINDS[config.tracker](config, step)
         except ImportError:
             raise InvalidInput(
                 f"tracker {config.tracker!r}: its package is not installed where the trainer "
-                f"runs; pip install {package}"
+                f"runs; pip install 'areal-services[{config.tracker}]'"
             ) from None
         except Exception as error:
             self._complain(f"does not start: {type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
 from areal.training import tracker as module
 from areal.training.tracker import StepTracker, settings_of
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def config_of(tmp_path: Path, kind: str) -> GRPOConfig:
@@ -46,7 +49,7 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     made = Kept()
-    monkeypatch.setitem(module._KINDS, "wandb", (lambda _: made, "wandb"))
+    monkeypatch.setitem(module._KINDS, "wandb", lambda *_: made)
     return made
 
 
@@ -87,20 +90,32 @@ def test_a_tracker_when_it_hangs_then_rows_are_left_out_and_the_end_does_not_wai
 
 
 def test_a_tracker_when_it_cannot_start_then_the_run_goes_without(tmp_path, monkeypatch, capsys):
-    def offline(_: GRPOConfig) -> Kept:
+    def offline(*_: object) -> Kept:
         raise TimeoutError("login")
 
-    monkeypatch.setitem(module._KINDS, "wandb", (offline, "wandb"))
+    monkeypatch.setitem(module._KINDS, "wandb", offline)
     tracker = StepTracker(config_of(tmp_path, "wandb"))
     tracker.log(1, {"loss": 0.5})
     tracker.close()
     assert "does not start: TimeoutError: login" in capsys.readouterr().out
 
 
-def test_a_package_when_missing_then_one_line_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InvalidInput, match=r"^tracker 'wandb': its package .*pip install wandb$"):
-        StepTracker(config_of(tmp_path, "wandb"))
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [
+        ("wandb", "wandb"),
+        ("tensorboard", "tensorboardX"),
+        ("trackio", "trackio"),
+        ("mlflow", "mlflow"),
+    ],
+)
+def test_a_package_when_missing_then_one_line_names_the_extra(tmp_path, monkeypatch, kind, package):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert kind in project["optional-dependencies"]
+    monkeypatch.setitem(sys.modules, package, None)
+    said = rf"^tracker '{kind}': its package .*; pip install 'areal-services\[{kind}\]'$"
+    with pytest.raises(InvalidInput, match=said):
+        StepTracker(config_of(tmp_path, kind))
 
 
 def test_none_when_configured_then_nothing_happens(tmp_path):
@@ -117,9 +132,9 @@ def test_settings_when_sent_then_plain_and_without_secrets_or_addresses(tmp_path
     assert not {"security", "endpoints", "stack"} & set(settings)
 
 
-def test_tensorboard_when_chosen_then_its_files_hold_the_scalars(tmp_path):
+def test_tensorboard_when_a_trial_resumes_then_the_steps_it_takes_again_are_hidden(tmp_path):
     pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     config = config_of(tmp_path, "tensorboard")
     tracker = StepTracker(config)
@@ -127,13 +142,39 @@ def test_tensorboard_when_chosen_then_its_files_hold_the_scalars(tmp_path):
     tracker.log(2, {"mismatch/kl": 0.25})
     tracker.close()
     (file,) = (config.run_dir / "tensorboard").iterdir()
-    data, found = file.read_bytes(), []
-    while data:  # length, its checksum, the event, its checksum
-        size = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + size])
-        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-        data = data[16 + size :]
+    events = [Event.FromString(each) for each in records(file)]
+    found = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert found == [(1, "mismatch/kl", 0.5), (2, "mismatch/kl", 0.25)]
+    file.rename(file.with_name("events.out.tfevents.1"))  # names have the second of the start
+    StepTracker(config, step=1).close()
+    (_, file) = sorted((config.run_dir / "tensorboard").iterdir())
+    starts = [Event.FromString(each) for each in records(file)]
+    assert [e.step for e in starts if e.session_log.status == SessionLog.START] == [2]
+
+
+def records(file: Path) -> list[bytes]:
+    """TFRecord: length, its checksum, the record, its checksum."""
+    data, found = file.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        found.append(data[12 : 12 + size])
+        data = data[16 + size :]
+    return found
+
+
+def test_wandb_when_a_trial_resumes_offline_then_what_is_synced_has_one_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = config_of(tmp_path, "wandb")
+    config.trial_name = "y-z"
+    config.run_dir.mkdir()
+    for step in (1, 2):
+        tracker = StepTracker(config)
+        tracker.log(step, {"mismatch/kl": 0.5 / step})
+        tracker.close()
+    files = sorted(config.run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    assert {file.name for file in files} == {"run-x-y-z.wandb"}
+    assert b"mismatch/kl" in files[0].read_bytes()
 
 
 def test_trackio_when_a_trial_resumes_then_its_run_continues(tmp_path, monkeypatch):
