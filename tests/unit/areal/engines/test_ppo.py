@@ -355,5 +355,5 @@ def test_ppo_update_when_there_are_minibatches_then_the_first_is_compared(make_a
 
 
 def test_reference_when_its_section_is_null_then_refused_in_one_line() -> None:
-    with pytest.raises(InvalidInput, match=r"^ref: expected a section, .*not null$"):
+    with pytest.raises(InvalidInput, match=r"^FSDPPPOActor\(None\): expected a section; for"):
         FSDPPPOActor(None)
