@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,74 +34,188 @@ ranks. With one minibatch (`actor.ppo_n_minibatches`), r is 1. Then PPO's clip a
 no effect, and the presets differ only in the advantage, the mean and the weight.
 """
 
-# What is checked | against what | where ours is another convention, and why.
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the second table."""
+
+    what: str
+    against: str
+    tests: tuple[str, ...]
+    """`file::the beginning of a name`, without both "test_"."""
+    differs: str = ""
+    """Where ours is another convention, and why."""
+
+
 CHECKS = [
-    (
+    Check(
         "PPO's clipped loss, also with asymmetric and dual clips, and with masked or truncated "
         "behavior weights",
         "AReaL, verl, TRL, float64 loop",
+        (
+            "reference_goldens::ppo_actor_loss",
+            "reference_goldens::policy_losses",
+            "reference_losses::losses_when_named_as_in_trl",
+            "losses::ppo_actor_loss_when_settings_vary",
+        ),
         "AReaL without `rejection_sampling` silently drops the behavior weight; ours never does.",
     ),
-    (
+    Check(
         "GSPO",
         "AReaL, verl, TRL, float64 loop",
+        (
+            "reference_goldens::ppo_actor_loss",
+            "reference_goldens::policy_losses",
+            "reference_losses::losses_when_named_as_in_trl",
+            "losses::ppo_actor_loss_when_sequence_level",
+        ),
         "The derivative is exact, even with token weights (verl uses a straight-through "
         "estimator). A token whose behavior weight is above the cap stays in its sequence's mean "
         "(AReaL leaves it out).",
     ),
-    ("CISPO", "verl, TRL, closed form", "TRL has no lower clip, and neither does the preset."),
-    ("SAPO", "AReaL, verl, TRL, gradcheck", "Also works with decoupled PPO (AReaL refuses it)."),
-    (
+    Check(
+        "CISPO",
+        "verl, TRL, closed form",
+        (
+            "reference_goldens::policy_losses",
+            "reference_losses::losses_when_named_as_in_trl",
+            "losses::cispo_loss",
+        ),
+        "TRL has no lower clip, and neither does the preset.",
+    ),
+    Check(
+        "SAPO",
+        "AReaL, verl, TRL, gradcheck",
+        (
+            "reference_losses::sapo_loss",
+            "reference_losses::losses_when_named_as_in_trl",
+            "penalties::losses_when_checked_numerically",
+        ),
+        "Also works with decoupled PPO (AReaL refuses it).",
+    ),
+    Check(
         "M2PO's choice of tokens",
         "AReaL",
+        ("reference_losses::second_moment_mask",),
         "Tokens are chosen over the batch of all ranks, and the divisor still counts tokens that "
         "are left out (AReaL chooses in each micro-batch and divides by the number of tokens "
         "kept).",
     ),
-    (
+    Check(
         "the loss's mean over tokens, mean over sequences, and division by a constant length",
         "verl, TRL",
+        ("reference_losses::token_weights", "reference_losses::losses_when_named_as_in_trl"),
         "The mean is over the minibatch of all ranks. A sequence without loss tokens does not "
         "count (in TRL it counts as a loss of 0).",
     ),
-    (
+    Check(
         "masked and truncated behavior weights of tokens and of sequences",
         "verl",
+        ("reference_losses::behavior_weight",),
         "A sequence's weight is the product of its tokens' weights (AReaL: their geometric mean).",
     ),
-    (
+    Check(
+        "proximal logprobs recomputed at the start of the update (`recompute`, `unweighted`)",
+        "AReaL, closed form",
+        ("clip_center::loss_when_not_decoupled_and_recomputed", "clip_center::ratio"),
+    ),
+    Check(
+        "loglinear proximal logprobs",
+        "AReaL",
+        ("reference_goldens::loglinear",),
+        "The proximal policy has the weights at the start of the update (in AReaL's trainer: "
+        "those of the previous version).",
+    ),
+    Check(
+        "KL estimates k1, k2, k3",
+        "verl",
+        ("reference_goldens::kl_estimate",),
+        "All are clamped to ±10.",
+    ),
+    Check(
+        "KL in the token rewards",
+        "AReaL (k3, with GAE)",
+        ("reference_goldens::advantages", "ppo::kl_penalty"),
+        "The KL is that of the policy at the start of the update, even if another policy sampled.",
+    ),
+    Check(
         "KL in the loss",
         "verl `k1+`, `k2`, `k3+`; TRL `use_bias_correction_kl`; float64 sum over all tokens",
+        ("reference_losses::kl_loss", "penalties::kl_loss"),
         "The gradient is always that of KL(policy || reference). Differentiating the estimators "
         "themselves would give 0 on average for k1, and the reverse KL for k3. The reported "
         "value is clamped to 10.",
     ),
-    (
+    Check(
         "entropy bonus",
         "float64 sum over all tokens",
+        ("penalties::entropy_bonus",),
         "The gradient is estimated at the sampled token, with the entropy as baseline. TRL and "
         "verl compute it through all logits; the expected value is the same.",
     ),
-    ("KL estimates k1, k2, k3", "verl", "All are clamped to ±10."),
-    (
+    Check(
         "advantages of GRPO, RLOO, REINFORCE++ and REINFORCE++-baseline",
         "verl, AReaL",
+        ("reference_goldens::group_advantages", "reference_goldens::advantages"),
         "The advantage of a group of one is 0, or its reward if no group mean is subtracted "
         "(verl's GRPO keeps the reward). The standard deviation is that of the raw rewards (AReaL: "
         "around the value that is subtracted from the rewards).",
     ),
-    ("GAE with values and tool tokens", "AReaL, verl, float64 loop", ""),
-    (
+    Check(
+        "the advantages of each `algorithm` in the table above, Dr. GRPO, REINFORCE, LitePPO and "
+        "DAPO among them",
+        "their definition, in float64",
+        ("presets::advantages",),
+    ),
+    Check(
+        "each `actor.reward_norm`, leave-one-out among them",
+        "float64 loop",
+        ("normalization::center_and_scale_when_groups_are_uneven",),
+    ),
+    Check(
+        "`actor.adv_norm=batch/batch`",
+        "AReaL, verl",
+        ("reference_goldens::advantages", "reference_goldens::group_advantages"),
+        "1e-5 is added to the standard deviation (verl: 1e-8 to the variance).",
+    ),
+    Check(
+        "DAPO's overlong penalty",
+        "the paper's equation 13, in float64",
+        ("reward_shaping::overlong_penalty", "presets::dapo"),
+    ),
+    Check(
+        "GAE with values and tool tokens",
+        "AReaL, verl, float64 loop",
+        ("reference_goldens::gae", "reference_goldens::advantages", "advantages::gae"),
+    ),
+    Check(
         "a critic's clipped loss",
         "AReaL, verl, float64 loop",
+        ("reference_losses::value_loss", "value_loss::value_loss"),
         "The loss is a mean of half the squared error over the loss tokens of all ranks, as in "
         "AReaL and verl. TRL 1.16 has no critic.",
     ),
-    (
-        "loglinear proximal logprobs",
-        "AReaL",
-        "The proximal policy has the weights at the start of the update (in AReaL's trainer: "
-        "those of the previous version).",
+    Check(
+        "SFT on chats of several turns",
+        "transformers in float64",
+        ("sft::loss_when_of_chats",),
+        "The mean is over the assistant's tokens of the batch of all ranks, not over chats.",
+    ),
+    Check(
+        "DPO, IPO, SimPO",
+        "TRL, closed form in float64",
+        ("preference::loss_when_of_trls_rows", "preference::losses_when_of_random_pairs"),
+    ),
+    Check(
+        "a reward model's loss (Bradley-Terry)",
+        "closed form in float64; transformers for the scores",
+        ("preference::losses_when_of_random_pairs", "reward_model::scores"),
+    ),
+    Check(
+        "distillation's KL over k tokens and the rest, in both directions",
+        "KL of the whole distributions in float64",
+        ("distill::kl",),
+        "All other tokens count as one more outcome, so both distributions sum to 1.",
     ),
 ]
 
@@ -126,8 +241,15 @@ def settings(section: str, values: dict[str, Any]) -> list[str]:
     return [f"`{section}.{key}={shown(value)}`" for key, value in values.items()]
 
 
-def main() -> int:
-    """Writes the page."""
+def row(check: Check) -> str:
+    """Return its line in the table."""
+    tests = ", ".join(f"`{each}`" for each in check.tests)
+    cells = (check.what, check.against, check.differs, tests)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def page() -> str:
+    """Return docs/algorithms.md."""
     lines = [HEAD, "## Presets", "", "| `algorithm` | sets | formula | note |", "|---|---|---|---|"]
     for name, preset in PRESETS.items():
         title = preset.name
@@ -146,19 +268,24 @@ def main() -> int:
         "## How they were checked",
         "",
         "`tools/reference_goldens.py` records values and gradients of the original functions of "
-        "AReaL 1.0.4, verl 0.9.1 and TRL 1.16.0 on random shapes and masks; "
-        "`test_reference_goldens.py` and `test_reference_losses.py` compare our functions with "
-        'these values. A "float64 loop" is the formula written out as a loop over tokens in '
-        'float64, and a "float64 sum" runs over the whole vocabulary (`test_losses.py`, '
-        "`test_penalties.py`).",
+        "AReaL 1.0.4, verl 0.9.1 and TRL 1.16.0 on random shapes and masks, and tests compare our "
+        'functions with these values. A "float64 loop" is the formula written out as a loop over '
+        'tokens in float64, and a "float64 sum" runs over the whole vocabulary. The last column '
+        "names the tests: `penalties::kl_loss` is each `test_kl_loss…` in "
+        "`tests/unit/…/test_penalties.py`.",
         "",
-        "| what is checked | against what | where ours differs |",
-        "|---|---|---|",
-        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in CHECKS),
+        "| what is checked | against what | where ours differs | shown by |",
+        "|---|---|---|---|",
+        *(row(check) for check in CHECKS),
         "",
         TAIL.rstrip(),
     ]
-    TARGET.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Writes the page."""
+    TARGET.write_text(page())
     return 0
 
 
