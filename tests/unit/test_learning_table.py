@@ -84,6 +84,7 @@ def test_results_when_settings_change_then_the_run_is_old_and_shown_as_such(
     text = page.PAGE.read_text()
     assert "| 0* | 0.30 | 0.70 | +0.40 | 1 of 1 | 100 | 1 of 1 | 1 to 2 |" in text
     assert text.split("## Not run")[1].strip() == "- GRPO: seeds 1, 2"
+    assert "arithmetic_grpo.py algorithm=grpo gconfig.n_samples=4`, 2 servers\n" in text
     assert list(tmp_path.glob("*.svg"))
     # A run of the row as it is now takes its place.
     page.write([(changed, learn.shown([*results, ended(changed, 0, 0.2)], changed))])
