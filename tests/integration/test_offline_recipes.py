@@ -39,6 +39,24 @@ def test_sft_when_run_then_the_loss_falls_and_transformers_reads_the_model(tmp_p
     AutoModelForCausalLM.from_pretrained(example.config.run_dir / "model")
 
 
+def test_sft_when_with_lora_then_the_loss_falls_and_the_saved_model_has_merged_weights(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    keys = (*FEW, "total_train_steps=6", "actor.lora={}", "actor.optimizer.lr=1e-2")
+    example = Example("gsm8k_sft", tmp_path, *keys).run()
+    assert example.results["heldout_loss_after"] < example.results["heldout_loss_before"]
+    saved, base = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (example.config.run_dir / "model", example.config.model.path)
+    )
+    assert saved.keys() == base.keys()
+    changed = {name for name in base if not torch.equal(saved[name], base[name])}
+    assert "model.layers.0.mlp.down_proj.weight" in changed
+    assert not {"model.embed_tokens.weight", "model.norm.weight"} & changed
+
+
 def test_sft_when_resumed_then_it_takes_the_rows_it_would_have_taken(tmp_path: Path) -> None:
     keys = (*FEW, "checkpoint.freq_steps=2", "actor.optimizer.lr_scheduler_type=constant")
     whole = Example("gsm8k_sft", tmp_path, *keys, "total_train_steps=4", "trial_name=whole").run()

@@ -5,7 +5,13 @@ import torch
 from tests.unit.areal.engines.train_fixtures import make_batch
 
 from areal.algorithms import packing
-from areal.config.training import CriticConfig, MicroBatchSpec, OptimizerConfig, PPOActorConfig
+from areal.config.training import (
+    CriticConfig,
+    LoraConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    PPOActorConfig,
+)
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.engines.ppo_value import PPOCritic
@@ -129,12 +135,31 @@ def test_update_when_the_batch_is_not_ready_then_refused_in_one_line(make, name)
         critic.ppo_update(batch)
 
 
-def test_checkpoint_when_resumed_then_actor_and_critic_continue_to_the_bit(make, tmp_path):
-    actor, critic = make(ppo_n_minibatches=2)
+def test_lora_when_it_is_of_the_actor_then_the_critic_learns_by_adapters_and_its_head(make):
+    actor, critic = make(lora=LoraConfig(rank=4))
+    frozen, first = {}, {}
+    for name, parameter in critic.engine.model.named_parameters():
+        (first if parameter.requires_grad else frozen)[name] = parameter.detach().clone()
+    assert all(".lora_" in name or ".score." in name for name in first)
+    assert any(".score." in name for name in first)
+    batch = ready(actor, critic)
+    for _ in range(60):
+        batch["values"] = critic.compute_values(batch)
+        last = critic.ppo_update(batch)
+    assert last["explained_variance"] > 0.5
+    now = dict(critic.engine.model.named_parameters())
+    assert all(torch.equal(now[name], tensor) for name, tensor in frozen.items())
+    moved = [name for name, tensor in first.items() if not torch.equal(now[name], tensor)]
+    assert len(moved) > len(first) / 2
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_checkpoint_when_resumed_then_actor_and_critic_continue_to_the_bit(make, tmp_path, lora):
+    actor, critic = make(ppo_n_minibatches=2, lora=lora)
     step(actor, critic, 0)
     actor.engine.save_checkpoint(tmp_path, background=True).result(timeout=60)
     expected = [step(actor, critic, seed) for seed in (1, 2)]
-    again, its_critic = make(ppo_n_minibatches=2)
+    again, its_critic = make(ppo_n_minibatches=2, lora=lora)
     again.engine.load_checkpoint(tmp_path)
     again.engine.load_attached("critic", tmp_path)
     assert its_critic.engine.step.steps_taken == 2

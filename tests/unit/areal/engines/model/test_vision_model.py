@@ -12,7 +12,7 @@ from tests.unit.areal.engines.train_fixtures import (
 from transformers import AutoModelForImageTextToText
 
 from areal.algorithms import packing
-from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.config.training import LoraConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.errors import InvalidInput
 
@@ -85,6 +85,22 @@ def test_micro_batches_when_some_have_no_image_then_gradients_are_those_of_one(f
     torch.testing.assert_close(small.forward(batch), whole.forward(batch), atol=1e-5, rtol=0)
     whole.destroy()
     small.destroy()
+
+
+def test_lora_when_groups_have_images_then_adapters_of_the_decoder_alone_learn(folder):
+    batch = image_batch()
+    engine = engine_of(folder, lora=LoraConfig(rank=4))
+    trained = {name for name, p in engine.model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".lora_" in name and "visual" not in name for name in trained)
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    losses = [engine.train_batch(batch, weighted_loss)["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    now = dict(engine.model.named_parameters())
+    assert {name for name, p in before.items() if not torch.equal(now[name], p)} == trained
+    blind = {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])}
+    assert not torch.allclose(engine.forward(batch), engine.forward(blind), atol=1e-4)
+    engine.destroy()
 
 
 def test_answer_when_it_has_an_image_token_then_it_is_text(folder):
