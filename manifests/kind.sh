@@ -6,7 +6,7 @@ name=${1:-areal}
 tag=${TAG:-dev}
 
 kind get clusters | grep -qx "$name" || kind create cluster --name "$name" --wait 120s
-kind load docker-image --name "$name" areal/{stores,control,reward,weight-sync,inference-cpu,trainer}:"$tag"
+kind load docker-image --name "$name" areal/{stores,control,reward,weight-sync,sandbox,inference-cpu,trainer}:"$tag"
 kubectl --context "kind-$name" apply --server-side \
   -k "github.com/kubeflow/training-operator/manifests/overlays/standalone?ref=v1.9.3"
 kubectl --context "kind-$name" -n kubeflow rollout status deploy/training-operator --timeout 180s

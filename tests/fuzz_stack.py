@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,7 @@ class FuzzedStack:
             "buffer": ends.buffer,
             "reward": ends.reward,
             "rollout": ends.rollout,
+            "sandbox": ends.sandbox,
             "trainer": ends.trainer,
             "weight_sync": ends.weight_sync,
         }
@@ -51,7 +53,9 @@ class FuzzedStack:
     def rss(self, name: str) -> int:
         """Resident bytes of a process and its children."""
         root = psutil.Process(self.whole.processes[self.processes.get(name, name)].pid)
-        return sum(each.memory_info().rss for each in [root, *root.children(recursive=True)])
+        # How many boxes are warm, lent or ending changes by the second.
+        children = [] if name == "sandbox" else root.children(recursive=True)
+        return sum(each.memory_info().rss for each in [root, *children])
 
     def assert_unharmed(self, name: str, rss_before: int) -> None:
         """Alive, not larger, and nothing in its log that only a bug would write."""
@@ -102,14 +106,18 @@ def fuzzed_stack(folder: Path) -> Iterator[FuzzedStack]:
             patch.setenv(name, value)
         whole = stack.enter_context(start_stack(folder, servers=1, lease_ttl_s=2.0))
         ends = whole.config.endpoints
-        ends.trainer, gateway = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        ends.gateway = f"http://{gateway}"
+        ends.trainer, ends.sandbox, gateway, boxes = (f"127.0.0.1:{free_port()}" for _ in range(4))
+        ends.gateway, ends.sandbox_http = f"http://{gateway}", f"http://{boxes}"
+        whole.config.sandbox.boxes = 2
+        if not shutil.which("bwrap"):
+            whole.config.sandbox.isolation = "rlimits"
         save_config(whole.config, whole.config_file)
         whole.processes["trainer"] = Process(
             folder / "trainer.log", "tests.trainer_server", ends.trainer
         )
         whole.service("rollout", ends.rollout)
         whole.service("gateway", gateway)
-        for name in ("trainer", "rollout"):
+        whole.service("sandbox", ends.sandbox)
+        for name in ("trainer", "rollout", "sandbox"):
             whole.wait(name, getattr(ends, name))
         yield FuzzedStack(whole)

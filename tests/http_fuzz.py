@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -132,7 +132,13 @@ def _encode(value: Any) -> bytes:
 
 
 def fuzz_route(
-    url: str, method: str, path: str, seed: Any, short: int, allowed: Iterable[int] = ()
+    url: str,
+    method: str,
+    path: str,
+    seed: Any,
+    short: int,
+    allowed: Iterable[int] = (),
+    headers: Mapping[str, str] | None = None,
 ) -> str:
     """One route with bodies around `seed`, queries and damaged JSON; tells of a server error."""
     queries = st.dictionaries(
@@ -148,7 +154,7 @@ def fuzz_route(
         st.binary(max_size=60),
         st.sampled_from([b"", b"[" * 100_000, b'{"a":' * 50_000, b'"' + b"\xff" * 9 + b'"']),
     )
-    with httpx.Client(base_url=url, timeout=CALL_S, verify=False) as client:
+    with httpx.Client(base_url=url, timeout=CALL_S, verify=False, headers=headers) as client:
 
         @fuzz_settings(short)
         @given(bodies, queries, st.sampled_from(["application/json", "text/plain", "x/y; q"]))

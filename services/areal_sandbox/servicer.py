@@ -64,6 +64,7 @@ class SandboxService(pb_grpc.SandboxServiceServicer):
         if not request.sandbox_id:
             yield await self._once(request)
             return
+        limits_from_pb(request.limits)  # or it raises
         lease = self._leases.get(request.sandbox_id)
         self._leases.admit_command(lease)
         command = await _start(lease, request)

@@ -33,6 +33,7 @@ from areal.v1 import (
     policy_pb2,
     reward_service_pb2,
     rollout_service_pb2,
+    sandbox_service_pb2,
     weight_sync_service_pb2,
 )
 from areal_inference.http_api.app import build_app
@@ -86,6 +87,12 @@ def _words(stack: FuzzedStack) -> Words:
             "TakeBatch": [buffer_service_pb2.TakeBatchRequest(incarnation=1, step=1)],
             "ConfirmVersion": [buffer_service_pb2.ConfirmVersionRequest(incarnation=1, version=1)],
             "CommitStep": [buffer_service_pb2.CommitStepRequest(incarnation=1, step=1)],
+            "RunCommand": [sandbox_service_pb2.RunCommandRequest(code="print(1)", stdin=b"x")],
+            "CreateSandbox": [
+                sandbox_service_pb2.CreateSandboxRequest(
+                    ttl={"seconds": 1}, environment={"A": "b"}, metadata={"c": "d"}
+                )
+            ],
             "PublishVersion": [
                 weight_sync_service_pb2.PublishVersionRequest(
                     version=policy_pb2.PolicyVersion(version=1, incarnation=1, path=model)
@@ -120,7 +127,9 @@ def _completion() -> buffer_service_pb2.CompleteTasksRequest:
     return buffer_service_pb2.CompleteTasksRequest(worker_id="fuzz", completions=[completion])
 
 
-@pytest.mark.parametrize("name", ["buffer", "reward", "rollout", "trainer", "weight_sync"])
+@pytest.mark.parametrize(
+    "name", ["buffer", "reward", "rollout", "sandbox", "trainer", "weight_sync"]
+)
 def test_grpc_when_fuzzed_then_it_refuses_and_stays_as_it_was(
     stack: FuzzedStack, name: str
 ) -> None:
@@ -224,6 +233,67 @@ def test_inference_when_fuzzed_then_no_server_error_and_it_stays_as_it_was(
     found = [problem for problem in problems if problem]
     assert not found, f"{len(found)} problems:\n" + "\n".join(found)
     stack.assert_unharmed("inference", before)
+    stack.assert_serves()
+
+
+def test_boxes_when_fuzzed_over_http_then_no_server_error_and_it_stays_as_it_was(
+    stack: FuzzedStack,
+) -> None:
+    url = stack.whole.config.endpoints.sandbox_http
+    lease = {"timeout": 1, "envVars": {"A": "b"}, "metadata": {"c": "d"}, "templateID": "base"}
+    start = {"process": {"cmd": "sh", "args": ["-c", "true"], "envs": {"A": "b"}, "cwd": "/tmp"}}
+    routes = [
+        ("POST", "/sandboxes", lease),
+        ("POST", "/v2/sandboxes", lease),
+        ("GET", "/v2/sandboxes?metadata=c%3Dd%26%00", None),
+        ("DELETE", "/sandboxes/x", None),
+        *[
+            ("POST", f"/sandboxes/{{id}}/{each}", {"timeout": 60})
+            for each in ("timeout", "connect")
+        ],
+        *[(each, "/files?path=a%00b", None) for each in ("GET", "POST")],
+        *[
+            ("POST", f"/process.Process/{each}", seed)
+            for each, seed in (
+                ("Start", start),
+                ("Connect", {"process": {"pid": 1}}),
+                ("List", {}),
+                ("SendInput", {"process": {"pid": 1}, "input": {"stdin": "eA=="}}),
+                ("SendSignal", {"process": {"pid": 1}, "signal": "SIGNAL_SIGKILL"}),
+                ("StreamInput", {}),
+            )
+        ],
+        *[
+            ("POST", f"/filesystem.Filesystem/{each}", seed)
+            for each, seed in (
+                ("Stat", {"path": "a"}),
+                ("ListDir", {"path": ".", "depth": 1}),
+                ("MakeDir", {"path": "d"}),
+                ("Move", {"source": "a", "destination": "b"}),
+                ("Remove", {"path": "a"}),
+            )
+        ],
+    ]
+    problems, before = [], 0
+    for short in (2, SHORT):
+        before = stack.rss("sandbox")
+        for method, path, seed in routes:
+            for lent in httpx.get(f"{url}/v2/sandboxes", timeout=60).json():  # by what was sent
+                httpx.delete(f"{url}/sandboxes/{lent['sandboxID']}", timeout=60)
+            box = httpx.post(f"{url}/sandboxes", json={"timeout": 600}, timeout=60).json()
+            headers = {
+                "E2b-Sandbox-Id": box["sandboxID"],
+                "X-Access-Token": box["envdAccessToken"],
+            }
+            target = path.replace("{id}", box["sandboxID"])
+            # 502 is what E2B's SDK expects of a box that has ended.
+            problems.append(
+                fuzz_route(url, method, target, seed, short, allowed=[502], headers=headers)
+            )
+    problems.append(fuzz_socket(url, SHORT))
+    found = [problem for problem in problems if problem]
+    assert not found, f"{len(found)} problems:\n" + "\n".join(found)
+    stack.assert_unharmed("sandbox", before)
     stack.assert_serves()
 
 

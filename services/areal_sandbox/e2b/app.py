@@ -119,7 +119,10 @@ class E2BApp:
         if body.get("volumeMounts") or body.get("mcp"):
             raise InvalidInput("volumeMounts, mcp: boxes have neither")
         lease = await self._leases.create(
-            _LIMITS, float(body.get("timeout", 0)), body.get("envVars"), body.get("metadata")
+            _LIMITS,
+            connect.seconds(body.get("timeout", 0), "timeout"),
+            connect.texts(body, "envVars"),
+            connect.texts(body, "metadata"),
         )
         return web.json_response(_made(lease), status=201)
 
@@ -141,12 +144,14 @@ class E2BApp:
         return web.Response(status=204)
 
     async def _timeout(self, request: web.Request) -> web.Response:
-        seconds = connect.parse(await request.read()).get("timeout", 0)
-        self._leases.keep(request.match_info["id"], float(seconds))
+        body = connect.parse(await request.read())
+        seconds = connect.seconds(body.get("timeout", 0), "timeout")
+        self._leases.keep(request.match_info["id"], seconds)
         return web.Response(status=204)
 
     async def _connect(self, request: web.Request) -> web.Response:
-        seconds = float(connect.parse(await request.read()).get("timeout", 0))
+        body = connect.parse(await request.read())
+        seconds = connect.seconds(body.get("timeout", 0), "timeout")
         lease = self._leases.get(request.match_info["id"])
         if seconds > lease.until - datetime.now(UTC).timestamp():  # never earlier than it was
             self._leases.keep(lease.id, seconds)
@@ -180,7 +185,11 @@ class E2BApp:
     async def _write(self, request: web.Request) -> web.Response:
         files, path, written = Files(self._lease(request)), request.query.get("path", ""), []
         if request.content_type.startswith("multipart/"):
-            for part in (await request.post()).getall("file", []):
+            try:
+                form = await request.post()
+            except ValueError as error:
+                raise InvalidInput(f"body: {error}: expected a form") from None
+            for part in form.getall("file", []):
                 if not isinstance(part, web.FileField):
                     raise InvalidInput("file: expected a file of a form")
                 written.append(await files.write(path or part.filename, part.file.read()))
@@ -204,7 +213,8 @@ class E2BApp:
         message: Json = {}
         async for each in connect.messages(request):
             message = each
-        seconds = float(request.headers.get("Connect-Timeout-Ms", 0)) / 1000
+        limit = request.headers.get("Connect-Timeout-Ms", 0)
+        seconds = connect.seconds(limit, "Connect-Timeout-Ms") / 1000
         return await connect.stream(request, streams[method](message, seconds))
 
     async def _filesystem(self, request: web.Request) -> web.Response:

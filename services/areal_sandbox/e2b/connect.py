@@ -76,11 +76,40 @@ def parse(body: bytes) -> Json:
     """Returns a JSON object; raises InvalidInput for anything else."""
     try:
         message = json.loads(body or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"body: {error}: expected a JSON object") from None
     if not isinstance(message, dict):
         raise InvalidInput("body: expected a JSON object")
     return message
+
+
+def field(message: Json, name: str, kind: type, default: Any = None) -> Any:
+    """Returns a field; raises InvalidInput if it is of another kind, or has no default."""
+    value = message.get(name)
+    value = default if value is None else value
+    if not isinstance(value, kind):
+        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected {kind.__name__}")
+    return value
+
+
+def texts(message: Json, name: str) -> dict[str, str]:
+    """Returns a field of names and texts; raises InvalidInput for anything else."""
+    found: dict[str, str] = field(message, name, dict, {})
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise InvalidInput(f"{name}.{key[:80]} {str(value)[:80]!r}: expected a string")
+    return found
+
+
+def seconds(value: object, name: str) -> float:
+    """Returns a time in seconds; raises InvalidInput if it is no number of zero or more."""
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected a number of seconds")
+    return found
 
 
 async def stream(request: web.Request, events: AsyncIterator[Json]) -> web.StreamResponse:

@@ -20,7 +20,7 @@ from areal.errors import InvalidInput, WaitTimeout
 from areal.protocol.boxes import Ended
 from areal.rewards.sandbox.box import Command
 from areal.rewards.sandbox.pool import refuse
-from areal_sandbox.e2b.connect import AlreadyExists, Json
+from areal_sandbox.e2b.connect import AlreadyExists, Json, field, texts
 from areal_sandbox.files import Entry, Files
 from areal_sandbox.leases import Lease, Leases, running
 
@@ -45,13 +45,13 @@ class Process:
         """Runs a command; it goes on if its caller leaves. `seconds`: at most; 0: its lease."""
         if request.get("pty"):
             raise InvalidInput("pty: boxes have no terminals; use commands")
-        config = _field(request, "process", dict)
+        config = field(request, "process", dict)
         self._leases.admit_command(self._lease)
         command = await self._lease.box.run(
-            argv=[_field(config, "cmd", str), *config.get("args", [])],
+            argv=[field(config, "cmd", str), *map(str, field(config, "args", list, []))],
             keep_stdin=bool(request.get("stdin", True)),
-            environment={**self._lease.environment, **config.get("envs", {})},
-            folder=config.get("cwd", ""),
+            environment={**self._lease.environment, **texts(config, "envs")},
+            folder=field(config, "cwd", str, ""),
             seconds=seconds,
         )
         async for event in self._events(command, command.events):
@@ -68,9 +68,9 @@ class Process:
         command: Command | None = None
         async for request in requests:
             if "start" in request:
-                command = self._command(request["start"])
+                command = self._command(field(request, "start", dict))
             elif "data" in request and command is not None:
-                await command.write(_input(request["data"]))
+                await command.write(_input(field(request, "data", dict)))
         yield {}
 
     async def list(self, _: Json) -> Json:
@@ -90,7 +90,7 @@ class Process:
     async def send_signal(self, request: Json) -> Json:
         """Sends SIGTERM or SIGKILL."""
         name = request.get("signal", "")
-        if name not in _SIGNALS:
+        if not isinstance(name, str) or name not in _SIGNALS:
             raise InvalidInput(f"signal {name!r}: expected one of {', '.join(_SIGNALS)}")
         command = self._command(request)
         rest = command.listen()
@@ -103,7 +103,7 @@ class Process:
         return {}
 
     def _command(self, request: Json) -> Command:
-        return running(self._lease, _field(_field(request, "process", dict), "pid", int))
+        return running(self._lease, field(field(request, "process", dict), "pid", int))
 
     async def _events(self, command: Command, events: AsyncIterator[Any]) -> AsyncIterator[Json]:
         yield {"event": {"start": {"pid": await command.pid}}}
@@ -138,18 +138,18 @@ class Filesystem:
 
     async def stat(self, request: Json) -> Json:
         """Returns what a path is."""
-        return {"entry": entry(await self._files.stat(_field(request, "path", str)))}
+        return {"entry": entry(await self._files.stat(field(request, "path", str)))}
 
     async def list_dir(self, request: Json) -> Json:
         """Returns what is in a folder."""
-        depth = request.get("depth", 0) or 1
-        found = await self._files.entries(_field(request, "path", str), int(depth))
+        depth = field(request, "depth", int, 0) or 1
+        found = await self._files.entries(field(request, "path", str), depth)
         return {"entries": [entry(each) for each in found]}
 
     async def make_dir(self, request: Json) -> Json:
         """Makes a folder and those above it."""
         try:
-            return {"entry": entry(await self._files.make_folder(_field(request, "path", str)))}
+            return {"entry": entry(await self._files.make_folder(field(request, "path", str)))}
         except InvalidInput as error:
             if "File exists" in str(error):
                 raise AlreadyExists(str(error)) from None
@@ -157,12 +157,12 @@ class Filesystem:
 
     async def move(self, request: Json) -> Json:
         """Renames a file or folder."""
-        source, to = _field(request, "source", str), _field(request, "destination", str)
+        source, to = field(request, "source", str), field(request, "destination", str)
         return {"entry": entry(await self._files.move(source, to))}
 
     async def remove(self, request: Json) -> Json:
         """Removes a file, or a folder with all in it."""
-        await self._files.remove(_field(request, "path", str))
+        await self._files.remove(field(request, "path", str))
         return {}
 
 
@@ -193,15 +193,8 @@ def _info(command: Command) -> Json:
 
 
 def _input(request: Json) -> bytes:
-    data = _field(_field(request, "input", dict), "stdin", str)
+    data = field(field(request, "input", dict), "stdin", str)
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise InvalidInput(f"input.stdin: {error}: expected base64") from None
-
-
-def _field(message: Json, name: str, kind: type) -> Any:
-    value = message.get(name)
-    if not isinstance(value, kind):
-        raise InvalidInput(f"{name} {value!r}: expected {kind.__name__}")
-    return value
