@@ -123,10 +123,14 @@ def _scalar(spec: FieldDescriptor, words: Words) -> st.SearchStrategy[Any]:
     return _whole_numbers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, words)
 
 
+def _is_map(spec: FieldDescriptor) -> bool:
+    return spec.message_type is not None and spec.message_type.GetOptions().map_entry
+
+
 def _fill(draw: Any, message: Message, spec: FieldDescriptor, words: Words, depth: int) -> None:
     """Gives one field a random value."""
     name = spec.name
-    if spec.message_type is not None and spec.message_type.GetOptions().map_entry:
+    if _is_map(spec):
         key, value = (spec.message_type.fields_by_name[part] for part in ("key", "value"))
         pairs = st.dictionaries(_scalar(key, words), _scalar(value, words), max_size=3)
         getattr(message, name).update(draw(pairs))
@@ -175,7 +179,8 @@ def _mutated(draw: Any, seeds: list[Message], words: Words) -> Message:
             spec = draw(st.sampled_from(list(at.DESCRIPTOR.fields)))
             value = getattr(at, spec.name)
             inner = spec.message_type is not None and (len(value) if spec.is_repeated else 1)
-            if not inner or draw(st.integers(0, 4)) == 0 or not spec.message_type.fields:
+            leaf = not inner or not spec.message_type.fields or _is_map(spec)
+            if leaf or draw(st.integers(0, 4)) == 0:
                 at.ClearField(spec.name)
                 if draw(st.integers(0, 5)):
                     _fill(draw, at, spec, words, depth)
