@@ -99,11 +99,18 @@ def _algorithm(name: str, title: str, *overrides: str) -> Row:
 
 
 def _staleness(eta: int, *overrides: str, kind: str = "", title: str = "decoupled") -> Row:
+    """At the recipe's rate if `kind` is empty or `plain`, else at half of it."""
+    gentle = kind.startswith("half")
     suffix = f"-{kind}" if kind else ""
-    overrides = (f"rollout.max_head_offpolicyness={eta}", *overrides)
-    synchronous = "eta-0-half" if kind.startswith("half") else "eta-0"
-    against = synchronous if eta else ""
-    return Row(f"eta-{eta}{suffix}", f"η = {eta}, {title}", ASYNCHRONY, overrides, against=against)
+    overrides = (f"rollout.max_head_offpolicyness={eta}", *(GENTLE if gentle else ()), *overrides)
+    synchronous = "eta-0-half" if gentle else "eta-0"
+    return Row(
+        f"eta-{eta}{suffix}",
+        f"η = {eta}, {title}",
+        ASYNCHRONY if gentle else FAST,
+        overrides,
+        against=synchronous if eta else "",
+    )
 
 
 def _rows_alone(
@@ -120,6 +127,8 @@ def _task(example: str, title: str, measure: Measure, *overrides: str) -> Row:
 
 FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
+FAST = "Asynchrony at twice the rate"
+PLAIN = "actor.prox_logp_method=behavior"
 OFFLINE = "Rows alone"
 TASKS = "Other tasks"
 
@@ -164,16 +173,10 @@ ROWS = [
         ("actor.lora={}", "actor.optimizer.lr=3e-3"),
         measure=Measure(least=0.27),  # 80 % of what full training rises by
     ),
+    *[_staleness(eta, kind="half") for eta in (0, 1, 2, 4, 8)],
+    _staleness(8, PLAIN, kind="half-plain", title="plain PPO"),
     *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],
-    _staleness(8, "actor.prox_logp_method=behavior", kind="plain", title="plain PPO"),
-    *[_staleness(eta, *GENTLE, kind="half", title="half the rate") for eta in (0, 1, 2, 4, 8)],
-    _staleness(
-        8,
-        *GENTLE,
-        "actor.prox_logp_method=behavior",
-        kind="half-plain",
-        title="half the rate, plain PPO",
-    ),
+    _staleness(8, PLAIN, kind="plain", title="plain PPO"),
     _task("clevr_count", "Vision: counting squares", Measure(least=0.1)),
     _task("clevr_count", "Vision, shuffled rewards (control)", STILL, "control=true"),
     _task("tldr", "Summaries, judged by a reward model", SCORE),
@@ -187,6 +190,10 @@ ROWS = [
     _task("code_rl", "Code, shuffled rewards (control)", STILL, "control=true"),
     _task("search_agent", "Agent: searches documents, then answers", Measure(least=0.15)),
     _task("search_agent", "Agent, shuffled rewards (control)", STILL, "control=true"),
+    _task("openai_agent", "Agent on OpenAI's API: sums in two tries", Measure(least=0.15)),
+    _task("openai_agent", "OpenAI's API, shuffled rewards (control)", STILL, "control=true"),
+    _task("anthropic_agent", "Agent on Anthropic's API: sums in two tries", Measure(least=0.15)),
+    _task("anthropic_agent", "Anthropic's API, shuffled rewards (control)", STILL, "control=true"),
     _task("on_policy_distill", "On-policy distillation", Measure()),
     _task("reasoning_gym", "reasoning-gym's spell_backward", Measure(least=0.15)),
     _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),
