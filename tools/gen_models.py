@@ -182,7 +182,8 @@ def render(rows: list[Row]) -> str:
         "In a mixture of experts, the trainer chooses a token's experts itself, and because of "
         "rounding it may not choose those of the server. So such a",
         "model has a higher `mismatch/kl` than a dense one. Replaying the server's choice (router "
-        "replay, SGLang's `return_routed_experts`) is not supported.",
+        "replay) is missing: the CPU engine has no experts, and SGLang's choice",
+        "(`--enable-return-routed-experts`, which its source provides for CPUs too) is not read.",
         "",
         *table(RIGHT),
         "",

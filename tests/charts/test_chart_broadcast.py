@@ -35,3 +35,16 @@ def test_policies_when_weights_are_not_broadcast_then_those_ports_stay_closed():
 def test_servers_when_weights_are_broadcast_then_they_mount_the_volume_for_what_is_stored():
     (pod,) = (pod for pod in pods(render(*DISTRIBUTED)) if pod.component == "sglang")
     assert "data" in {volume["name"] for volume in pod.spec["volumes"]}
+
+
+def test_nccl_when_weights_are_broadcast_then_set_alike_for_trainer_and_servers():
+    """SGLang turns both off in its own processes; a group whose members differ may hang."""
+    for objects in (render(*DISTRIBUTED), render_ci("gpu-values.yaml", *DISTRIBUTED)):
+        found = set()
+        for pod in pods(objects):
+            if pod.component in ("trainer", "sglang"):
+                found.add(pod.component)
+                main, *_ = pod.spec["containers"]
+                env = {each["name"]: each.get("value") for each in main["env"]}
+                assert (env["NCCL_CUMEM_ENABLE"], env["NCCL_NVLS_ENABLE"]) == ("0", "0")
+        assert found == {"trainer", "sglang"}

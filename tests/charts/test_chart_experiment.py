@@ -170,6 +170,13 @@ def test_alerts_and_dashboard_when_read_then_their_metrics_exist():
         assert plain in known, name
 
 
+def test_dashboard_when_read_then_it_shows_what_training_costs():
+    shown = (CHART / "dashboards" / "areal.json").read_text()
+    costs = ("tokens_per_second", "mfu_ratio", "peak_memory_gib", "forward_seconds")
+    for name in (*costs, "backward_seconds", "optimizer_seconds", "step_seconds"):
+        assert f"areal_trainer_{name}{{" in shown, name
+
+
 def test_alerts_when_rendered_then_each_names_a_runbook_that_is_there():
     (rule,) = of_kind(render_ci("everything-values.yaml"), "PrometheusRule")
     alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]

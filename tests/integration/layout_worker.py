@@ -1,9 +1,9 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?, export?, kernel?, tested?, images?}. All ranks of a share get the
-same groups. They are forks of a process that has imported everything: imports take most of the time
-of models this small.
+gradients?, save_to?, resume?, export?, kernel?, tested?, free?, images?}. All ranks of a share get
+the same groups. They are forks of a process that has imported everything: imports take most of the
+time of models this small.
 """
 
 import json
@@ -24,6 +24,7 @@ from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import PPOActorConfig
+from areal.engines import step
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import self_test
 from areal.engines.model.attention import dispatch
@@ -33,7 +34,7 @@ from areal.training.ranks import gather_json
 
 def run(job):
     """One job: with a kernel of torch, over what it computes written out for a CPU; or after a
-    self-test of some layers only, as of a big model.
+    self-test of some layers only, as of a big model; or with so much free memory.
     """
     with ExitStack() as changes:
         if "kernel" in job:
@@ -41,6 +42,8 @@ def run(job):
             changes.enter_context(torch_kernels())
         if "tested" in job:
             changes.enter_context(patch.multiple(self_test, WHOLE=0, _FEWEST_LAYERS=job["tested"]))
+        if "free" in job:
+            changes.enter_context(patch.object(step, "free_bytes", lambda _: job["free"]))
         train(job)
 
 
@@ -62,6 +65,7 @@ def train(job):
             stats = actor.ppo_update(batch)
             found = None
         rows.append({k: v for k, v in stats.items() if not k.endswith("seconds")})
+        rows[-1]["gathers"] = engine.step._gathers_gradients
     if "save_to" in job:
         engine.save_checkpoint(job["save_to"], {"step": len(job["seeds"])}).result(timeout=60)
     if "export" in job:

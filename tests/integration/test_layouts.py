@@ -81,6 +81,7 @@ def runs(tmp_path_factory):
             over = {"gradients": True, "seeds": [0], "kernel": "varlen"}
             jobs.append(job("qwen3", "d1c2", "float32", **over))
             jobs.append(job("qwen3", "d2", "float32", gradients=True, seeds=[0], tested=1))
+            jobs.append(job("qwen3", "d2", "float32", gradients=True, seeds=[0], free=0))
         if ranks == 4:  # part of a run in one layout, the rest in others
             for kind, layouts in RESUMED.items():
                 parts = [str(folder / f"{kind}-part{n}") for n in (0, 1)]
@@ -128,6 +129,15 @@ def test_first_gradients_when_the_self_test_took_a_layer_away_then_equal_those_o
     ours, _ = runs["qwen3-d2-float32-gradients-seeds-tested"]
     one, _ = runs["qwen3-d1-float32-gradients-seeds"]
     assert_gradients_close(ours, one, 1e-5)
+
+
+def test_first_gradients_when_memory_is_short_then_shared_out_per_micro_batch_and_equal(runs):
+    ours, rows = runs["qwen3-d2-float32-gradients-seeds-free"]
+    gathered, rows1 = runs["qwen3-d2-float32-gradients-seeds"]
+    assert (rows[0]["gathers"], rows1[0]["gathers"]) == (False, True)
+    assert rows[0]["n_micro_batches"] > 1
+    assert_gradients_close(ours, gathered, 1e-6)
+    assert_gradients_close(ours, runs["qwen3-d1-float32-gradients-seeds"][0], 1e-5)
 
 
 def test_first_gradients_when_tokens_are_spread_over_a_flash_kernel_then_equal_packed_attention(

@@ -6,7 +6,7 @@ import contextlib
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -105,6 +105,8 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
             devices["server memory"] = partial(_server_memory, config, shape)
     if config.stack.gpus_per_node and not config.endpoints.inference:
         devices["engine"] = partial(_engine, config)
+        if config.weight_sync.transport == "distributed":
+            devices["nccl"] = partial(_nccl, config)
     return examine(
         {
             # An older Python would not have come this far: pyproject.toml refuses it.
@@ -254,6 +256,29 @@ def _engine(config: BaseExperimentConfig) -> Finding:
         return ok(" ".join(command))
     fix = "make sglang-gpu, or stack.inference_command='PYTHON -m sglang.launch_server'"
     return note("areal_inference, which computes on the CPU", fix)
+
+
+def _nccl(config: BaseExperimentConfig) -> Finding:
+    """A group of trainer and servers needs the same NCCL on both sides."""
+    here = _nccl_in([Path(each) for each in sys.path if each])
+    python = Path((inference_command(config) or [sys.executable])[0])
+    there = _nccl_in(python.parent.parent.glob("lib/python*/site-packages"))
+    if not (here and there):
+        side = "the servers' environment" if here else "this environment"
+        fix = "compare torch.cuda.nccl.version() of both, or weight_sync.transport=disk"
+        return note(f"the version is not known in {side}", fix)
+    if here != there:
+        fix = f"a torch with NCCL {there} for the trainer, or weight_sync.transport=disk"
+        return note(f"{here} for the trainer, {there} for the servers: they may not connect", fix)
+    return ok(f"{here} for trainer and servers")
+
+
+def _nccl_in(folders: Iterable[Path]) -> str:
+    """The version of NCCL that is installed as a package; empty: none is."""
+    path = [str(each) for each in folders]
+    names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+    found = (each for name in names for each in metadata.distributions(name=name, path=path))
+    return next((each.version for each in found), "")
 
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:

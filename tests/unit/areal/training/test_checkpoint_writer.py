@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal.errors import StaleIncarnation
+from areal.errors import StaleIncarnation, WaitTimeout
+from areal.training import checkpoint_writer
 from areal.training.checkpoint_writer import CheckpointWriter
 from areal.training.checkpoints import CheckpointFolder
 from areal.training.ranks import Ranks
@@ -88,3 +89,23 @@ def test_settle_when_the_commit_before_was_refused_then_raised(
     ledger.open.set()
     with pytest.raises(StaleIncarnation, match="newer trainer"):
         writer.settle(wait=False)
+
+
+def test_settle_when_the_disk_is_away_then_the_deadline_is_that_of_the_bytes(
+    made: tuple[CheckpointWriter, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _ = made
+    monkeypatch.setattr(checkpoint_writer, "CHECKPOINT_LEAST_S", 0.0)
+    monkeypatch.setattr(checkpoint_writer, "_SLOWEST_BYTES_PER_S", 70)
+    monkeypatch.setattr(writer.actor, "save_checkpoint", lambda _: Future())
+    writer.snapshot(3, 1, dict)
+    pending = writer._pending
+    assert pending is not None
+    assert pending.patience_s == pytest.approx(0.1)  # 7 bytes
+    with pytest.raises(WaitTimeout, match=r"checkpoint of step 3.*is the disk full or unmounted\?"):
+        writer.settle(wait=True)
+
+
+def test_patience_when_a_checkpoint_is_large_then_it_outlasts_a_collective() -> None:
+    largest = checkpoint_writer._Pending(1, Path(), Future(), {}, 12 * 30 * 10**9)  # of 30B weights
+    assert largest.patience_s > 5000

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from areal.training import checkpoints
 from areal.training.checkpoints import DIGESTS, CheckpointFolder, describe
 
 
@@ -108,3 +109,17 @@ def test_finish_when_ranks_have_hashed_their_files_then_takes_their_word(folder)
     assert files == described
     assert [folder.intact(final, rank, 3) for rank in range(3)] == [True, False, True]
     assert newest(folder, ranks=3) is None
+
+
+def test_newest_when_a_size_differs_then_no_file_of_that_checkpoint_is_read(folder, monkeypatch):
+    save(folder, 20)
+    path = save(folder, 40)
+    (path / "model").write_bytes(b"w")
+    read = []
+    digest = checkpoints.file_digest
+    monkeypatch.setattr(checkpoints, "file_digest", lambda file: read.append(file) or digest(file))
+    found = folder.list()
+    assert [c.step for c in found] == [20]
+    assert read == [], "a size is enough to tell what cannot be whole"
+    assert newest(folder).step == 20
+    assert read == [found[0].path / "model"]

@@ -111,6 +111,18 @@ def test_broadcast_when_this_process_fails_then_the_trainer_stores_and_tries_aga
     assert len(rig.offers) == 4
 
 
+def test_broadcast_when_it_fails_on_gpus_then_the_cause_names_the_trainers_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "ProcessGroup", Breaking)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    rig = Rig(tmp_path, LOOPBACK)
+    rig.publish(1, torch.ones(2))
+    assert [offer.backend for offer in rig.offers] == ["nccl"]
+    assert "distributed: out of memory (NCCL 2.27.5 here)" in capsys.readouterr().out
+
+
 def test_offer_when_the_way_to_weight_sync_is_ipv6_then_servers_are_told_that_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
