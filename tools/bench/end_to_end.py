@@ -13,9 +13,10 @@ and the task's own lengths; every SAVE_EVERY-th step is saved, and each of these
 answers each of the held-out problems four times at temperature 1.
 
 Steps are timed from the WARM_UP-th on. A JSON line for each run has wall and CPU milliseconds a
-sample, tokens a sample, (seconds, reward) of each step and (seconds, accuracy) of each saved one;
-the last line has the ratios of the medians, TRL's over ours. `learning_time` is the time that TRL
-takes to its final accuracy (mean of its last three) over the time that ours takes to reach it.
+sample (CPU also by process, of ours), tokens a sample, (seconds, reward) of each step and (seconds,
+accuracy) of each saved one; the last line has the ratios of the medians, TRL's over ours.
+`learning_time` is the time that TRL takes to its final accuracy (mean of its last three) over the
+time that ours takes to reach it.
 `--figure FILE` draws the held-out accuracies over the seconds since the first step.
 """
 
@@ -130,8 +131,8 @@ def theirs(
 
 def ours(
     case: str, model: Path, steps: int, folder: Path, trial: str, saved: Path
-) -> list[dict[str, float]]:
-    """The steps of an `areal run`; CPU is that of all its processes."""
+) -> list[dict[str, Any]]:
+    """The steps of an `areal run`; CPU is that of all its processes, and of each."""
     from sample_path import cpu_seconds
 
     length = CASES[case]
@@ -146,12 +147,12 @@ def ours(
     environment["PYTHONPATH"] = str(REPOSITORY / "services")
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     run_dir = folder / "runs" / "end-to-end" / trial
-    metrics, cpu = run_dir / "metrics.jsonl", {}
+    metrics, cpu = run_dir / "metrics.jsonl", dict[int, dict[str, float]]()
     try:
         while process.poll() is None:
             done = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
             if done < steps and done not in cpu and done:
-                cpu[done] = sum(cpu_seconds(run_dir).values())
+                cpu[done] = cpu_seconds(run_dir)
             time.sleep(0.05)
     finally:
         if process.poll() is None:
@@ -163,7 +164,8 @@ def ours(
     return [
         {
             "time": row["time"],
-            "cpu": cpu.get(row["step"], 0.0),
+            "cpu": sum(cpu.get(row["step"], {}).values()),
+            "processes": cpu.get(row["step"], {}),
             "reward": row["reward/mean"],
             "tokens": row["rollout/length_mean"],
         }
@@ -171,17 +173,22 @@ def ours(
     ]
 
 
-def summary(case: str, name: str, steps: list[dict[str, float]]) -> dict[str, Any]:
+def summary(case: str, name: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
     """One run: from the WARM_UP-th step to the last one whose CPU is known."""
     timed = [step for step in steps[WARM_UP - 1 :] if step["cpu"]]
     first, last = timed[0], timed[-1]
     samples = GROUPS * SAMPLES * (steps.index(last) - steps.index(first))
+    spent = {
+        process: round(1000 * (seconds - first["processes"].get(process, 0.0)) / samples, 3)
+        for process, seconds in last.get("processes", {}).items()
+    }
     curve = [(round(s["time"] - steps[0]["time"], 2), round(s["reward"], 3)) for s in steps]
     return {
         "case": case,
         "contender": name,
         "wall": round(1000 * (last["time"] - first["time"]) / samples, 3),
         "cpu": round(1000 * (last["cpu"] - first["cpu"]) / samples, 3),
+        "processes": spent,
         "tokens": round(statistics.mean(s["tokens"] for s in steps), 1),
         "curve": curve,
     }
