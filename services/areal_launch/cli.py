@@ -144,7 +144,7 @@ def evaluate(
     json: Json = False,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Evaluate a model: it answers dataset rows, and a reward function scores them. No training.
+    """Evaluate a model without training: it answers rows, and a reward function scores the answers.
 
     For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The
     recipe is examples/eval_only.py.
@@ -262,7 +262,11 @@ def doctor(
     config: Config = None,
     json: Json = False,
     on: Annotated[
-        RunsOn, typer.Option("--on", help="Where the run would start: local or kubernetes.")
+        RunsOn,
+        typer.Option(
+            "--on",
+            help="Where the run would start. For slurm and ray, only this machine is checked.",
+        ),
     ] = RunsOn.LOCAL,
 ) -> int:
     """Check whether a run can start, here or on a cluster, and say how to fix what is missing.

@@ -207,9 +207,10 @@ def _check_epochs(ledger: Ledger, problems: int) -> Iterator[Check]:
     last = max(ledger.seen, default=0)
     skipped, open_ = [], []
     trained = named = 0
+    of_last = max(ledger.seen.get(last, {-1})) + 1
     for epoch in range(last + 1):
         seen = ledger.seen.get(epoch, set())
-        expected = problems if epoch < last else max(seen) + 1
+        expected = problems if epoch < last else of_last
         skipped += [f"e{epoch}-{index}" for index in range(expected) if index not in seen]
         for index in seen:
             task = ledger.tasks.get(f"e{epoch}-{index}", {"state": "unknown", "reason": ""})
@@ -222,6 +223,7 @@ def _check_epochs(ledger: Ledger, problems: int) -> Iterator[Check]:
     yield Check(
         "each prompt of each epoch was trained on once or ended with a recorded cause",
         not skipped and not open_,
-        f"{last + 1} epochs of {problems}: {trained} trained on, {named} ended with a recorded "
-        f"cause; skipped: {_some(skipped)}, not ended: {_some(open_)}",
+        f"{last} epochs of {problems} prompts and {of_last} of the next: {trained} trained on, "
+        f"{named} ended with a recorded cause; "
+        f"skipped: {_some(skipped)}, not ended: {_some(open_)}",
     )

@@ -58,8 +58,9 @@ class BaseExperimentConfig:
     """The inference servers and the layout of trainer ranks. In `sglang:d2t4`, `d` is the number of
     servers and `t` the tensor parallelism of each. In `fsdp:d8s4`, there are 8 data-parallel ranks,
     and the weights are sharded over 4 of them; `t`, `c` and `e` add tensor, context and expert
-    parallelism. `sglang.d2p1t1+d1p1t1` is accepted too. With `fsdp:d1` alone, without servers, the
-    recipe trains on rows and no service is started."""
+    parallelism. AReaL's older form, `sglang.d2p1t1+d1p1t1`, is accepted too; `p`, pipeline
+    parallelism, must be 1. With `fsdp:d1` alone, without servers, the recipe trains on rows and no
+    service is started."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -75,7 +75,8 @@ class RolloutConfig:
     names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run is stopped if more than this share of its last 64 tasks failed because of the recipe,
-    or if all of its first tasks (one batch, but 16 to 64) failed with the same error. 1: never."""
+    or if all of its first tasks (one batch, but at least 16 and at most 64) failed with the same
+    error. 1: it is never stopped for either reason."""
     dynamic_sampling: bool = False
     """Reject a training group if all its samples have the same reward, because it would teach
     nothing. `prepare_batch` takes another row in its place (DAPO); with `rollout_batch` the batch

@@ -126,8 +126,10 @@ class RemoteSGLangEngine:
 
         Raises:
             WorkflowError: No row gave a group.
-            InvalidInput: There are no rows, or for the same reason as `prepare_batch`.
-            WaitTimeout: For the same reason as `prepare_batch`.
+            InvalidInput: There are no rows, or the workflow samples at a temperature other than
+                the trainer's.
+            WaitTimeout: No batch within 3 x `rollout.request_timeout_s`; the message says what was
+                missing.
         """
         check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)
@@ -159,9 +161,9 @@ class RemoteSGLangEngine:
         """Returns the policy's mean reward on held-out rows, and records it in the run folder.
 
         The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If this step
-        already has a result of that name, the call returns it without a new evaluation. A resumed
-        run that has finished no step yet also returns the recorded result of the initial policy,
-        which is no longer served.
+        already has a result of that name, the call returns it without a new evaluation. Until a
+        resumed run finishes its first step after resuming, it also returns a result that was
+        recorded at step 0, because the initial policy is no longer served.
 
         Args:
             rows: The held-out rows.

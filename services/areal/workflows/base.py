@@ -63,8 +63,8 @@ class InferenceEngine(Protocol):
     async def agenerate_group(self, request: LLMRequest) -> list[LLMResponse]:
         """Returns `request.gconfig.n_samples` answers to one prompt, from one call to a server.
 
-        Apart from their number it works like `agenerate`, and raises the same errors. After an
-        interruption each answer continues from its own tokens.
+        Apart from the number of answers, this works like `agenerate` and raises the same errors.
+        After an interruption, each answer continues from its own tokens.
         """
         ...
 
@@ -97,7 +97,7 @@ class InferenceEngine(Protocol):
             WorkflowError: The function raised, exceeded its time limit, or did not return a finite
                 number.
             Unavailable: The reward worker died, or the service does not answer. If the workflow
-                lets this error pass, the task is tried again.
+                does not catch this error, the task is tried again.
         """
         ...
 
