@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,15 @@ from tests.buffer_client import BufferClient
 from tests.integration.gateway_agents import Refused, agents_stack, request, serves
 from tests.integration.one_port import one_port
 from tests.integration.stack_tools import eventually
+from tests.integration.test_sandbox import REASON
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.rollout_stack import Stack
 
-from areal.errors import ArealError
+from areal.clients.sandbox import LentBox, SandboxClient
+from areal.config.experiment import save_config
+from areal.errors import ArealError, CapacityExceeded, NotFound, Unavailable, WaitTimeout
+from areal.protocol.boxes import Limits, Outcome
 from areal.types import TrajectoryGroup
 
 # The full run: CHAOS_AGENTS=200 CHAOS_ROUNDS=4.
@@ -34,6 +41,10 @@ AGENTS_S = 180.0 + 4 * AGENTS
 """Within this all agents must have ended after the last kill."""
 
 
+SMALL = Limits(seconds=60, memory_mb=128, processes=16)
+# What an agent tries again with the sandbox service; NotFound: its box ended with the service.
+RETRYABLE = (Unavailable, CapacityExceeded, WaitTimeout, NotFound)
+
 Http = openai.DefaultAsyncHttpxClient
 
 
@@ -45,7 +56,58 @@ async def speak(url: str, http: Http, path: str, key: str, call: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-async def agent(url: str, number: int, http: Http, seen: Counter[str]) -> tuple[str, str]:
+class Boxes:
+    """One agent's boxes: a tool of some, the verifier of others. They end with their service."""
+
+    def __init__(self, client: SandboxClient, number: int, seen: Counter[str]) -> None:
+        self._client, self._number, self._seen = client, number, seen
+        self._box: LentBox | None = None
+
+    async def tool(self) -> str:
+        """Counts the calls in a file of a lent box; where that is gone, in another one."""
+        return await self._persist(self._count)
+
+    async def reward(self) -> float:
+        """The agent's number, by a program in a box of its own."""
+        return float(await self._persist(self._verify))
+
+    async def close(self) -> None:
+        if self._box is not None:
+            with suppress(ArealError):  # it is gone, or its time ends it
+                await self._box.kill()
+
+    async def _count(self) -> str:
+        if self._box is None:
+            self._box = await self._client.lend(SMALL, ttl_s=60.0)
+        try:
+            outcome = await self._box.run(argv=["sh", "-c", "echo call >> calls; wc -l < calls"])
+        except NotFound:
+            self._box = None
+            raise
+        return self._checked(outcome)
+
+    async def _verify(self) -> str:
+        return self._checked(await self._client.run(f"print({self._number})", limits=SMALL))
+
+    def _checked(self, outcome: Outcome) -> str:
+        if outcome.cause == "killed":
+            raise Unavailable("the box was killed")
+        assert (outcome.exit_code, outcome.cause) == (0, ""), outcome
+        return outcome.stdout.strip()
+
+    async def _persist(self, call: Callable[[], Awaitable[str]]) -> str:
+        for _ in range(1000):
+            try:
+                return await call()
+            except RETRYABLE as error:
+                self._seen[type(error).__name__] += 1
+                await asyncio.sleep(0.3)
+        raise AssertionError("the sandbox service did not come back")
+
+
+async def agent(
+    url: str, number: int, http: Http, boxes: Boxes, seen: Counter[str]
+) -> tuple[str, str]:
     """One agent's whole life; returns its task and how its session ended, as far as it was told."""
     body = {"task": {"number": number}, "ttl_s": IDLE_S}
     opened = await request([url], "POST", "/v1/sessions", body=body, tries=5000, seen=seen)
@@ -60,9 +122,10 @@ async def agent(url: str, number: int, http: Http, seen: Counter[str]) -> tuple[
                 chat = f"{path}/v1/chat/completions"
                 answer = await request([url], "POST", chat, key, call, tries=1000, seen=seen)
                 said = answer["choices"][0]["message"]["content"]
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
+            found = await boxes.tool() if number % 4 == 0 else "?"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": found}]
             await asyncio.sleep(random.uniform(0.0, 1.0))
-        last = {"reward": number}
+        last = {"reward": await boxes.reward() if number % 4 == 1 else number}
         ended = await request([url], "POST", f"{path}/end", key, last, tries=1000, seen=seen)
     except (Refused, openai.APIStatusError) as refused:
         # Nothing but the end of its session may be final.
@@ -70,6 +133,8 @@ async def agent(url: str, number: int, http: Http, seen: Counter[str]) -> tuple[
         if status != 410:
             raise
         return task_id, "expired"
+    finally:
+        await boxes.close()
     return task_id, ended["state"]
 
 
@@ -144,6 +209,7 @@ async def kill_all(whole: Stack, urls: list[str], redis: RedisServer, chance: ra
         lambda: service("rollout", ends.rollout, "rollout"),
         lambda: service("buffer", ends.buffer, "buffer"),
         lambda: service("weight_sync", ends.weight_sync, "weight_sync"),
+        lambda: service("sandbox", ends.sandbox, "sandbox"),
         store,
         server,
     ]
@@ -157,26 +223,43 @@ async def kill_all(whole: Stack, urls: list[str], redis: RedisServer, chance: ra
     return kills
 
 
+def start_sandbox(whole: Stack) -> None:
+    """Adds a sandbox service; where there are no user namespaces, its weaker mode."""
+    whole.config.sandbox.boxes = 16
+    whole.config.sandbox.isolation = "rlimits" if REASON else "namespaces"
+    whole.config.endpoints.sandbox = f"127.0.0.1:{free_port()}"
+    save_config(whole.config, whole.config_file)
+    whole.service("sandbox", whole.config.endpoints.sandbox)
+    whole.wait("sandbox", whole.config.endpoints.sandbox)
+
+
 @pytest.mark.timeout(240 + 2 * AGENTS_S)
 async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_ended_by_name(
     tmp_path: Path,
 ) -> None:
     seed = int(os.environ.get("CHAOS_SEED", random.randrange(10**6)))
+    began = time.monotonic()
     print(f"CHAOS_SEED={seed} CHAOS_AGENTS={AGENTS} CHAOS_ROUNDS={ROUNDS}")
     redis = RedisServer(tmp_path / "redis", "always")
     redis.start()
     try:
         with agents_stack(tmp_path, 2, redis=redis.url, lease_ttl_s=5.0) as (whole, urls):
+            start_sandbox(whole)
+            sandbox = SandboxClient(whole.config.endpoints.sandbox)
             trainer = Trainer(whole.config.endpoints.buffer)
             training = asyncio.create_task(trainer.run())
             seen: Counter[str] = Counter()
+            lost_boxes: Counter[str] = Counter()
             async with one_port(urls) as url, Http(verify=False, timeout=120.0) as http:
                 agents = [
-                    asyncio.create_task(agent(url, number, http, seen)) for number in range(AGENTS)
+                    asyncio.create_task(
+                        agent(url, number, http, Boxes(sandbox, number, lost_boxes), seen)
+                    )
+                    for number in range(AGENTS)
                 ]
                 kills = await kill_all(whole, urls, redis, random.Random(seed))
+                left = sum(not each.done() for each in agents)
                 told = await asyncio.wait_for(asyncio.gather(*agents), AGENTS_S)
-            # An answer to POST /v1/sessions may have been lost: no one drives those, they expire.
             trainer.stopping = True
             await asyncio.wait_for(training, 2 * IDLE_S + 60)
             client = BufferClient(whole.config.endpoints.buffer)
@@ -184,14 +267,19 @@ async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_e
             records = await persist(lambda: client.get_tasks([task_id for task_id, _ in told]))
             await client.close()
             await trainer.close()
+            await sandbox.close()
     finally:
         redis.kill()
     counts = {state.value: tasks for state, tasks in stats.counts.items() if tasks}
-    print(f"{kills} kills; {Counter(state for _, state in told)}; {counts}; refusals {dict(seen)}")
+    print(f"{kills} kills, {left} agents left at the last; {Counter(state for _, state in told)}")
+    print(f"{counts}; refusals {dict(seen)}, of boxes {dict(lost_boxes)}")
+    print(f"{(time.monotonic() - began) / 60:.1f} min, load {os.getloadavg()}")
+    print(Counter(record.reason for record in records if record.state == "expired"))
     # Each has a cause that we name: an unforeseen error would be a 500.
     assert set(seen) <= {"connection", "429", "503", "504"}
     assert set(counts) <= {"trained", "expired"}
-    assert sum(counts.values()) == stats.submitted
+    # An answer to POST /v1/sessions that is lost leaves no session that no one drives.
+    assert sum(counts.values()) == stats.submitted == AGENTS
     assert Counter(trainer.trained).most_common(1)[0][1] == 1
     assert len(trainer.trained) == counts["trained"]
     for number, ((task_id, state), record) in enumerate(zip(told, records, strict=True)):
