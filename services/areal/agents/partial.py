@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from areal.tokenizer import Tokenizer
 
@@ -50,6 +51,62 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
     return reasoning, content
 
 
+class IncrementalText:
+    """Token ids to text, step by step; the cost of a step does not grow with what came before.
+
+    Only the ids since the last complete character are decoded, after those of the step before:
+    some tokenizers strip a leading blank, which is then that of the known ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: list[int] = []
+        self._new: list[int] = []
+        self._given = 0
+        """Characters of the text of both that were returned."""
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Returns the new text, up to the last character that no later id can change."""
+        self._new += ids
+        text = self._decode([*self._known, *self._new])
+        complete = text.rstrip(_INCOMPLETE_CHARACTER)
+        added = complete[self._given :]
+        self._given += len(added)
+        if added and len(complete) == len(text):
+            self._known, self._new = self._new, []
+            self._given = len(self._decode(self._known))
+        return added
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class _Shown:
+    """Text that is streamed without the blanks around it."""
+
+    def __init__(self, *, strip: bool) -> None:
+        self._strip, self._parts, self._blanks = strip, list[str](), ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, text: str) -> str:
+        """Returns what can be streamed now."""
+        if self._strip:
+            text = self._blanks + text
+            if not self._parts:
+                text = text.lstrip()
+            whole, text = text, text.rstrip()
+            self._blanks = whole[len(text) :]
+        if text:
+            self._parts.append(text)
+        return text
+
+
 class PartialAnswer:
     """One answer while it is sampled."""
 
@@ -71,43 +128,89 @@ class PartialAnswer:
             calls: Whether the agent offered tools.
             plain: Whether all text is content, including outer blanks.
         """
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._opened, self._calls, self._plain = opened, calls, plain
+        self._stop, self._opened, self._calls = tuple(stop), opened, calls and not plain
         self._ids: list[int] = []
-        self.reasoning = self.content = ""
-        """What has been streamed."""
+        self._text = IncrementalText(tokenizer)
+        self._held = ""  # may be the start of a stop string
+        self._stopped = False
+        self._pending = ""  # of what is before a stop string: may be the start of a tag
+        self._part: Literal["start", "reasoning", "content", "end"] = (
+            "content" if plain else "start"
+        )
+        self._reasoning, self._content = _Shown(strip=True), _Shown(strip=not plain)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning that has been streamed."""
+        return self._reasoning.text
+
+    @property
+    def content(self) -> str:
+        """The content that has been streamed."""
+        return self._content.text
 
     def update(self, ids: Sequence[int]) -> tuple[str, str]:
         """Takes all ids sampled so far; returns the new text of reasoning and of content."""
-        self._ids = list(ids)
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        text = text.rstrip(_INCOMPLETE_CHARACTER)
-        ends = [text.index(each) for each in self._stop if each in text]
-        text = text[: min(ends)] if ends else _without_start_of(text, self._stop)
-        reasoning, content = ("", text) if self._plain else self._split(text)
-        before = len(self.reasoning), len(self.content)
-        if reasoning.startswith(self.reasoning):
-            self.reasoning = reasoning
-        if content.startswith(self.content):
-            self.content = content
-        return self.reasoning[before[0] :], self.content[before[1] :]
+        new = list(ids[len(self._ids) :])
+        self._ids += new
+        return self._split(self._before_stop(self._text.add(new)))
 
     def agrees_with(self, ids: Sequence[int]) -> bool:
         """Whether the final ids begin with those that were streamed."""
         return list(ids[: len(self._ids)]) == self._ids
 
+    def _before_stop(self, text: str) -> str:
+        """The new text that is before any stop string."""
+        if self._stopped:
+            return ""
+        text = self._held + text
+        ends = [text.index(each) for each in self._stop if each in text]
+        self._stopped = bool(ends)
+        before = text[: min(ends)] if ends else _without_start_of(text, self._stop)
+        self._held = text[len(before) :]
+        return before
+
     def _split(self, text: str) -> tuple[str, str]:
-        if not self._opened and _OPEN.startswith(text.lstrip()):
-            return "", ""
-        reasoning, content = split_reasoning(text, self._opened)
-        if _CLOSE not in text:
-            reasoning = _without_start_of(reasoning, [_CLOSE])
-        if self._calls:
+        """What can be streamed of reasoning and of content, now that `text` is known."""
+        self._pending += text
+        reasoning = content = ""
+        if self._part == "start":
+            bare = self._pending.lstrip()
+            if _OPEN.startswith(bare):
+                return "", ""
+            if self._opened or bare.startswith(_OPEN):
+                self._part, self._pending = "reasoning", bare.removeprefix(_OPEN)
+            else:
+                self._part = "content"
+        if self._part == "reasoning":
+            reasoning, closed = self._until(_CLOSE)
+            if closed:
+                self._part = "content"
+        if self._part == "content":
+            content = self._of_content()
+        return self._reasoning.add(reasoning), self._content.add(content)
+
+    def _of_content(self) -> str:
+        if not self._calls:
+            content, self._pending = self._pending, ""
+            return content
+        if not self._content and self._pending.lstrip().startswith("{"):
             # Llama writes a call as bare JSON, which is then the whole answer.
-            bare_call = content.lstrip().startswith("{")
-            content = content.partition(_CALL)[0]
-            content = "" if bare_call else _without_start_of(content, [_CALL])
-        return reasoning.strip(), content.strip()
+            self._part = "end"
+            return ""
+        content, called = self._until(_CALL)
+        if called:
+            self._part = "end"
+        return content
+
+    def _until(self, mark: str) -> tuple[str, bool]:
+        """Takes what is before a mark, and whether the mark is there."""
+        before, found, rest = self._pending.partition(mark)
+        if not found:
+            before = _without_start_of(before, [mark])
+            rest = self._pending[len(before) :]
+        self._pending = rest
+        return before, bool(found)
 
 
 def _without_start_of(text: str, marks: Sequence[str]) -> str:
