@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import orjson
@@ -31,6 +32,15 @@ from areal.workflows.rendering import Message
 
 Answering = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Answers a route of its own."""
+
+
+def load_apis() -> None:
+    """Imports the SDKs' types, which takes a second: the first request need not wait for it.
+
+    A process that serves agents calls this in a thread, before it is ready.
+    """
+    for name in ("anthropic_messages", "openai_chat", "openai_text", "responses_stream"):
+        import_module(f"areal.agents.{name}")
 
 
 async def handle(

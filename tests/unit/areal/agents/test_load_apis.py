@@ -1,0 +1,25 @@
+"""The SDKs' types are imported before the first request, and not with the routes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+from areal.agents.routes import load_apis
+assert not {"openai", "anthropic"} & set(sys.modules), "imported with the routes"
+load_apis()
+known = set(sys.modules)
+from areal.agents import anthropic_messages, openai_chat, openai_responses, openai_text
+from areal.agents import responses_stream
+print(sorted(set(sys.modules) - known))
+"""
+
+
+def test_apis_when_loaded_then_no_route_imports_anything_more():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
