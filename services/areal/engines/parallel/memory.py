@@ -159,9 +159,21 @@ def use_kernels(
         AttentionInterface.register(apart, attend)
         guards.use_attention(hf, apart)
         for layer in layers:
-            layer.compile()
+            if getattr(layer, "gradient_checkpointing", False):
+                # transformers recomputes inside `forward`. A graph that breaks in there is dropped,
+                # and with it all of the layer, so compile what is recomputed.
+                again = layer._gradient_checkpointing_func
+                layer._gradient_checkpointing_func = partial(_recompute_compiled, again)
+            else:
+                layer.compile()
     elif kernels == "liger":
         _use_liger(hf, device)
+
+
+def _recompute_compiled(again: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
+    """Call `again`, a function that checkpoints, with a compiled `forward` of a layer."""
+    compiled = torch.compile(forward.func)
+    return again(partial(compiled, *forward.args, **forward.keywords), *args)
 
 
 def _use_liger(hf: Any, device: torch.device) -> None:
