@@ -158,6 +158,7 @@ def use_kernels(
         attend = disable(AttentionInterface()[name], reason="the layout varies")
         AttentionInterface.register(apart, attend)
         guards.use_attention(hf, apart)
+        layer: Any
         for layer in layers:
             if getattr(layer, "gradient_checkpointing", False):
                 # transformers recomputes inside `forward`. A graph that breaks in there is dropped,
