@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from areal.agents.routes import load_apis
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.sessions import BufferSessions
@@ -56,10 +55,7 @@ class RolloutServer(Server):
     async def start(self) -> None:
         """Reads the tokenizer, learns of the servers, begins to lease."""
         config, table, metrics = self._config, self._table, self._metrics
-        tokenizer, _ = await asyncio.gather(
-            asyncio.to_thread(Tokenizer.load, config.tokenizer_dir, config.model_dir),
-            asyncio.to_thread(load_apis),
-        )
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer_dir, config.model_dir)
         stops, model = tuple(tokenizer.eos_token_ids), str(config.model_dir)
         generation = SGLangClient(
             table,

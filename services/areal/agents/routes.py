@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
@@ -35,10 +36,7 @@ Answering = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def load_apis() -> None:
-    """Imports the SDKs' types, which takes a second: the first request need not wait for it.
-
-    A process that serves agents calls this in a thread, before it is ready.
-    """
+    """Imports the SDKs' types; the first call takes a second."""
     for name in ("anthropic_messages", "openai_chat", "openai_text", "responses_stream"):
         import_module(f"areal.agents.{name}")
 
@@ -87,6 +85,8 @@ async def _route(
     route = _POSTS.get(path.removeprefix("/inference/v1")) if method == "POST" else None
     if route is None:
         raise NotFound(f"{method} {path}: no such route")
+    # Not on the event loop, which other episodes share; only the first call has anything to do.
+    await asyncio.to_thread(load_apis)
     retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
     return await route(session, body_of(content), retry)
 

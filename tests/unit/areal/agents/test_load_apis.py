@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from typing import cast
+
+from areal.agents import routes
+from areal.agents.session import Session
 
 SCRIPT = """
 import sys
@@ -23,3 +28,19 @@ def test_apis_when_loaded_then_no_route_imports_anything_more():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+async def test_first_request_when_the_sdk_is_not_imported_then_a_thread_imports_it(monkeypatch):
+    threads = []
+
+    def note() -> None:
+        threads.append(threading.current_thread())
+
+    async def find(key: str) -> Session:
+        return cast(Session, None)
+
+    monkeypatch.setattr(routes, "load_apis", note)
+    reply = await routes.handle(find, "POST", "/v1/chat/completions", {}, b"{}")
+    assert reply.status == 400
+    assert threads
+    assert threads[0] is not threading.main_thread()
