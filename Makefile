@@ -101,9 +101,10 @@ test-verifiers: $(STAMP) ## Test environments of verifiers and OpenEnv, unmodifi
 	.venv-verifiers/bin/uv pip install -q --python .venv-verifiers/bin/python 'verifiers[openenv]==0.4.0'
 	AREAL_TEST_VERIFIERS=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/python -m pytest -q tests/integration/test_verifiers_env.py $(ARGS)
 
-test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU by Triton's interpreter (downloads them into .venv-liger)
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target .venv-liger liger-kernel==0.8.5 triton==3.9.0
-	AREAL_TEST_LIGER=$(CURDIR)/.venv-liger $(BIN)/python -m pytest -q tests/unit/areal/engines/parallel/test_liger.py $(ARGS)
+test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU by Triton's interpreter (downloads them into build/liger)
+	$(BIN)/python -m venv .venv-liger
+	.venv-liger/bin/pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
+	AREAL_TEST_LIGER=$(CURDIR)/build/liger $(BIN)/python -m pytest -q tests/unit/areal/engines/parallel/test_liger.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a Slurm cluster of two nodes, both on this machine (needs Debian's slurm-wlm and munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)

@@ -46,7 +46,7 @@ of the seeds at η = 0. These runs take half the recipe's learning rate and twic
 an answer's probability changes at most 4-fold within 8 versions. Plain PPO clips around the policy
 that sampled instead of the one before the step.
 """,
-    "Asynchrony at twice the rate": """\
+    "Asynchrony at the full rate": """\
 What staleness costs depends on how far the policy moves from one version to the next. At the
 recipe's own learning rate, an answer's probability changes up to 30-fold within 8 versions, and
 staleness of 4 and more costs a few hundredths.

@@ -106,7 +106,7 @@ def _staleness(eta: int, *overrides: str, kind: str = "", title: str = "decouple
     synchronous = "eta-0-half" if gentle else "eta-0"
     return Row(
         f"eta-{eta}{suffix}",
-        f"η = {eta}, {title}",
+        f"η = {eta}, {title}{'' if gentle else ', full rate'}",
         ASYNCHRONY if gentle else FAST,
         overrides,
         against=synchronous if eta else "",
@@ -127,7 +127,7 @@ def _task(example: str, title: str, measure: Measure, *overrides: str) -> Row:
 
 FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
-FAST = "Asynchrony at twice the rate"
+FAST = "Asynchrony at the full rate"
 PLAIN = "actor.prox_logp_method=behavior"
 OFFLINE = "Rows alone"
 TASKS = "Other tasks"
