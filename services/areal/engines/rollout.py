@@ -78,8 +78,9 @@ class RemoteSGLangEngine:
         Groups of later batches are generated meanwhile.
 
         Args:
-            dataloader: The rows to submit, from its current position: a `StatefulLoader`. None: the
-                groups come from agents outside the run, which open sessions at the gateway.
+            dataloader: Supplies the rows to submit, from its current position; usually a
+                `StatefulLoader`. None: the groups come from agents outside the run, which open
+                sessions at the gateway.
             workflow: The workflow that turns a row into trajectories. Needed unless
                 `dataloader` is None.
 

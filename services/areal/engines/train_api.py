@@ -132,8 +132,9 @@ class TrainEngine(abc.ABC):
             weights and the optimizer do not change. `seconds` is the step's time on the slowest
             rank; it includes `forward_seconds` and `backward_seconds`, both with their
             communication, and `optimizer_seconds`. `peak_gib` is the peak memory so far, in GiB, of
-            the rank with the highest. Also `tokens_per_second`, and on a known GPU `mfu`, the share
-            of its peak speed (see `areal.engines.perf`).
+            the rank with the highest. `tokens_per_second` is included too and, on a known
+            GPU, `mfu`: the share of the GPU's peak speed that the step reached (see
+            `areal.engines.perf`).
 
         Raises:
             TrainingDiverged: `optimizer.max_skipped_steps` steps in a row were skipped because
