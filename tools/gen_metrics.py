@@ -76,8 +76,8 @@ metrics.jsonl has everything.
 ## The whole run: trainer.json
 
 This file has the results that `rollout.evaluate(rows, workflow, name=NAME)` and
-`session.record(NAME, value)` recorded, by name. `evaluations` lists each evaluation with its step.
-`measured_at_step` says which step's policy each result was measured on.
+`session.record(NAME, value)` recorded, each under its NAME. `evaluations` lists each evaluation
+with its step. `measured_at_step` says which step's policy each result was measured on.
 
 ## Services: /metrics
 

@@ -139,7 +139,7 @@ def check_module_level(part: Any, what: str) -> None:
     if "<" in part.__qualname__:
         raise InvalidInput(
             f"{what} {part.__qualname__}: expected a definition at the top level of the "
-            f"recipe, because workers find it by name"
+            f"recipe, because workers look up its name"
         )
 
 

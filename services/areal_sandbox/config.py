@@ -61,7 +61,7 @@ def check_secrets(config: SandboxConfig) -> None:
     if config.isolation == "namespaces" or hides_files():
         return
     for file in config.secrets:
-        # As root the programs run as user nobody; else as this process does.
+        # As root, the programs run as the user `nobody`; otherwise as this process does.
         if Path(file).stat().st_mode & 0o004 if os.getuid() == 0 else os.access(file, os.R_OK):
             raise ConfigError(
                 f"sandbox.isolation rlimits: programs in a box could read {file}; expected a "

@@ -53,7 +53,7 @@ async def test_lease_when_its_address_is_none_of_the_certificates_names_then_it_
 
 @pytest.fixture
 def readable() -> Iterator[Path]:
-    """A folder with a key that every user may read: programs of a root service are nobody's."""
+    """A folder with a key that every user may read: boxes of a root service run as `nobody`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)

@@ -126,7 +126,7 @@ class TrainEngine(abc.ABC):
                 temperature 1.
 
         Returns:
-            Statistics by name, equal on all ranks: `loss`, `grad_norm` (before clipping),
+            A dict of statistics, equal on all ranks: `loss`, `grad_norm` (before clipping),
             `entropy`, `lr`, `n_tokens`, `n_loss_tokens`, `n_micro_batches`, and those that
             `loss_fn` returns. `skipped_steps` is 1 if the gradient norm was not finite; then the
             weights and the optimizer do not change. `seconds` is the step's time on the slowest
@@ -165,8 +165,8 @@ class TrainEngine(abc.ABC):
         """Returns scalars that are combined over all ranks; collective.
 
         Args:
-            sums: This rank's values by name. Names that end in `_max` are combined by maximum, all
-                others by sum.
+            sums: This rank's values, keyed by statistic. Names that end in `_max` are combined by
+                maximum, all others by sum.
         """
 
     @abc.abstractmethod
